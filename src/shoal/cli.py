@@ -1,0 +1,175 @@
+"""Every command; nothing but arguments. Heavy modules are imported by the command that needs them, after its threads are set.
+
+    shoal run CONFIG                     everything on this machine
+    shoal coordinator CONFIG --dir DIR   the same roles one by one; each of the others needs only an invite
+    shoal invite DIR --role R --name N
+    shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
+    shoal prepare CONFIG, shoal sft      fetch, convert or train the model beforehand
+
+Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 3 evicted from the pool.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal import config as config_module
+from shoal.config import Config, ConfigError
+
+DONE, FAILED, USAGE, EVICTED = 0, 1, 2, 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        return code
+    except Exception as error:  # noqa: BLE001 - the one place where an error becomes a message and a status
+        code = _status_of(error)
+        if code is None:
+            raise
+        sys.stderr.write(f"shoal {arguments.name}: {error}\n")
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run everything on this machine")
+    _takes_config(run)
+    run.add_argument("--seed", type=int, help="overrides run.seed")
+    run.add_argument("--out", type=Path, help="folder of this run (default: runs/<config name>-<time>)")
+    run.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    run.set_defaults(command=_run)
+
+    prepare = commands.add_parser("prepare", help="fetch the model, measure the dtype; prints both as JSON")
+    _takes_config(prepare)
+    prepare.set_defaults(command=_prepare)
+
+    sft = commands.add_parser("sft", help="train bundled:tiny by supervised warm-up")
+    sft.set_defaults(command=_sft)
+
+    coordinator = commands.add_parser("coordinator", help="the pool's control plane")
+    _takes_config(coordinator)
+    _is_process(coordinator)
+    coordinator.add_argument("--run", default="", help="name of the run (default: the config's name)")
+    coordinator.add_argument("--port", type=int, help="overrides coordinator.port")
+    coordinator.set_defaults(command=_coordinator)
+
+    invite = commands.add_parser("invite", help="make an invite for one node")
+    invite.add_argument("dir", type=Path, help="the coordinator's folder")
+    invite.add_argument("--role", required=True, choices=list(ROLES))
+    invite.add_argument("--name", required=True, help="what the node is called in this run")
+    invite.add_argument("--url", help="how the node reaches the coordinator (default: where it listens)")
+    invite.add_argument("--days", type=float, default=7.0, help="until the invite expires")
+    invite.set_defaults(command=_invite)
+
+    for role in ROLES:
+        node = commands.add_parser(role, help=ROLES[role])
+        node.add_argument("--join", required=True, help="an invite, or a file that holds one")
+        _is_process(node)
+        if role == "origin":
+            node.add_argument("--watch", type=Path, required=True, help="the learner's folder of versions")
+        node.set_defaults(command=_node)
+    return parser
+
+
+ROLES = {
+    "learner": "trains on accepted rollouts and publishes policy versions",
+    "origin": "cuts published versions into shards and serves them",
+    "relay": "mirrors the origin for workers",
+    "worker": "generates rollouts",
+    "validator": "checks submissions",
+    "evaluator": "measures held-out accuracy",
+}
+
+
+def _takes_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="a TOML file, see configs/")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+
+
+def _is_process(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, required=True, help="this node's own folder: key, cache, state")
+    parser.add_argument("--threads", type=int, default=0, help="cores to compute on (default: all)")
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # ends when this process is gone
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    if arguments.dry_run:
+        sys.stdout.write(config_module.dumps(config))
+        return DONE
+    from shoal.swarm import Swarm
+
+    name = arguments.config.stem
+    out = arguments.out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Swarm(config, name, out).run()
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    from shoal.prepare import prepare
+
+    sys.stdout.write(json.dumps(prepare(_config(arguments))) + "\n")
+    return DONE
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from shoal.learner.sft import train_tiny
+
+    _begin("sft", arguments)
+    sys.stdout.write(f"{train_tiny()}\n")
+    return DONE
+
+
+def _coordinator(arguments: argparse.Namespace) -> int:
+    stop = _begin("coordinator", arguments)
+    from shoal.pool.service import serve_forever
+
+    config = _config(arguments)
+    port = config.coordinator.port if arguments.port is None else arguments.port
+    serve_forever(config, arguments.run or arguments.config.stem, arguments.dir, port, stop)
+    return DONE
+
+
+def _invite(arguments: argparse.Namespace) -> int:
+    from shoal.pool.service import invite_from
+
+    invite = invite_from(arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days)
+    sys.stdout.write(invite.encode() + "\n")
+    return DONE
+
+
+def _node(arguments: argparse.Namespace) -> int:
+    stop = _begin(arguments.name, arguments)
+    from shoal.roles import RUN
+
+    ended = RUN[arguments.name](arguments, stop)
+    return EVICTED if ended == "evicted" else DONE
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    seed = getattr(arguments, "seed", None)
+    return config_module.load(arguments.config, arguments.overrides + ([] if seed is None else [f"run.seed={seed}"]))
+
+
+def _begin(name: str, arguments: Any) -> threading.Event:
+    from shoal import process
+
+    os.umask(0o077)
+    return process.begin(name, threads=getattr(arguments, "threads", 0), parent=getattr(arguments, "parent", 0))
+
+
+def _status_of(error: Exception) -> int | None:
+    """The exit status of an error that a message explains; None for one that needs its traceback."""
+    from shoal.errors import explained
+
+    if isinstance(error, ConfigError):
+        return USAGE
+    return FAILED if explained(error) else None

@@ -1,0 +1,216 @@
+"""The configuration: one TOML file, one model per process; unknown keys are refused with the nearest known name.
+
+Defaults are INTELLECT-2's recipe; `configs/` holds what fits a laptop. The coordinator alone reads this file: every other
+process receives the resolved config from it, signed, so all agree on one recipe.
+Everybody may import this; it imports nobody.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Cheat = Literal[
+    "", "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"
+]
+
+
+class ConfigError(Exception):
+    """A config that cannot be used; the message names the key and the next step."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=1, description="rollout steps to train")
+    max_restarts: int = Field(5, ge=0, description="of one process by `shoal run` before it gives up")
+    threads: int = Field(0, ge=0, description="cores to share out; 0: all that this process may use")
+    stall_s: float = Field(900, gt=0, description="without an accepted submission or a trained step, the run is stopped")
+
+
+class ModelSection(Section):
+    name: str = "bundled:smollm2-135m-instruct"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "cpu"
+
+
+class TaskSection(Section):
+    kind: Literal["arithmetic"] = "arithmetic"
+    operand_min: int = Field(0, ge=0)
+    operand_max: int = Field(29, ge=1)
+    operations: list[Literal["+", "-"]] = ["+"]
+    prompt: str = Field("{question}", description="what the user says; {question} is the sum")
+    system: str = Field("", description='system message; empty: none is written into the chat template')
+    heldout: int = Field(256, ge=1, description="tasks set aside for evaluation, never trained on")
+    length_targets: list[int] = Field([], description="target completion lengths; one is drawn per group; empty: none")
+    length_penalty: float = Field(0.0003, ge=0, description="alpha: reward lost per token off the target")
+
+    @model_validator(mode="after")
+    def _operands_in_order(self) -> "TaskSection":
+        if self.operand_min > self.operand_max:
+            raise ValueError("tasks.operand_min must not exceed tasks.operand_max")
+        return self
+
+
+class SamplingSection(Section):
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int = Field(32768, ge=1, description="of one completion")
+    group_size: int = Field(16, ge=2, description="G: completions of one prompt")
+
+
+class CoordinatorSection(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: a free one")
+    async_level: int = Field(2, ge=0, description="how many policy versions old a rollout may be when trained on")
+    prompts_per_step: int = Field(256, ge=1, description="useful groups in a batch")
+    task_deadline_s: float = Field(600, gt=0, description="from handing out a task to its upload")
+    claim_lease_s: float = Field(300, gt=0, description="for a validator's verdict")
+    max_submission_bytes: int = Field(64 << 20, ge=1024)
+    node_timeout_s: float = Field(30, gt=0, description="without a heartbeat, a node counts as gone")
+
+
+class LossSection(Section):
+    kind: Literal["grpo"] = "grpo"
+    epsilon: float = Field(0.2, gt=0, lt=1)
+    delta: float = Field(4.0, gt=1)
+    beta: float = Field(0.001, ge=0, description="KL to the initial policy; 0 keeps no reference model")
+    entropy: float = Field(1e-4, ge=0)
+    normalize_std: bool = False
+
+
+class LearnerSection(Section):
+    lr: float = Field(3e-7, gt=0)
+    warmup_steps: int = Field(25, ge=0, description="optimizer steps of linear warm-up; constant after")
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(0.1, gt=0)
+    optimizer_steps_per_step: int = Field(8, ge=1)
+    row_tokens: int = Field(40960, ge=16, description="positions in one packed row")
+    rows_per_microbatch: int = Field(1, ge=1)
+    checkpoint_every: int = Field(1, ge=1, description="steps")
+    keep_versions: int = Field(2, ge=1, description="published folders kept at the learner")
+    loss: LossSection = LossSection()
+
+
+class OriginSection(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    shard_bytes: int = Field(32 << 20, ge=1024)
+    keep: int = Field(5, ge=1, description="newest versions served")
+
+
+class RelaySection(Section):
+    count: int = Field(1, ge=1, description="local relays `shoal run` starts")
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    keep: int = Field(5, ge=1)
+
+
+class WorkerSection(Section):
+    count: int = Field(2, ge=1, description="local workers `shoal run` starts")
+    groups_per_submission: int = Field(4, ge=1)
+    cheat: Cheat = Field("", description="one more worker, which lies in this way (for tests and demonstrations)")
+
+
+class ValidatorSection(Section):
+    row_tokens: int = Field(4096, ge=16)
+    logprob_error_mean: float = Field(0.15, gt=0, description="nats, over a submission's tokens")
+    sampling_margin: float = Field(0.75, gt=0, description="nats a token's score may lie under the replayed winner's")
+    sampling_mismatch_frac: float = Field(0.02, ge=0, description="share of tokens beyond that margin")
+    eos_probability: float = Field(0.1, ge=0, le=1)
+
+
+class EvaluatorSection(Section):
+    every: int = Field(0, ge=0, description="versions between evaluations during the run; 0: only first and last")
+    n: int = Field(256, ge=1, description="held-out tasks of the first and last evaluation")
+    n_between: int = Field(64, ge=1)
+    batch: int = Field(64, ge=1, description="completions decoded together")
+
+
+class Config(Section):
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    tasks: TaskSection = TaskSection()
+    sampling: SamplingSection = SamplingSection()
+    coordinator: CoordinatorSection = CoordinatorSection()
+    learner: LearnerSection = LearnerSection()
+    origin: OriginSection = OriginSection()
+    relays: RelaySection = RelaySection()
+    workers: WorkerSection = WorkerSection()
+    validator: ValidatorSection = ValidatorSection()
+    evaluator: EvaluatorSection = EvaluatorSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        if self.evaluator.n > self.tasks.heldout:
+            raise ValueError(f"evaluator.n = {self.evaluator.n} exceeds tasks.heldout = {self.tasks.heldout}")
+        if self.coordinator.prompts_per_step % self.learner.optimizer_steps_per_step:
+            raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
+        if self.sampling.max_tokens >= self.learner.row_tokens:
+            raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
+        if self.learner.loss.delta <= 1 + self.learner.loss.epsilon:
+            raise ValueError("learner.loss.delta must exceed 1 + learner.loss.epsilon")
+        return self
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a TOML file and apply `section.key=value` overrides. Raises ConfigError."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        known = sorted(str(p) for p in Path("configs").glob("*.toml"))
+        raise ConfigError(f"no config at {path}" + (f"; there are {', '.join(known)}" if known else "")) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not readable as TOML: {error}") from error
+    for override in overrides or []:
+        _apply(values, override)
+    return parse(values, source=str(path))
+
+
+def parse(values: dict[str, Any], source: str = "config") -> Config:
+    """A Config from plain values. Raises ConfigError that names the key, and the nearest known one where it is unknown."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from error
+
+
+def dumps(config: Config) -> str:
+    """The whole config as TOML, defaults included."""
+    return tomli_w.dumps(config.model_dump())
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, field = key.strip().split(".")
+    if not equals or not sections or not field:
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, e.g. learner.lr=1e-5")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    at = values
+    for section in sections:
+        at = at.setdefault(section, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+    at[field] = value
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    if error["type"] != "extra_forbidden":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{'.'.join(path)}: {message}" if path else message
+    section: Any = Config
+    for part in path[:-1]:
+        section = section.model_fields[part].annotation
+    near = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
+    hint = f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(section.model_fields)}"
+    return f"unknown key {'.'.join(path)!r}; {hint}"

@@ -1,0 +1,1 @@
+"""Measures a published policy on tasks it never trained on."""

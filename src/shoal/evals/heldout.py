@@ -1,0 +1,93 @@
+"""The evaluator: held-out accuracy of policy versions, greedy and sampled, while the run goes on.
+
+It is a member of the pool like any other: it receives versions through SHARDCAST, so what it measures is what workers got.
+Invariant: the first and the last version are always evaluated, on the same tasks, with the same noise.
+Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from shoal import tasks
+from shoal.config import Config
+from shoal.messages import Evaluation, Ok, Status
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.model.sampling import rollout_seed
+from shoal.node import Node
+from shoal.rollout.engine import Engine, Sampling
+from shoal.shardcast import Client
+from shoal.shardcast.follow import fetch_published
+from shoal.tasks.prompt import completion_text, prompt_tokens
+
+IDLE_S = 0.3
+
+
+class Evaluator:
+    def __init__(self, node: Node, config: Config, engine: Engine, cache: Path, publisher: str) -> None:
+        self.node = node
+        self.config = config
+        self.engine = engine
+        self.cache = cache
+        self.publisher = publisher
+        self.tasks = tasks.load(config.tasks)
+
+    def run(self, stop: threading.Event) -> str:
+        """Evaluate what is due until the run is finished, or `stop`. Returns which."""
+        done = {(e.version, e.final) for e in self.node.get("/v1/status", Status).evaluations}
+        while not stop.is_set():
+            answer = self.node.beat()
+            if answer.state != "running":
+                return answer.state
+            due = self.due(answer.newest_version, done) if answer.relays else None
+            if due is None:
+                self.node.doing("a version to evaluate", waiting=True)
+                stop.wait(IDLE_S)
+                continue
+            version, final = due
+            self.node.post("/v1/evaluations", self.evaluate(version, final), Ok)
+            done.add(due)
+        return "stopped"
+
+    def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
+        """Which version to evaluate now: the first, then each `every`-th as it comes, then the last."""
+        every, last = self.config.evaluator.every, self.config.run.steps
+        if newest is None:
+            return None
+        if (0, False) not in done:
+            return 0, False
+        if newest == last:
+            return None if (last, True) in done else (last, True)
+        is_due = every > 0 and newest - max(version for version, _ in done) >= every
+        return (newest, False) if is_due else None
+
+    def evaluate(self, version: int, final: bool) -> Evaluation:
+        """Accuracy of one version over the held-out tasks (fewer of them between the first and the last)."""
+        self.node.doing(f"fetching version {version}")
+        relays = self.node.answer.relays if self.node.answer else []
+        client = Client(relays, public_key=self.publisher, cache=self.cache, run=self.node.invite.run, keep=1)
+        folder, _ = fetch_published(client, version)
+        self.engine.load(folder)
+        self.node.policy_version = version
+        self.node.doing(f"evaluating version {version}")
+        n = self.config.evaluator.n if final or version == 0 else self.config.evaluator.n_between
+        tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
+        settings = self.config.sampling
+        return Evaluation(
+            version=version,
+            greedy=self._accuracy(tokenizer, Sampling(0.0, settings.max_tokens, ends), n),
+            sampled=self._accuracy(tokenizer, Sampling(settings.temperature, settings.max_tokens, ends), n),
+            n=n,
+            final=final,
+        )
+
+    def _accuracy(self, tokenizer: Any, sampling: Sampling, n: int) -> float:
+        right = 0.0
+        for start in range(0, n, self.config.evaluator.batch):
+            chunk = self.tasks.heldout[start : min(start + self.config.evaluator.batch, n)]
+            prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
+            seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
+            for task, group in zip(chunk, self.engine.generate(prompts, seeds, sampling), strict=True):
+                right += self.tasks.grade(task, completion_text(tokenizer, group[0].tokens))
+                self.node.tokens += len(group[0].tokens)
+        return right / n

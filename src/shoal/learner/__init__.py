@@ -1,0 +1,1 @@
+"""The trusted trainer: batches of accepted groups in, policy versions out."""

@@ -1,0 +1,17 @@
+"""Group advantages and the online filter, as pure functions of rewards.
+
+Source: GRPO (arXiv 2402.03300); without the division by std as in Dr. GRPO (arXiv 2503.20783) and INTELLECT-2.
+"""
+
+from torch import Tensor
+
+EPSILON = 1e-6  # below this spread a group's rewards count as equal
+
+
+def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:
+    """Reward minus the group's mean, optionally over the group's (population) std. Returns advantages_G, float32."""
+    exact_G = rewards_G.float().double()  # float32s sum exactly in float64: equal rewards give exactly 0
+    advantages_G = exact_G - exact_G.mean()
+    if normalize_std:
+        advantages_G = advantages_G / (exact_G.std(correction=0) + EPSILON)
+    return advantages_G.float()

@@ -1,0 +1,248 @@
+"""Every message that crosses a machine, in one place. The rollout files are in `store/` (they need pyarrow).
+
+Invariant: strict models: unknown fields, wrong types and out-of-range numbers are refused before anything is built.
+Everybody imports this; it imports nobody.
+
+    who asks      what                                  request -> answer
+    anyone        GET  /v1/run                          -> Signed[RunDescriptor]
+    new node      POST /v1/register                     Registration -> Registered
+    every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
+    worker        PUT  /v1/submissions/{id}             Parquet -> Stored
+    validator     POST /v1/claims                       -> Claim | null
+    validator     GET  /v1/submissions/{id}             -> Parquet
+    validator     GET  /v1/contents/{digest}            -> ContentOwner (who handed in these rollouts first)
+    validator     PUT  /v1/accepted/{id}                Parquet -> Stored
+    validator     POST /v1/verdicts                     Verdict -> Ok
+    origin        POST /v1/policies                     Policy -> Ok
+    learner       GET  /v1/batches/{step}               -> Batch
+    learner       GET  /v1/accepted/{id}                -> Parquet
+    learner       POST /v1/steps                        StepReport -> Ok
+    evaluator     POST /v1/evaluations                  Evaluation -> Ok
+    anyone        GET  /v1/status                       -> Status
+"""
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+VERSION = 1  # of this protocol; a descriptor with another one is refused
+
+Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
+Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
+NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+SubmissionId = Field(pattern=r"^[0-9a-f]{16}-[0-9]{6}$")
+Url = Field(max_length=200, pattern=r"^https?://[^\s]+$")
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+class InvitePayload(Message):
+    """What the coordinator signs into an invite: who may join as what, once, until when."""
+
+    run: str
+    role: Role
+    name: str = NodeName
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
+    expires_s: int
+
+
+class RunDescriptor(Message):
+    """What a node must know of the run: the resolved config and whose signatures count."""
+
+    protocol: int
+    run: str
+    config: dict[str, Any]
+    keys: dict[Role, list[str]]  # registered keys of the trusted roles; origin's sign manifests, validator's files
+
+
+class Registration(Message):
+    invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
+    url: str | None = Field(default=None, max_length=200, pattern=r"^https?://[^\s]+$")  # where an origin or relay serves
+
+
+class Registered(Message):
+    name: str
+    role: Role
+
+
+# --- living ----------------------------------------------------------------------------------------------------------
+
+
+class Stats(Message):
+    """What a node tells of itself for the view and the summary. Believed for display only."""
+
+    doing: str = Field(default="", max_length=80)
+    tokens: int = Field(default=0, ge=0)  # generated or checked since its start
+    busy_s: float = Field(default=0, ge=0)
+    waiting_s: float = Field(default=0, ge=0)
+    rss_bytes: int = Field(default=0, ge=0)  # peak
+    pid: int = Field(default=0, ge=0)
+
+
+class Heartbeat(Message):
+    policy_version: int | None = Field(default=None, ge=0)  # what the node has loaded or serves
+    wants_task: bool = False
+    stats: Stats = Stats()
+
+
+class Assignment(Message):
+    """One submission's worth of work, and the grant to upload it. The tasks follow from these numbers."""
+
+    id: str = SubmissionId
+    number: int = Field(ge=0)
+    step: int = Field(ge=0)
+    policy_version: int = Field(ge=0)
+    policy_digest: str = Hex64
+    groups: int = Field(ge=1)
+    deadline_s: float  # unix time after which the work is handed out again
+    upload_path: str
+    max_bytes: int
+
+
+class HeartbeatAnswer(Message):
+    state: Literal["running", "finished", "evicted"]
+    newest_version: int | None
+    relays: list[str]
+    assignment: Assignment | None = None
+    waiting_for: str = ""  # why there is no assignment
+
+
+class Stored(Message):
+    size_bytes: int
+    hash: str = Hex64
+
+
+class Ok(Message):
+    ok: bool = True
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+class Reason(StrEnum):
+    """Why a submission was rejected: one word per lie. `HARD` ones are provably false and slash."""
+
+    UNREADABLE = "unreadable"  # not our Parquet, or beyond its bounds
+    SIGNATURE = "signature"  # not signed by the worker that was given the task
+    CONTEXT = "context"  # names another run, step, version or submission
+    REPLAYED = "replayed"  # these rollouts were handed in before
+    TASKS = "tasks"  # other tasks, targets or seeds than derived
+    BOUNDS = "bounds"  # token ids, lengths or numbers out of range
+    REWARD = "reward"  # claimed reward is not the recomputed one
+    PROOF = "proof"  # TOPLOC: not the hidden states of the stated weights
+    LOGPROBS = "logprobs"
+    SAMPLING = "sampling"  # tokens are not what the seeds yield
+    TERMINATION = "termination"  # stopped early
+
+
+HARD = frozenset(Reason) - {Reason.UNREADABLE, Reason.BOUNDS}
+
+
+class Claim(Message):
+    """A submission to check, leased to one validator until `lease_s` (unix time)."""
+
+    assignment: Assignment
+    worker: str = Hex64
+    lease_s: float
+
+
+class ContentOwner(Message):
+    submission: str | None
+
+
+class GroupResult(Message):
+    """One accepted group as the validator recomputed it."""
+
+    reward_mean: float
+    useful: bool  # rewards differ, so that advantages are not all zero
+    tokens: int
+
+
+class Verdict(Message):
+    submission: str = SubmissionId
+    reason: Reason | None  # None: accepted
+    detail: str = Field(max_length=2_000)
+    evidence: dict[str, float]
+    content: str | None = None  # digest of the rollouts; None where unreadable
+    accepted_hash: str | None = None
+    groups: list[GroupResult] = []
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+class Policy(Message):
+    version: int = Field(ge=0)
+    digest: str = Hex64
+    size_bytes: int = Field(ge=0)
+
+
+class BatchGroup(Message):
+    submission: str = SubmissionId
+    group: int = Field(ge=0)
+
+
+class Batch(Message):
+    step: int
+    ready: bool
+    have: int  # useful groups accepted for this step so far
+    need: int
+    groups: list[BatchGroup] = []
+    finished: bool = False  # the run ends before this step
+
+
+class StepReport(Message):
+    """What the learner did in one step."""
+
+    step: int = Field(ge=0)
+    metrics: dict[str, float]
+    trained: list[str]  # submission ids
+    started: bool = False  # True: this learner process has just (re)started and stands before `step`
+
+
+class Evaluation(Message):
+    version: int = Field(ge=0)
+    greedy: float | None
+    sampled: float | None
+    n: int = Field(ge=1)
+    final: bool
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+class NodeStatus(Message):
+    name: str
+    role: Role
+    url: str | None
+    policy_version: int | None
+    seen_s: float
+    evicted: bool
+    accepted: int
+    rejected: int
+    stats: Stats
+
+
+class Status(Message):
+    run: str
+    state: Literal["running", "finished"]
+    step: int  # the smallest step that lacks accepted rollouts
+    steps: int
+    have: int
+    need: int
+    newest_version: int | None
+    started_s: float
+    now_s: float
+    nodes: list[NodeStatus]
+    metrics: list[dict[str, float]]  # one per trained step
+    evaluations: list[Evaluation]
+    reject_reasons: dict[str, int]
+    slashed: list[str]
+    stale_groups: int  # useful groups that grew too old before a batch took them
+    tokens_generated: int  # accepted tokens, as the validators counted them

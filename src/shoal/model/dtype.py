@@ -1,0 +1,46 @@
+"""Which dtype to compute in, measured on this machine, because neither name nor vendor of a CPU tells.
+
+Two 2-core CPUs measured while this was written: fp32 170 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other.
+Called once at the start of a run (`shoal run` writes the pick into the resolved config) or of a process started alone.
+Left out: fp16 and fp8. What is *published* is bf16 whatever is computed in.
+"""
+
+import time
+from typing import Literal
+
+import torch
+
+DtypeName = Literal["float32", "bfloat16"]
+
+SIZE = 512  # rows, columns and depth of the product that is timed: 0.27 GFLOP
+REPEATS = 5
+BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it has to pay for it
+
+
+def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
+    """GFLOP/s of a square matrix product in `dtype` with torch's current thread count: the best of a few."""
+    a = torch.randn(SIZE, SIZE, device=device).to(dtype)
+    best_s = float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        torch.matmul(a, a)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - start)
+        if best_s > 0.2:  # hopeless (bf16 emulated): no need to measure it five times
+            break
+    return 2 * SIZE**3 / best_s / 1e9
+
+
+def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]:
+    """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto")."""
+    if wanted == "float32" or wanted == "bfloat16":
+        return wanted, {}
+    if wanted != "auto":
+        raise ValueError(f'dtype {wanted!r} is not known; use "auto", "float32" or "bfloat16"')
+    speeds = {
+        "float32": measure_gflops(torch.float32, device),
+        "bfloat16": measure_gflops(torch.bfloat16, device),
+    }
+    wins = speeds["bfloat16"] > BFLOAT16_MUST_WIN_BY * speeds["float32"]
+    return ("bfloat16" if wins else "float32"), speeds

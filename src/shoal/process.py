@@ -1,0 +1,49 @@
+"""What every process of a run does around its own loop: threads, logging, signals, and ending with its parent.
+
+Called by `cli` for each role. Invariant: a process started with `parent` set ends by itself when that process is gone, so
+that `shoal run` killed -9 leaves nothing behind.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+PARENT_POLL_S = 0.5
+
+
+def begin(name: str, *, threads: int, parent: int) -> threading.Event:
+    """Set the process up; returns the event that SIGTERM and SIGINT set. `parent` 0: nobody to follow."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    stop = threading.Event()
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if parent:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True, name="parent").start()
+    if threads:
+        _share_cores(threads)
+    return stop
+
+
+def _share_cores(threads: int) -> None:
+    """Bound the arithmetic's threads. Set before torch is first imported, OMP would otherwise take every core."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: the core is another process's
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+    os._exit(1)

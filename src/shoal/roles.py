@@ -1,0 +1,113 @@
+"""Starts each role that joins with an invite: what `shoal worker` and its siblings do, in one place.
+
+Each function joins, waits for what it depends on, and hands over to the role's own loop. Called by `cli`.
+"""
+
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.model.dtype import DtypeName
+from shoal.node import Node
+from shoal.pool.invite import Invite
+
+
+def origin(arguments: Namespace, stop: threading.Event) -> str:
+    from shoal.broadcast import run_origin
+
+    return run_origin(read_invite(arguments.join), arguments.dir, arguments.watch, stop)
+
+
+def relay(arguments: Namespace, stop: threading.Event) -> str:
+    from shoal.broadcast import run_relay
+
+    return run_relay(read_invite(arguments.join), arguments.dir, stop)
+
+
+def learner(arguments: Namespace, stop: threading.Event) -> str:
+    import torch
+
+    from shoal.learner.loop import Learner
+    from shoal.learner.policy import Policy
+    from shoal.model.sources import resolve
+
+    node, config, dtype = _join(arguments)
+    torch.manual_seed(config.run.seed)
+    with node.heart():
+        node.doing("loading the model")
+        folder = resolve(config.model.name)
+        policy = Policy(folder, config.learner, dtype, config.model.device, config.sampling.temperature)
+        return Learner(node, config, policy, arguments.dir).run(stop)
+
+
+def worker(arguments: Namespace, stop: threading.Event) -> str:
+    from shoal.rollout.worker import Worker
+
+    return run_worker(arguments, stop, Worker)
+
+
+def run_worker(arguments: Namespace, stop: threading.Event, kind: type) -> str:
+    """`kind` is the honest `Worker`, or one of `shoal.testing.cheats`."""
+    from shoal.rollout.torch_engine import TorchEngine
+    from shoal.rollout.worker import follow
+
+    node, config, dtype = _join(arguments)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+        engine = TorchEngine(dtype, config.model.device)
+        with follow(node, config, arguments.dir / "weights", publisher) as follower:
+            ended: str = kind(node, config, engine).run(follower, stop)
+            return ended
+
+
+def validator(arguments: Namespace, stop: threading.Event) -> str:
+    from shoal.validator.service import Validator
+
+    node, config, dtype = _join(arguments)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+        return Validator(node, config, arguments.dir / "weights", publisher, dtype).run(stop)
+
+
+def evaluator(arguments: Namespace, stop: threading.Event) -> str:
+    from shoal.evals.heldout import Evaluator
+    from shoal.rollout.torch_engine import TorchEngine
+
+    node, config, dtype = _join(arguments)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+        engine = TorchEngine(dtype, config.model.device)
+        return Evaluator(node, config, engine, arguments.dir / "weights", publisher).run(stop)
+
+
+RUN: dict[str, Callable[[Namespace, threading.Event], str]] = {
+    "learner": learner,
+    "origin": origin,
+    "relay": relay,
+    "worker": worker,
+    "validator": validator,
+    "evaluator": evaluator,
+}
+
+
+def read_invite(text: str) -> Invite:
+    """An invite given as itself or as the file that holds it."""
+    path = Path(text)
+    return Invite.decode(path.read_text() if not text.startswith("shoal1.") and path.is_file() else text)
+
+
+def _join(arguments: Namespace) -> tuple[Node, Config, DtypeName]:
+    """Join the pool; returns the node, the run's config, and the dtype to compute in on this machine."""
+    import torch
+
+    from shoal.model import dtype
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+        torch.set_num_interop_threads(1)
+    node = Node.join(read_invite(arguments.join), arguments.dir)
+    config = node.config()
+    picked, _ = dtype.pick(config.model.dtype, config.model.device)
+    return node, config, picked

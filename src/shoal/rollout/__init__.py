@@ -1,0 +1,1 @@
+"""Untrusted generation: a worker loop, the engine protocol and the default engine."""

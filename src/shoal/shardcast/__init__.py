@@ -1,0 +1,28 @@
+"""SHARDCAST: weights from the learner's origin through relays to clients, over HTTP, checked at every hop.
+
+    origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
+
+Usable alone; imports nothing else of Shoal. Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
+"""
+
+from .client import Client, FetchReport
+from .manifest import Manifest, ManifestError, SignedManifest, public_key_hex
+from .origin import Origin
+from .relay import Relay, RelayStatus
+from .server import app, serve
+from .sources import FetchError
+
+__all__ = [
+    "Client",
+    "FetchError",
+    "FetchReport",
+    "Manifest",
+    "ManifestError",
+    "Origin",
+    "Relay",
+    "RelayStatus",
+    "SignedManifest",
+    "app",
+    "public_key_hex",
+    "serve",
+]

@@ -1,0 +1,1 @@
+"""Rollout files: where they lie (`folder`) and what is in them (`rollouts`)."""

@@ -1,0 +1,32 @@
+"""From a task to prompt tokens, and from completion tokens to a reward: the same code for worker, validator, evaluator.
+
+Reward = grade - alpha * |target length - length| where a target was drawn, written into the prompt as INTELLECT-2 does
+(arXiv 2505.07291, section 4.1; after L1, arXiv 2503.04697).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.config import TaskSection
+from shoal.tasks.arithmetic import Task
+
+
+def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
+    """The token ids a completion of `task` follows: the model's chat template around the question."""
+    content = config.prompt.format(question=task.question)
+    if target_length:
+        content += f"\nThink for {target_length} tokens before giving the answer."
+    messages = [{"role": "system", "content": config.system}] if config.system else []
+    messages.append({"role": "user", "content": content})
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def completion_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+def reward(grade: float, length: int, target_length: int, alpha: float) -> float:
+    """The reward of one completion of `length` tokens."""
+    return grade - (alpha * abs(target_length - length) if target_length else 0.0)

@@ -1,0 +1,113 @@
+"""The proof's bytes: a modulus and the coefficients of one polynomial.
+
+    big-endian uint16 modulus | top_k big-endian uint16 coefficients, ascending powers     2 + 2 * top_k bytes
+
+Invariant: what `parse` returns is canonical (exact length, modulus in [MODULUS_MIN, PRIME], coefficients in
+GF(PRIME)); everything else is a ProofError that names the sequence and the proof, never a crash later on.
+Called by `build` and `verify`. Leaves out the number of tokens, dtype and top_k, which the format does not
+hold: the caller must know them.
+
+Paper: TOPLOC section 3; format of the public `toploc` 0.1.6.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.toploc.field import PRIME
+
+# An honest modulus lies just below PRIME. A small one would fold all tokens onto the same few x (modulus H
+# makes x the hidden dimension), and a prover could then commit to "dimension d is usually v" without having
+# the hidden states.
+MODULUS_MIN = 2**15 + 1
+
+
+class ProofError(ValueError):
+    """No proof can be made, or these bytes are not one.
+
+    `sequence` and `proof` are indices; `proof` is None where the whole sequence is at fault.
+    """
+
+    def __init__(self, reason: str, *, sequence: int = 0, proof: int | None = None) -> None:
+        self.reason, self.sequence, self.proof = reason, sequence, proof
+        where = f"sequence {sequence}" if proof is None else f"sequence {sequence}, proof {proof}"
+        super().__init__(f"{where}: {reason}")
+
+
+def size_bytes(top_k: int) -> int:
+    """Length of one proof: 258 at top_k 128."""
+    return 2 + 2 * top_k
+
+
+def injective_modulus(index_BK: Tensor) -> Tensor:
+    """The largest modulus (B,) in [MODULUS_MIN, PRIME] under which each row's indices stay distinct.
+
+    Raises ValueError if there is none (top_k far above 1024, or a repeated index).
+    """
+    modulus_B = torch.full_like(index_BK[:, 0], PRIME)
+    # Indices all below PRIME are their own residues; only the other rows are open.
+    open_R = torch.nonzero(index_BK.amax(dim=1) >= PRIME).flatten()
+    for candidate in range(PRIME, MODULUS_MIN - 1, -1):
+        if not len(open_R):
+            break
+        residue_RK = (index_BK[open_R] % candidate).sort(dim=1).values
+        distinct_R = (residue_RK[:, 1:] != residue_RK[:, :-1]).all(dim=1)
+        modulus_B[open_R[distinct_R]] = candidate
+        open_R = open_R[~distinct_R]
+    if len(open_R):
+        raise ValueError(f"no modulus keeps {index_BK.shape[1]} indices distinct: use a smaller top_k")
+    return modulus_B
+
+
+def serialise(modulus_B: Tensor, coefficients_BK: Tensor) -> list[bytes]:
+    """One proof per row."""
+    words = torch.cat([modulus_B[:, None], coefficients_BK], dim=1).numpy().astype(">u2")
+    return [row.tobytes() for row in words]
+
+
+def parse(proofs: Sequence[bytes], *, top_k: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
+    """Moduli (B,) and coefficients (B, top_k) of one sequence's proofs; ProofError for the first bad one."""
+    for index, proof in enumerate(proofs):
+        if not isinstance(proof, bytes):
+            raise ProofError(f"expected bytes, got {type(proof).__name__}", sequence=sequence, proof=index)
+        if len(proof) != size_bytes(top_k):
+            reason = f"{len(proof)} bytes, expected {size_bytes(top_k)} at top_k {top_k}"
+            raise ProofError(reason, sequence=sequence, proof=index)
+    words = np.frombuffer(b"".join(proofs), dtype=">u2").astype(np.int64).reshape(len(proofs), 1 + top_k)
+    modulus_B, coefficients_BK = torch.from_numpy(words[:, 0]), torch.from_numpy(words[:, 1:])
+    for index, modulus in enumerate(modulus_B.tolist()):
+        if modulus == 0:
+            raise ProofError("null proof (modulus 0)", sequence=sequence, proof=index)
+        if not MODULUS_MIN <= modulus <= PRIME:
+            reason = f"modulus {modulus} outside [{MODULUS_MIN}, {PRIME}]"
+            raise ProofError(reason, sequence=sequence, proof=index)
+    for index, largest in enumerate(coefficients_BK.amax(dim=1).tolist()):
+        if largest >= PRIME:
+            raise ProofError(f"coefficient {largest} is not below {PRIME}", sequence=sequence, proof=index)
+    return modulus_B, coefficients_BK
+
+
+def to_base64(proof: bytes) -> str:
+    """The text form: 344 characters at top_k 128."""
+    return base64.b64encode(proof).decode("ascii")
+
+
+def from_base64(text: str) -> bytes:
+    """The bytes of one proof's text form; `verify` judges their content.
+
+    Strict: raises ProofError unless `text` is exactly what `to_base64` writes for those bytes (no whitespace,
+    other alphabet, missing padding or loose bits).
+    """
+    if not isinstance(text, str):
+        raise ProofError(f"expected text, got {type(text).__name__}")
+    try:
+        proof = base64.b64decode(text.encode("ascii"), validate=True)
+    except (UnicodeEncodeError, binascii.Error) as error:
+        raise ProofError(f"not base64: {error}") from error
+    if to_base64(proof) != text:
+        raise ProofError("not canonical base64")
+    return proof

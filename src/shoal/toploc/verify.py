@@ -1,0 +1,94 @@
+"""Verifying proofs: the validator's side.
+
+Invariant: one ChunkResult per chunk of the verifier's own hidden states, never fewer; what is not a proof, is
+missing or is one too many raises ProofError.
+Called by the validator with its own prefill of the worker's tokens. Leaves out the verdict
+(`result.Thresholds`) and agreement of indices as such: an entry only the verifier picked is a random value
+here, and shows as a mismatch.
+
+Paper: TOPLOC section 3 (verification) and 4 (error metrics).
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from shoal.toploc.chunk import peaks
+from shoal.toploc.field import evaluate
+from shoal.toploc.proof import ProofError, parse
+from shoal.toploc.result import ChunkResult
+
+# The leading coefficients of an interpolant of real data look uniform: all eight are zero once in 65497^8. A
+# forged polynomial of low degree, above all a constant, has them zero. Unless every value is exact, such a
+# chunk agrees nowhere, whatever the thresholds.
+_LEADING = 8
+
+
+def verify(
+    hidden_TH: Tensor, proofs: Sequence[bytes], *, chunk_tokens: int = 32, top_k: int = 128
+) -> list[ChunkResult]:
+    """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
+
+    `chunk_tokens`, `top_k` and the dtype (float32 counts as bfloat16) must be the prover's. Raises ProofError
+    if a proof is malformed or their number is not that of the chunks; ValueError if `hidden_TH` itself is
+    unusable, which is no evidence against the prover.
+    """
+    return verify_many([hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k)[0]
+
+
+def verify_many(
+    hiddens: Sequence[Tensor],
+    proofs: Sequence[Sequence[bytes]],
+    *,
+    chunk_tokens: int = 32,
+    top_k: int = 128,
+) -> list[list[ChunkResult]]:
+    """`verify` for each sequence, the arithmetic done for all chunks at once.
+
+    The first malformed proof raises for the whole call; ProofError.sequence says whose it was, so that a
+    caller who mixes provers can leave it out and call again.
+    """
+    if len(hiddens) != len(proofs):
+        raise ValueError(f"{len(hiddens)} sequences but proofs for {len(proofs)}")
+    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k)
+    parsed = []
+    for sequence, (expected, given) in enumerate(zip(own.chunks_per_sequence, proofs, strict=True)):
+        if len(given) != expected:
+            fault = "missing" if len(given) < expected else "one too many"
+            reason = f"{fault}: {len(given)} proofs for {expected} chunks"
+            raise ProofError(reason, sequence=sequence, proof=min(len(given), expected))
+        parsed.append(parse(given, top_k=top_k, sequence=sequence))
+    modulus_B = torch.cat([modulus for modulus, _ in parsed])
+    coefficients_BK = torch.cat([coefficients for _, coefficients in parsed])
+
+    proven_BK = evaluate(coefficients_BK, own.index_BK % modulus_B[:, None])
+    low_degree_B = (coefficients_BK[:, -_LEADING:] == 0).all(dim=1)
+    forged_B = low_degree_B & (proven_BK != own.bits_BK).any(dim=1)
+    results = iter(compare(own.bits_BK, proven_BK, forged_B, mantissa_bits=own.mantissa_bits))
+    return [[next(results) for _ in range(count)] for count in own.chunks_per_sequence]
+
+
+def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bits: int) -> list[ChunkResult]:
+    """The error figures of each row of raw 16-bit values; rows in `forged_B` agree nowhere."""
+    exponent_own_BK = (own_BK & 0x7FFF) >> mantissa_bits
+    exponent_proven_BK = (proven_BK & 0x7FFF) >> mantissa_bits
+    mantissa_mask = (1 << mantissa_bits) - 1
+    agree_BK = (exponent_own_BK == exponent_proven_BK) & ~forged_B[:, None]
+    error_BK = ((own_BK & mantissa_mask) - (proven_BK & mantissa_mask)).abs().double()
+
+    agreeing_B = agree_BK.sum(dim=1)
+    mean_B = error_BK.where(agree_BK, 0.0).sum(dim=1) / agreeing_B.clamp(min=1)
+    mean_B[agreeing_B == 0] = inf
+    # Disagreeing entries are infinities and sort last; with none agreeing the median is infinite too.
+    ascending_BK = error_BK.where(agree_BK, inf).sort(dim=1).values
+    middle_B2 = torch.stack([(agreeing_B - 1).clamp(min=0) // 2, agreeing_B // 2], dim=1)
+    median_B = ascending_BK.gather(1, middle_B2).mean(dim=1)
+    mismatches_B = own_BK.shape[1] - agreeing_B
+    return [
+        ChunkResult(mismatches, mean, median)
+        for mismatches, mean, median in zip(
+            mismatches_B.tolist(), mean_B.tolist(), median_B.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,1 @@
+"""Checks submissions; the only one that can accept them."""

@@ -1,0 +1,97 @@
+"""Shared models: a tiny random llama, and the bundled SmolLM2 (converted and loaded once a session).
+
+The session-scoped models are shared by many tests: none may change their weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from shoal.model.load import load_model, load_tokenizer, save_model
+from shoal.model.sources import SMOLLM2, resolve
+
+TINY_CHARS = "\n 0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,:;?!()<>[]'\"#%"
+TINY_SPECIALS = ["<pad>", "<eos>", "<user>", "<assistant>"]
+TINY_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {token: index for index, token in enumerate([*TINY_SPECIALS, *TINY_CHARS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        extra_special_tokens=TINY_SPECIALS[2:],
+        chat_template=TINY_TEMPLATE,
+    )
+
+
+def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
+    """Random weights, wide enough that attention and the prompt decide the logits (not close to uniform)."""
+    config: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 192,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.12,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(config | changed))).eval()
+
+
+@pytest.fixture(scope="session")
+def make_tiny() -> Any:
+    """`make_tiny(seed, **config)`: a fresh random llama that a test may change."""
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two published versions of one tiny llama, as Hugging Face folders with a character tokenizer."""
+    parent = tmp_path_factory.mktemp("tiny")
+    for seed in (0, 1):
+        save_model(tiny_llama(seed), tiny_tokenizer(), parent / str(seed))
+    return parent / "0", parent / "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_folders: tuple[Path, Path]) -> Path:
+    return tiny_folders[0]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder: Path) -> Any:
+    return load_model(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    """SmolLM2's folder. Fails, saying what to install, where its package is missing."""
+    return resolve(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def bundled_model(bundled: Path) -> Any:
+    return load_model(bundled)
+
+
+@pytest.fixture(scope="session")
+def bundled_tokenizer(bundled: Path) -> Any:
+    return load_tokenizer(bundled)

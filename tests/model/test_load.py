@@ -1,0 +1,231 @@
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
+
+from shoal.model.load import (
+    WEIGHTS,
+    UnsupportedModelError,
+    eos_ids,
+    load_model,
+    load_tokenizer,
+    load_weights_,
+    save_model,
+    tied_names,
+)
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder: Path) -> Any:
+    return load_tokenizer(tiny_folder)
+
+
+@pytest.fixture
+def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Tensor]], object]], Path]:
+    """`edited(change)`: a folder whose weights file went through `change`."""
+
+    def edit(change: Callable[[dict[str, Tensor]], object]) -> Path:
+        tensors = load_file(tiny_folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, tmp_path / WEIGHTS)
+        return tmp_path
+
+    return edit
+
+
+# ---- a round trip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_come_back_rounded_to_bfloat16(
+    make_tiny: Any, tokenizer: Any, tmp_path: Path, tied: bool
+) -> None:
+    model = make_tiny(3, tie_word_embeddings=tied)
+    save_model(model, tokenizer, tmp_path / "m")
+    loaded = load_model(tmp_path / "m").state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded[name], w.bfloat16().float()) for name, w in model.state_dict().items())
+
+
+def test_a_version_loaded_and_saved_again_and_again_stays_the_same_bytes(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Not from the first load on: transformers notes in tokenizer_config.json that it was a local one."""
+    folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
+    for source, target in pairwise(folders):
+        save_model(load_model(source), load_tokenizer(source), target)
+    once, twice = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders[1:])
+    assert once.keys() == twice.keys()
+    assert [name for name in once if once[name] != twice[name]] == []
+
+
+def test_transformers_loads_a_saved_folder_with_equal_logits(tiny_folder: Path, tiny_model: Any) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    assert torch.equal(theirs(IDS).logits, tiny_model(IDS).logits)
+
+
+def test_transformers_loads_a_saved_folder_in_bfloat16_unless_told_otherwise(tiny_folder: Path) -> None:
+    assert AutoModelForCausalLM.from_pretrained(tiny_folder, dtype="auto").dtype == torch.bfloat16
+
+
+def test_the_tokenizer_is_saved_with_the_model(tiny_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    assert tokenizer.decode(tokenizer("what is 2+2?")["input_ids"]) == "what is 2+2?"
+
+
+def test_the_chat_template_is_saved_with_the_model(tokenizer: Any) -> None:
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<user>hi<eos><assistant>"
+
+
+def test_stored_weights_are_bfloat16(tiny_folder: Path) -> None:
+    assert {tensor.dtype for tensor in load_file(tiny_folder / WEIGHTS).values()} == {torch.bfloat16}
+
+
+def test_a_tied_output_head_is_stored_once(tiny_folder: Path) -> None:
+    names = load_file(tiny_folder / WEIGHTS).keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_an_untied_output_head_is_stored(make_tiny: Any, tokenizer: Any, tmp_path: Path) -> None:
+    save_model(make_tiny(3, tie_word_embeddings=False), tokenizer, tmp_path / "m")
+    assert "lm_head.weight" in load_file(tmp_path / "m" / WEIGHTS)
+
+
+def test_a_tied_output_head_stays_tied_when_loaded(tiny_model: Any) -> None:
+    assert tiny_model.lm_head.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr()
+
+
+def test_an_untied_model_has_no_tied_names(make_tiny: Any) -> None:
+    assert tied_names(make_tiny(3, tie_word_embeddings=False)) == set()
+
+
+def test_saving_leaves_the_models_dtype_alone(make_tiny: Any, tokenizer: Any, tmp_path: Path) -> None:
+    model = make_tiny(3)
+    save_model(model, tokenizer, tmp_path / "m")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_saving_over_an_existing_folder_is_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError):
+        save_model(tiny_model, tokenizer, tmp_path)
+
+
+# ---- loading
+
+
+def test_a_loaded_model_is_in_eval_mode(tiny_model: Any) -> None:
+    assert not tiny_model.training
+
+
+def test_a_model_loads_in_the_dtype_asked_for(tiny_folder: Path) -> None:
+    assert load_model(tiny_folder, "bfloat16").dtype == torch.bfloat16
+
+
+def test_a_model_that_rescales_logits_is_refused_by_field(tmp_path: Path) -> None:
+    small = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+    }
+    config = GraniteConfig(vocab_size=64, hidden_size=16, logits_scaling=2.0, **small)
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="logits_scaling"):
+        load_model(tmp_path)
+
+
+def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) -> None:
+    model = make_tiny(3)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(tmp_path)
+
+
+# ---- swapping weights in place
+
+
+def test_swapped_weights_equal_a_fresh_load(tiny_folders: tuple[Path, Path]) -> None:
+    model = load_model(tiny_folders[0])
+    load_weights_(model, tiny_folders[1])
+    fresh = load_model(tiny_folders[1]).state_dict()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.state_dict().items())
+
+
+def test_swapped_weights_stay_where_they_were_in_memory(tiny_folders: tuple[Path, Path]) -> None:
+    model = load_model(tiny_folders[0])
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    load_weights_(model, tiny_folders[1])
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_swapping_weights_keeps_the_compute_dtype(tiny_folders: tuple[Path, Path]) -> None:
+    model = load_model(tiny_folders[0], "bfloat16")
+    load_weights_(model, tiny_folders[1])
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_missing_tensor_is_named(tiny_folder: Path, edited: Any) -> None:
+    folder = edited(lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
+        load_weights_(load_model(tiny_folder), folder)
+
+
+def test_an_unknown_tensor_is_named(tiny_folder: Path, edited: Any) -> None:
+    folder = edited(lambda tensors: tensors.update(extra=torch.zeros(1)))
+    with pytest.raises(ValueError, match=r"unknown \['extra'\]"):
+        load_weights_(load_model(tiny_folder), folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tiny_folder: Path, edited: Any) -> None:
+    folder = edited(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(1)}))
+    with pytest.raises(ValueError, match=r"model.norm.weight is \(1,\), not \(192,\)"):
+        load_weights_(load_model(tiny_folder), folder)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_refused_file_leaves_every_weight_as_it_was(tiny_folder: Path, edited: Any, name: str) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()
+        tensors[name] = torch.zeros(1)
+
+    model = load_model(tiny_folder)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=name):
+        load_weights_(model, edited(spoil))
+    assert [key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])] == []
+
+
+# ---- end tokens
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "declared", "expected"),
+    [
+        (2, None, (2,)),
+        (2, 2, (2,)),
+        (2, 3, (2, 3)),
+        (2, [3, 2, 4], (2, 3, 4)),
+        (None, [3], (3,)),
+        (None, None, ()),
+    ],
+)
+def test_end_tokens_are_the_tokenizers_then_the_generation_configs(
+    tokenizers: int | None, declared: Any, expected: tuple[int, ...]
+) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=declared))
+    assert eos_ids(model, SimpleNamespace(eos_token_id=tokenizers)) == expected

@@ -1,0 +1,163 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.shardcast import Manifest, ManifestError, SignedManifest
+from shoal.shardcast.manifest import SIGNATURE_DOMAIN
+
+from .support import KEY, OTHER_KEY, PUBLIC_KEY
+
+HASH = "0" * 64
+
+
+def fields(**changes):
+    return {
+        "format": 1,
+        "run": "test",
+        "version": 7,
+        "files": [
+            {"path": "model.safetensors", "size_bytes": 25},
+            {"path": "sub/config.json", "size_bytes": 0},
+        ],
+        "shard_size_bytes": 10,
+        "shards": [{"index": i, "size_bytes": size, "hash": HASH} for i, size in enumerate([10, 10, 5])],
+        "size_bytes": 25,
+        "hash": HASH,
+        "created_s": 1.5,
+        **changes,
+    }
+
+
+def manifest(**changes) -> Manifest:
+    return Manifest.model_validate_json(json.dumps(fields(**changes)))
+
+
+def signed_text(text: str) -> SignedManifest:
+    """Any text, signed by the right key: the learner's key says nothing about the text being well-formed."""
+    return SignedManifest(
+        manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex()
+    )
+
+
+def signed(**changes) -> SignedManifest:
+    return signed_text(json.dumps(fields(**changes), sort_keys=True, separators=(",", ":")))
+
+
+def files(*paths: str, size_bytes: int = 0):
+    return {
+        "files": [{"path": path, "size_bytes": size_bytes} for path in paths],
+        "shards": [],
+        "size_bytes": 0,
+    }
+
+
+def test_signed_manifest_opens_to_the_same_manifest_and_digest():
+    original = manifest()
+    opened = SignedManifest.parse(SignedManifest.sign(original, KEY).to_bytes()).open(
+        PUBLIC_KEY, run="test", version=7
+    )
+    assert opened == original
+    assert opened.digest == original.digest
+    assert opened.canonical() == original.canonical()
+
+
+def test_digest_changes_with_any_field():
+    digests = {
+        manifest().digest,
+        manifest(version=8).digest,
+        manifest(run="b").digest,
+        manifest(created_s=2.0).digest,
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("forged", "reason"),
+    [
+        (SignedManifest.sign(manifest(), OTHER_KEY), "wrong signer"),
+        (SignedManifest.sign(manifest(), OTHER_KEY).model_copy(update={"key": PUBLIC_KEY}), "bad signature"),
+        (SignedManifest.sign(manifest(), KEY).model_copy(update={"manifest": "{}"}), "bad signature"),
+        (signed_text("{}"), "malformed"),
+        (signed_text(json.dumps(fields())), "not canonical"),
+        (signed(format=2), "format"),
+        (signed(surplus=1), "surplus"),
+        (signed(version=-1), "version"),
+        (signed(size_bytes=26), "size_bytes"),
+        (signed(shard_size_bytes=9), "shard sizes"),
+        (signed(shards=fields()["shards"][:2]), "shard sizes"),
+        (signed(shards=fields()["shards"][::-1]), "numbered"),
+        (signed(files=[]), "files"),
+        (signed(**files("/etc/passwd")), "absolute"),
+        (signed(**files("../up")), "climbs out"),
+        (signed(**files("a/../../up")), "climbs out"),
+        (signed(**files("a//b")), "plain name"),
+        (signed(**files("a\\b")), "plain name"),
+        (signed(**files("a\0b")), "plain name"),
+        (signed(**files("same", "same")), "twice"),
+        (signed(**files("Same", "same")), "twice"),
+        (signed(**files("a", "a/b")), "both a file and a folder"),
+        (signed(run="other"), "run 'other'"),
+        (signed(version=8), "version 8"),
+        (signed(created_s=float("nan")), "created_s"),
+    ],
+)
+def test_refused_with_the_reason(forged: SignedManifest, reason: str):
+    with pytest.raises(ManifestError, match=reason):
+        forged.open(PUBLIC_KEY, run="test", version=7)
+
+
+def test_more_shards_than_the_bound_are_refused():
+    too_many = [{"index": i, "size_bytes": 1, "hash": HASH} for i in range(100_001)]
+    with pytest.raises(ManifestError, match="shards"):
+        signed(
+            files=[{"path": "a", "size_bytes": 100_001}],
+            shard_size_bytes=1,
+            shards=too_many,
+            size_bytes=100_001,
+        ).open(PUBLIC_KEY)
+
+
+def test_more_than_one_tebibyte_is_refused():
+    size_bytes = (1 << 40) + 1
+    huge = [{"path": "a", "size_bytes": size_bytes}]
+    with pytest.raises(ManifestError, match="size_bytes"):
+        signed(files=huge, size_bytes=size_bytes, shard_size_bytes=1 << 39, shards=[]).open(PUBLIC_KEY)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=300))
+def test_parsing_any_bytes_gives_a_manifest_error(body: bytes):
+    with pytest.raises(ManifestError):
+        SignedManifest.parse(body).open(PUBLIC_KEY)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(sorted(fields())), json_values)
+def test_a_signed_manifest_with_any_value_in_a_field_opens_consistent_or_not_at_all(name: str, value):
+    try:
+        opened = signed(**{name: value}).open(PUBLIC_KEY)
+    except ManifestError:
+        return
+    assert sum(file.size_bytes for file in opened.files) == opened.size_bytes
+    assert sum(shard.size_bytes for shard in opened.shards) == opened.size_bytes
+    assert all(not file.path.startswith("/") and ".." not in file.path.split("/") for file in opened.files)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=20))
+def test_a_path_that_is_accepted_stays_inside_the_folder(path: str):
+    try:
+        opened = signed(**files(path)).open(PUBLIC_KEY)
+    except ManifestError:
+        return
+    parts = opened.files[0].path.split("/")
+    assert all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in parts)

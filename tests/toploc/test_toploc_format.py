@@ -1,0 +1,165 @@
+"""The bytes, against a slow pure-Python reference and against what the public package wrote."""
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.toploc import BFLOAT16, ChunkResult, build, build_many, to_base64, verify
+from shoal.toploc.proof import injective_modulus
+
+PRIME = 65497
+
+
+def reference_polynomial(x: list[int], y: list[int]) -> list[int]:
+    """Lagrange: sum of y_i · M(X) / (X − x_i) / M'(x_i), where M is the product of all (X − x_i)."""
+    master = [1]
+    for point in x:
+        shifted, scaled = [0, *master], [point * c for c in master] + [0]
+        master = [(a - b) % PRIME for a, b in zip(shifted, scaled, strict=True)]
+    total = [0] * len(x)
+    for point, value in zip(x, y, strict=True):
+        quotient = [0] * len(x)
+        carry = 0
+        for power in range(len(x) - 1, -1, -1):
+            carry = quotient[power] = (master[power + 1] + point * carry) % PRIME
+        slope = sum(c * pow(point, power, PRIME) for power, c in enumerate(quotient)) % PRIME
+        weight = value * pow(slope, -1, PRIME) % PRIME
+        total = [(t + weight * q) % PRIME for t, q in zip(total, quotient, strict=True)]
+    return total
+
+
+def reference_proof(index: list[int], bits: list[int]) -> bytes:
+    modulus = next(m for m in range(PRIME, 0, -1) if len({i % m for i in index}) == len(index))
+    coefficients = reference_polynomial([i % modulus for i in index], bits)
+    return struct.pack(f">{1 + len(index)}H", modulus, *coefficients)
+
+
+def bfloat16_bits(value: float) -> int:
+    return int(struct.unpack(">I", struct.pack(">f", value))[0]) >> 16
+
+
+def float16_bits(value: float) -> int:
+    return int(struct.unpack(">H", struct.pack(">e", value))[0])
+
+
+def reference_build(
+    hidden_TH: Tensor, chunk_tokens: int, top_k: int, to_bits: Callable[[float], int] = bfloat16_bits
+) -> list[bytes]:
+    rows = hidden_TH.tolist()
+    proofs = []
+    for start in range(0, len(rows), chunk_tokens):
+        flat = [value for row in rows[start : start + chunk_tokens] for value in row]
+        index = sorted(range(len(flat)), key=lambda i: -abs(flat[i]))[:top_k]
+        proofs.append(reference_proof(index, [to_bits(flat[i]) for i in index]))
+    return proofs
+
+
+def reference_mismatches(proof: bytes, index: list[int], bits: list[int]) -> int:
+    modulus, *coefficients = struct.unpack(f">{len(proof) // 2}H", proof)
+    proven = [sum(c * pow(i % modulus, p, PRIME) for p, c in enumerate(coefficients)) % PRIME for i in index]
+    return sum(a & 0x7F80 != b & 0x7F80 for a, b in zip(proven, bits, strict=True))
+
+
+def test_equals_the_reference_at_hidden_576(tie_free: Callable[..., Tensor]) -> None:
+    hidden_TH = tie_free(32, 576)
+    assert build(hidden_TH) == reference_build(hidden_TH, 32, 128)
+
+
+def test_equals_the_reference_at_hidden_4096_with_colliding_indices(tie_free: Callable[..., Tensor]) -> None:
+    hidden_TH = tie_free(32, 4096, at=(9, 9 + PRIME, 9 + PRIME - 1, 131071))
+    proofs = build(hidden_TH)
+    assert int.from_bytes(proofs[0][:2], "big") == 65495
+    assert proofs == reference_build(hidden_TH, 32, 128)
+
+
+def test_equals_the_reference_over_several_chunks_and_a_remainder(tie_free: Callable[..., Tensor]) -> None:
+    hidden_TH = tie_free(50, 64)
+    assert build(hidden_TH, chunk_tokens=16, top_k=20) == reference_build(hidden_TH, 16, 20)
+
+
+def test_equals_the_reference_for_float16(tie_free: Callable[..., Tensor]) -> None:
+    hidden_TH = tie_free(8, 576).view(torch.int16).view(torch.float16)
+    assert build(hidden_TH) == reference_build(hidden_TH, 32, 128, float16_bits)
+
+
+@pytest.mark.parametrize(
+    ("width", "at", "digest"),
+    [
+        (576, (), "102161115d8b0b31f1f2b7c76972566cc2ae546e2fad20682088709b1de7516b"),
+        (
+            4096,
+            (9, 9 + PRIME, 9 + PRIME - 1, 131071),
+            "fa901dee951b3cf6107dd0464e037288aae01487ecbeaf2b1f396a907d88c33e",
+        ),
+    ],
+)
+def test_equals_what_the_public_package_wrote(
+    tie_free: Callable[..., Tensor], width: int, at: tuple[int, ...], digest: str
+) -> None:
+    """Digests of the output of build_proofs_bytes of toploc 0.1.6 on the same hidden states."""
+    (proof,) = build(tie_free(32, width, at=at))
+    assert hashlib.sha256(proof).hexdigest() == digest
+
+
+def test_equals_the_public_packages_base64() -> None:
+    """build_proofs_base64 of toploc 0.1.6 on these sixteen values, top-k 4."""
+    hidden_TH = torch.tensor([[0.5, -3, 1.25, 0, 9, 0.125, -2, 0.75], [7, 1, -0.25, 4.5, 0, -6, 2.5, 0.625]])
+    assert to_base64(build(hidden_TH, top_k=4)[0]) == "/9nI5pdSYE1URg=="
+
+
+def test_sizes_at_the_default_top_k(tie_free: Callable[..., Tensor]) -> None:
+    (proof,) = build(tie_free(32, 576))
+    assert (len(proof), len(to_base64(proof))) == (258, 344)
+
+
+def test_chunks_and_sequences_do_not_influence_each_other(heavy_tailed: Callable[..., Tensor]) -> None:
+    hiddens = [heavy_tailed(tokens, 192, seed=tokens) for tokens in (1, 32, 33, 70)]
+    together = build_many(hiddens)
+    assert [len(proofs) for proofs in together] == [1, 1, 2, 3]
+    assert together == [build(hidden_TH) for hidden_TH in hiddens]
+    assert together[3][1:2] == build(hiddens[3][32:64])
+
+
+def test_float32_is_proven_as_its_bfloat16_rounding(heavy_tailed: Callable[..., Tensor]) -> None:
+    hidden_TH = heavy_tailed(40, 192)
+    assert build(hidden_TH) == build(hidden_TH.bfloat16())
+
+
+def test_modulus_is_the_largest_without_collisions() -> None:
+    index_BK = torch.tensor(
+        [[0, 1, 2], [0, PRIME, 7], [1, PRIME, 7], [5, 5 + PRIME, 4 + PRIME], [0, 2 * PRIME, 2 * PRIME - 2]]
+    )
+    expected = [
+        next(m for m in range(PRIME, 0, -1) if len({i % m for i in row}) == len(row))
+        for row in index_BK.tolist()
+    ]
+    assert injective_modulus(index_BK).tolist() == expected == [PRIME, PRIME - 1, PRIME, PRIME - 2, PRIME - 2]
+
+
+def test_no_modulus_is_an_error_not_a_null_proof() -> None:
+    with pytest.raises(ValueError, match="smaller top_k"):
+        injective_modulus(torch.tensor([[PRIME, PRIME]]))
+
+
+def test_either_choice_among_ties_verifies_under_the_other() -> None:
+    """Of 24 equal magnitudes at the 128th place 8 are taken; two machines may take disjoint eights."""
+    bits_X = torch.full((32 * 64,), 0x3C00, dtype=torch.int16)
+    bits_X[:120] = 16000 + torch.arange(120, dtype=torch.int16)
+    tied = list(range(1000, 1024))
+    bits_X[tied] = 15900
+    hidden_TH = bits_X.view(torch.bfloat16).reshape(32, 64)
+
+    ours = set(hidden_TH.flatten().abs().topk(128).indices.tolist())
+    other = [*range(120), *[i for i in tied if i not in ours][:8]]
+    other_bits = bits_X[other].tolist()
+    assert len(ours & set(other)) == 120
+
+    (result,) = verify(hidden_TH, [reference_proof(other, other_bits)])
+    assert BFLOAT16.passes(result)
+    assert result.exponent_mismatches <= 8 and result.mantissa_error_median == 0
+    assert reference_mismatches(build(hidden_TH)[0], other, other_bits) <= 8
+    assert verify(hidden_TH, build(hidden_TH)) == [ChunkResult(0, 0.0, 0.0)]

@@ -1,0 +1,151 @@
+"""What is not a proof is refused with a ProofError that says which; nothing crashes or passes silently."""
+
+import contextlib
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.toploc import BFLOAT16, ProofError, build, build_many, from_base64, to_base64, verify, verify_many
+from shoal.toploc.field import PRIME
+from shoal.toploc.proof import MODULUS_MIN, parse, serialise
+
+
+def words(modulus: int, *coefficients: int) -> bytes:
+    return struct.pack(f">{1 + len(coefficients)}H", modulus, *coefficients)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (words(0, *[0] * 128), "null proof"),
+        (b"", "0 bytes"),
+        (words(PRIME, *[1] * 127), "256 bytes"),
+        (words(PRIME, *[1] * 129), "260 bytes"),
+        (words(PRIME, *[1] * 128) + b"\0", "259 bytes"),
+        (words(PRIME + 1, *[1] * 128), "modulus 65498"),
+        (words(1, *[1] * 128), "modulus 1 "),
+        (words(576, *[1] * 128), "modulus 576"),
+        (words(MODULUS_MIN - 1, *[1] * 128), "modulus 32768"),
+        (words(PRIME, *[1] * 127, PRIME), "coefficient 65497"),
+        (words(PRIME, 65535, *[1] * 127), "coefficient 65535"),
+        ("text", "expected bytes, got str"),
+        (None, "expected bytes, got NoneType"),
+    ],
+)
+def test_malformed_proofs_are_named(heavy_tailed: Callable[..., Tensor], bad: bytes, reason: str) -> None:
+    hiddens = [heavy_tailed(40, 192, seed) for seed in range(2)]
+    proofs = build_many(hiddens)
+    proofs[1][1] = bad
+    with pytest.raises(ProofError, match=f"sequence 1, proof 1: .*{reason}") as caught:
+        verify_many(hiddens, proofs)
+    assert (caught.value.sequence, caught.value.proof) == (1, 1)
+
+
+def test_missing_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+    hidden_TH = heavy_tailed(70, 192)
+    with pytest.raises(ProofError, match="proof 2: missing: 2 proofs for 3 chunks"):
+        verify(hidden_TH, build(hidden_TH)[:2])
+    with pytest.raises(ProofError, match="proof 0: missing: 0 proofs"):
+        verify(hidden_TH, [])
+
+
+def test_too_many_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+    hidden_TH = heavy_tailed(32, 192)
+    with pytest.raises(ProofError, match="proof 1: one too many: 2 proofs for 1 chunks"):
+        verify(hidden_TH, build(hidden_TH) * 2)
+
+
+def test_no_tokens_is_never_an_empty_result() -> None:
+    with pytest.raises(ProofError, match="no tokens"):
+        verify(torch.zeros(0, 192), [])
+    with pytest.raises(ProofError, match="no tokens"):
+        build(torch.zeros(0, 192))
+    with pytest.raises(ValueError, match="no sequences"):
+        verify_many([], [])
+
+
+def test_proofs_for_other_sequences_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+    hidden_TH = heavy_tailed(32, 192)
+    with pytest.raises(ValueError, match="2 sequences but proofs for 1"):
+        verify_many([hidden_TH, hidden_TH], [build(hidden_TH)])
+
+
+def test_too_few_values_for_top_k_says_what_to_choose() -> None:
+    with pytest.raises(ProofError, match="64 values in a chunk: choose a top_k of at most 64"):
+        build(torch.ones(33, 64))
+    assert [len(proof) for proof in build(torch.arange(33 * 64).float().reshape(33, 64), top_k=64)] == [
+        130,
+        130,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "reason"),
+    [
+        (torch.full((32, 192), torch.nan), "not finite"),
+        (torch.full((32, 192), 3.4e38), "not finite"),  # infinite once rounded to bfloat16
+        (torch.zeros(192), "expected"),
+        (torch.zeros(32, 192, dtype=torch.float64), "float64"),
+    ],
+)
+def test_unusable_hidden_states_are_not_held_against_the_prover(hidden: Tensor, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        build(hidden)
+    assert not isinstance(caught.value, ProofError)
+
+
+def test_mixed_dtypes_and_absurd_counts_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
+    hidden_TH = heavy_tailed(32, 192)
+    with pytest.raises(ValueError, match="differ in dtype"):
+        build_many([hidden_TH, hidden_TH.half()])
+    with pytest.raises(ValueError, match="at least 1"):
+        build(hidden_TH, top_k=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        build(hidden_TH, chunk_tokens=0)
+
+
+@settings(deadline=None)
+@given(st.one_of(st.binary(max_size=20), st.binary(min_size=10, max_size=10)))
+def test_parse_refuses_or_returns_canonical_proofs(data: bytes) -> None:
+    try:
+        modulus_B, coefficients_BK = parse([data], top_k=4)
+    except ProofError as error:
+        assert error.proof == 0
+        return
+    assert MODULUS_MIN <= int(modulus_B) <= PRIME
+    assert int(coefficients_BK.max()) < PRIME
+    assert serialise(modulus_B, coefficients_BK) == [data]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(MODULUS_MIN, PRIME), st.lists(st.integers(0, PRIME - 1), min_size=128, max_size=128))
+def test_well_formed_forgeries_are_judged_and_fail(modulus: int, coefficients: list[int]) -> None:
+    hidden_TH = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
+    (result,) = verify(hidden_TH, [words(modulus, *coefficients)])
+    assert not BFLOAT16.passes(result)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40))
+def test_base64_round_trip(data: bytes) -> None:
+    assert from_base64(to_base64(data)) == data
+
+
+@settings(deadline=None)
+@given(st.text(max_size=12))
+def test_base64_takes_only_what_it_writes(text: str) -> None:
+    with contextlib.suppress(ProofError):
+        assert to_base64(from_base64(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["AAA", "AAA=\n", " AAA=", "AAAA====", "AAB=", "A-_=", "AÄA=", "AA==AAAA", b"AAA=", None]
+)
+def test_loose_base64_is_refused(text: str) -> None:
+    with pytest.raises(ProofError):
+        from_base64(text)
