@@ -3,15 +3,20 @@
 Each function joins, waits for what it depends on, and hands over to the role's own loop. Called by `cli`.
 """
 
+from __future__ import annotations
+
 import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.config import Config
-from shoal.model.dtype import DtypeName
 from shoal.node import Node
 from shoal.pool.invite import Invite
+
+if TYPE_CHECKING:  # torch is imported only by the roles that compute
+    from shoal.model.dtype import DtypeName
 
 
 def origin(arguments: Namespace, stop: threading.Event) -> str:

@@ -244,7 +244,7 @@ def test_generating_leaves_the_weights_alone(engine: TorchEngine, groups: Any, t
 def test_the_prompts_cache_is_freed_once_it_is_repeated(engine: TorchEngine) -> None:
     with torch.inference_mode():
         _, prompts, _ = engine._prefill(PROMPTS)
-        type(prompts).repeat(prompts, torch.tensor([0, 0, 1]))
+        type(prompts).repeat(prompts, torch.tensor([0, 0, 1]), room=4)
     held = [
         t
         for layer in prompts.layers

@@ -28,7 +28,7 @@ class LossTerms:
     clip_high: float  # tokens whose ratio is above 1 + eps while that binds (A > 0)
     clip_delta: float  # tokens whose ratio is above delta while that binds (A < 0)
     mismatch_kl: float  # sum of k3 between behaviour and policy: how far the two have moved apart
-    entropy: float
+    entropy: float  # exact where it was computed; else estimated without bias by -logp of the sampled tokens
     kl: float
 
 
@@ -77,6 +77,6 @@ def policy_loss(
             clip_high=float(((ratio_N > 1 + epsilon) & (advantage_N > 0)).sum()),
             clip_delta=float(((ratio_N > delta) & (advantage_N < 0)).sum()),
             mismatch_kl=float((ratio_N - drift_N - 1).sum()),
-            entropy=float(entropy_N.sum()) if entropy_N is not None else 0.0,
+            entropy=float((entropy_N if entropy_N is not None else -logp_N).sum()),
             kl=float(kl),
         )

@@ -61,6 +61,9 @@ CREATE TABLE IF NOT EXISTS evaluations (version INTEGER, final INTEGER, body TEX
 CREATE TABLE IF NOT EXISTS run (started_s REAL NOT NULL);
 """
 
+RECENT_GROUPS = 200  # of which the share of useful ones is estimated
+LEAST_USEFUL_SHARE = 0.05  # assumed even where hardly any group is useful, so that queues stay bounded
+
 
 class PoolError(Exception):
     """A request that the pool's state does not allow; `status` is its HTTP code."""
@@ -153,6 +156,8 @@ class Pool:
             return f"the learner to publish version {max(oldest_allowed, 0)}"
         if loaded is None or loaded < oldest_allowed:
             return f"this worker to load version {newest}"
+        if self._enough_under_way():
+            return "the validators and the learner to catch up"
         policy = self._one("SELECT * FROM policies WHERE version = ?", loaded)
         if policy is None:
             return f"version {loaded}, which this worker says it has, to be published"
@@ -177,6 +182,18 @@ class Pool:
             ),
         )
         return self._assignment(self._one("SELECT * FROM submissions WHERE seq = last_insert_rowid()"))
+
+    def _enough_under_way(self) -> bool:
+        """Whether what is handed out and not yet judged will, at the recent share of useful groups, fill this step's batch
+        and (unless all is synchronous) the next one's: more would only grow old in the queue."""
+        under_way = self._one("SELECT count(*) AS n FROM submissions WHERE state IN ('open', 'uploaded', 'validating')")
+        recent = self._one(
+            "SELECT avg(useful) AS share FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?)", RECENT_GROUPS
+        )["share"]
+        share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
+        expected = self._waiting() + share * under_way["n"] * self.config.workers.groups_per_submission
+        batches = 1 if self.config.coordinator.async_level == 0 else 2
+        return bool(expected >= batches * self.config.coordinator.prompts_per_step)
 
     def may_upload(self, worker: str, submission: str) -> None:
         """Raise PoolError unless this worker's grant for this submission is still good."""

@@ -20,7 +20,7 @@ from shoal.model.load import load_model, load_weights_
 from shoal.model.sampling import choose
 from shoal.rollout.engine import Completion, Sampling
 
-GROW_BY = 64  # positions added to a full cache at once
+GROW_BY = 64  # positions added to a full cache at once, at most
 
 
 class TorchEngine:
@@ -52,7 +52,7 @@ class TorchEngine:
         hidden_PH, caches, seen_PL = self._prefill(prompts)
         rows = torch.tensor(groups_B)
         hidden_BH, seen_BL = hidden_PH[rows], seen_PL[rows]
-        cache = GroupCache.repeat(caches, rows)
+        cache = GroupCache.repeat(caches, rows, room=min(GROW_BY, sampling.max_tokens))
         lengths_B = torch.tensor([len(prompts[g]) for g in groups_B])
         live = list(range(len(seeds_B)))  # batch row -> completion
 
@@ -128,13 +128,13 @@ def _close_gaps(n_rows: int, finished: Sequence[int]) -> list[int]:
 class GroupCache(Cache):
     """Keys and values of every layer in buffers with room to grow, whose first rows are the live ones."""
 
-    def __init__(self, n_layers: int) -> None:
-        super().__init__(layers=[_GrowingLayer() for _ in range(n_layers)])
+    def __init__(self, n_layers: int, room: int = 0) -> None:
+        super().__init__(layers=[_GrowingLayer(room) for _ in range(n_layers)])
 
     @classmethod
-    def repeat(cls, prompts: "GroupCache", rows: Tensor) -> "GroupCache":
+    def repeat(cls, prompts: "GroupCache", rows: Tensor, room: int) -> "GroupCache":
         """A new cache whose row b starts as a copy of `prompts`' row rows[b]; the old one is emptied as it goes."""
-        repeated = cls(len(prompts.layers))
+        repeated = cls(len(prompts.layers), room)
         for old, new in zip(prompts.layers, repeated.layers, strict=True):
             new.update(old.keys[rows], old.values[rows])
             old.reset()
@@ -149,31 +149,37 @@ class GroupCache(Cache):
 class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's buffers [B, heads, capacity, D]; `keys` and `values` are views of the part in use."""
 
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room  # positions allocated beyond those in use, at first
+        self.reset()
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.buffers, self.used = [key_states, value_states], 0
         batch, heads, new, depth = key_states.shape
         needed = self.used + new
-        for which, states in enumerate((key_states, value_states)):
-            if self.used == 0 or self.buffers[which].shape[2] < needed:
-                grown = states.new_empty(batch, heads, needed + GROW_BY, depth)
-                grown[:, :, : self.used] = self.buffers[which][:batch, :, : self.used]
-                self.buffers[which] = grown
-            self.buffers[which][:batch, :, self.used : needed] = states
+        if not self.is_initialized or self.buffers[0].shape[2] < needed:
+            room = GROW_BY if self.is_initialized else self.room
+            old, self.buffers = self.buffers, [key_states.new_empty(batch, heads, needed + room, depth) for _ in "kv"]
+            for before, grown in zip(old, self.buffers, strict=False):
+                grown[:, :, : self.used] = before[:batch, :, : self.used]
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:batch, :, self.used : needed] = states
         self.used = needed
         self._view(batch)
         return self.keys, self.values
 
     def reset(self) -> None:
         self.keys = self.values = torch.empty(0)
-        self.buffers, self.used, self.is_initialized = [], 0, False
+        self.buffers: list[Tensor] = []
+        self.used, self.is_initialized = 0, False
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        for new, old in enumerate(rows):
-            if new != old:
-                for buffer in self.buffers:
-                    buffer[new, :, : self.used] = buffer[old, :, : self.used]
+        moves = [(new, old) for new, old in enumerate(rows) if new != old]
+        if moves:
+            new_rows, old_rows = (torch.tensor(ends, device=self.device) for ends in zip(*moves, strict=True))
+            for buffer in self.buffers:
+                buffer[new_rows, :, : self.used] = buffer[old_rows, :, : self.used]
         self._view(len(rows))
 
     def _view(self, batch: int) -> None:
