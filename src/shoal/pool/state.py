@@ -184,16 +184,15 @@ class Pool:
         return self._assignment(self._one("SELECT * FROM submissions WHERE seq = last_insert_rowid()"))
 
     def _enough_under_way(self) -> bool:
-        """Whether what is handed out and not yet judged will, at the recent share of useful groups, fill this step's batch
-        and (unless all is synchronous) the next one's: more would only grow old in the queue."""
+        """Whether what is handed out and not yet judged will, at the recent share of useful groups, fill the open batch:
+        more would only grow old in the queue."""
         under_way = self._one("SELECT count(*) AS n FROM submissions WHERE state IN ('open', 'uploaded', 'validating')")
         recent = self._one(
             "SELECT avg(useful) AS share FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?)", RECENT_GROUPS
         )["share"]
         share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
         expected = self._waiting() + share * under_way["n"] * self.config.workers.groups_per_submission
-        batches = 1 if self.config.coordinator.async_level == 0 else 2
-        return bool(expected >= batches * self.config.coordinator.prompts_per_step)
+        return bool(expected >= self.config.coordinator.prompts_per_step)
 
     def may_upload(self, worker: str, submission: str) -> None:
         """Raise PoolError unless this worker's grant for this submission is still good."""
