@@ -78,6 +78,7 @@ def report(folder: Path, shown: Status) -> dict[str, Any]:
         wall_s=101.5,
         restarts={"learner": 1, "worker-0": 0},
         peak_rss_bytes={"learner": 2 << 30, "worker-0": 1 << 30},
+        peak_together_bytes=5 << 29,
     )
 
 
@@ -120,6 +121,7 @@ def test_the_summary_has_exactly_these_keys_and_values(tmp_path: Path) -> None:
         "max_staleness": 2.0,
         "restarts": {"learner": 1, "worker-0": 0},
         "peak_rss_bytes": {"learner": 2 << 30, "worker-0": 1 << 30},
+        "peak_together_bytes": 5 << 29,
     }
 
 

@@ -78,9 +78,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
     return asyncio.run(_serve(invite, folder, config.relays.host, config.relays.port, mirror))
 
 
-async def _serve(
-    invite: Invite, folder: Path, host: str, port: int, live: Callable[[Node], Awaitable[str]]
-) -> str:
+async def _serve(invite: Invite, folder: Path, host: str, port: int, live: Callable[[Node], Awaitable[str]]) -> str:
     """Serve the store in `folder` and join the pool with the address, then do `live` until it returns."""
     runner, bound = await _bind(app(folder / "store"), host, port, folder / "port")
     try:
@@ -93,8 +91,10 @@ async def _serve(
 
 async def _bind(application: web.Application, host: str, port: int, memory: Path) -> tuple[web.AppRunner, int]:
     """Listen on `port`, or on the port this node had before its restart, or on a free one."""
-    remembered = int(memory.read_text()) if port == 0 and memory.exists() else port
+    text = memory.read_text() if port == 0 and memory.exists() else ""
+    remembered = int(text) if text.isdecimal() else port  # empty where it was killed while it wrote
     runner, bound = await serve(application, host, remembered)
+    memory.parent.mkdir(parents=True, exist_ok=True)
     memory.write_text(str(bound))
     return runner, bound
 

@@ -1,4 +1,4 @@
-"""Every command; nothing but arguments. Heavy modules are imported by the command that needs them, after its threads are set.
+"""Every command; nothing but arguments. A command imports the heavy modules that it needs, after its threads are set.
 
     shoal run CONFIG                     everything on this machine
     shoal coordinator CONFIG --dir DIR   the same roles one by one; each of the others needs only an invite
@@ -11,6 +11,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 3 evicted from th
 
 import argparse
 import json
+import logging
 import os
 import sys
 import threading
@@ -30,16 +31,16 @@ def main(argv: list[str] | None = None) -> int:
         code: int = arguments.command(arguments)
         return code
     except Exception as error:  # noqa: BLE001 - the one place where an error becomes a message and a status
-        code = _status_of(error)
-        if code is None:
+        status = _status_of(error)
+        if status is None:
             raise
-        sys.stderr.write(f"shoal {arguments.name}: {error}\n")
-        return code
+        sys.stderr.write(f"shoal {arguments.command_name}: {error}\n")
+        return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(prog="shoal", description="Reinforcement learning on machines nobody must trust.")
+    commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run everything on this machine")
     _takes_config(run)
@@ -123,7 +124,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def _sft(arguments: argparse.Namespace) -> int:
     from shoal.learner.sft import train_tiny
 
-    _begin("sft", arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s sft: %(message)s", datefmt="%H:%M:%S")
     sys.stdout.write(f"{train_tiny()}\n")
     return DONE
 
@@ -147,10 +148,10 @@ def _invite(arguments: argparse.Namespace) -> int:
 
 
 def _node(arguments: argparse.Namespace) -> int:
-    stop = _begin(arguments.name, arguments)
+    stop = _begin(arguments.command_name, arguments)
     from shoal.roles import RUN
 
-    ended = RUN[arguments.name](arguments, stop)
+    ended = RUN[arguments.command_name](arguments, stop)
     return EVICTED if ended == "evicted" else DONE
 
 

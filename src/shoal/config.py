@@ -1,21 +1,23 @@
 """The configuration: one TOML file, one model per process; unknown keys are refused with the nearest known name.
 
-Defaults are INTELLECT-2's recipe; `configs/` holds what fits a laptop. The coordinator alone reads this file: every other
-process receives the resolved config from it, signed, so all agree on one recipe.
+Defaults are INTELLECT-2's recipe; `configs/` holds what fits a laptop. The coordinator alone reads this file: every
+other process receives the resolved config from it, signed, so all agree on one recipe.
 Everybody may import this; it imports nobody.
 """
 
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-Cheat = Literal[
-    "", "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"
-]
+Cheat = Literal["", "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"]
+
+
+Tokens = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(Exception):
@@ -23,15 +25,17 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
-    seed: int = Field(0, ge=0)
-    steps: int = Field(100, ge=1, description="rollout steps to train")
-    max_restarts: int = Field(5, ge=0, description="of one process by `shoal run` before it gives up")
-    threads: int = Field(0, ge=0, description="cores to share out; 0: all that this process may use")
-    stall_s: float = Field(900, gt=0, description="without an accepted submission or a trained step, the run is stopped")
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=100, ge=1, description="rollout steps to train")
+    max_restarts: int = Field(default=5, ge=0, description="of one process by `shoal run` before it gives up")
+    threads: int = Field(default=0, ge=0, description="cores to share out; 0: all that this process may use")
+    stall_s: float = Field(
+        default=900, gt=0, description="without an accepted submission or a trained step, the run is stopped"
+    )
 
 
 class ModelSection(Section):
@@ -42,95 +46,110 @@ class ModelSection(Section):
 
 class TaskSection(Section):
     kind: Literal["arithmetic"] = "arithmetic"
-    operand_min: int = Field(0, ge=0)
-    operand_max: int = Field(29, ge=1)
+    operand_min: int = Field(default=0, ge=0)
+    operand_max: int = Field(default=29, ge=1)
     operations: list[Literal["+", "-"]] = ["+"]
-    prompt: str = Field("{question}", description="what the user says; {question} is the sum")
-    system: str = Field("", description='system message; empty: none is written into the chat template')
-    heldout: int = Field(256, ge=1, description="tasks set aside for evaluation, never trained on")
-    length_targets: list[int] = Field([], description="target completion lengths; one is drawn per group; empty: none")
-    length_penalty: float = Field(0.0003, ge=0, description="alpha: reward lost per token off the target")
+    prompt: str = Field(default="{question}", description="what the user says; {question} is the sum")
+    system: str = Field(default="", description="system message; empty: none is written into the chat template")
+    heldout: int = Field(default=256, ge=1, description="tasks set aside for evaluation, never trained on")
+    length_targets: list[Tokens] = Field(
+        default=[], description="target completion lengths; one is drawn per group; empty: none"
+    )
+    length_penalty: float = Field(default=0.0003, ge=0, description="alpha: reward lost per token off the target")
 
     @model_validator(mode="after")
-    def _operands_in_order(self) -> "TaskSection":
+    def _consistent(self) -> "TaskSection":
         if self.operand_min > self.operand_max:
-            raise ValueError("tasks.operand_min must not exceed tasks.operand_max")
+            raise ValueError("operand_min must not exceed operand_max")
+        if "{question}" not in self.prompt:
+            raise ValueError("prompt must contain {question}, which stands for the sum")
         return self
 
 
 class SamplingSection(Section):
-    temperature: float = Field(1.0, gt=0)
-    max_tokens: int = Field(32768, ge=1, description="of one completion")
-    group_size: int = Field(16, ge=2, description="G: completions of one prompt")
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=32768, ge=1, description="of one completion")
+    group_size: int = Field(default=16, ge=2, description="G: completions of one prompt")
 
 
 class CoordinatorSection(Section):
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535, description="0: a free one")
-    async_level: int = Field(2, ge=0, description="how many policy versions old a rollout may be when trained on")
-    prompts_per_step: int = Field(256, ge=1, description="useful groups in a batch")
-    task_deadline_s: float = Field(600, gt=0, description="from handing out a task to its upload")
-    claim_lease_s: float = Field(300, gt=0, description="for a validator's verdict")
-    max_submission_bytes: int = Field(64 << 20, ge=1024)
-    node_timeout_s: float = Field(30, gt=0, description="without a heartbeat, a node counts as gone")
+    port: int = Field(default=0, ge=0, le=65535, description="0: a free one")
+    async_level: int = Field(
+        default=2, ge=0, description="how many policy versions old a rollout may be when trained on"
+    )
+    prompts_per_step: int = Field(default=256, ge=1, description="useful groups in a batch")
+    task_deadline_s: float = Field(default=600, gt=0, description="from handing out a task to its upload")
+    claim_lease_s: float = Field(default=300, gt=0, description="for a validator's verdict")
+    max_submission_bytes: int = Field(default=64 << 20, ge=1024)
+    node_timeout_s: float = Field(default=30, gt=0, description="without a heartbeat, a node counts as gone")
 
 
 class LossSection(Section):
     kind: Literal["grpo"] = "grpo"
-    epsilon: float = Field(0.2, gt=0, lt=1)
-    delta: float = Field(4.0, gt=1)
-    beta: float = Field(0.001, ge=0, description="KL to the initial policy; 0 keeps no reference model")
-    entropy: float = Field(1e-4, ge=0)
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    delta: float = Field(default=4.0, gt=1)
+    beta: float = Field(default=0.001, ge=0, description="KL to the initial policy; 0 keeps no reference model")
+    entropy: float = Field(default=1e-4, ge=0)
     normalize_std: bool = False
 
 
 class LearnerSection(Section):
-    lr: float = Field(3e-7, gt=0)
-    warmup_steps: int = Field(25, ge=0, description="optimizer steps of linear warm-up; constant after")
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(0.1, gt=0)
-    optimizer_steps_per_step: int = Field(8, ge=1)
-    row_tokens: int = Field(40960, ge=16, description="positions in one packed row")
-    rows_per_microbatch: int = Field(1, ge=1)
-    checkpoint_every: int = Field(1, ge=1, description="steps")
-    keep_versions: int = Field(2, ge=1, description="published folders kept at the learner")
+    lr: float = Field(default=3e-7, gt=0)
+    warmup_steps: int = Field(default=25, ge=0, description="optimizer steps of linear warm-up; constant after")
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=0.1, gt=0)
+    optimizer_steps_per_step: int = Field(default=8, ge=1)
+    row_tokens: int = Field(default=40960, ge=16, description="positions in one packed row")
+    rows_per_microbatch: int = Field(default=1, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1, description="steps")
+    keep_versions: int = Field(default=2, ge=1, description="published folders kept at the learner")
     loss: LossSection = LossSection()
 
 
 class OriginSection(Section):
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    shard_bytes: int = Field(32 << 20, ge=1024)
-    keep: int = Field(5, ge=1, description="newest versions served")
+    port: int = Field(default=0, ge=0, le=65535)
+    shard_bytes: int = Field(default=32 << 20, ge=1024)
+    keep: int = Field(default=5, ge=1, description="newest versions served")
 
 
 class RelaySection(Section):
-    count: int = Field(1, ge=1, description="local relays `shoal run` starts")
+    count: int = Field(default=1, ge=1, description="local relays `shoal run` starts")
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    keep: int = Field(5, ge=1)
+    port: int = Field(default=0, ge=0, le=65535)
+    keep: int = Field(default=5, ge=1)
 
 
 class WorkerSection(Section):
-    count: int = Field(2, ge=1, description="local workers `shoal run` starts")
-    groups_per_submission: int = Field(4, ge=1)
-    cheat: Cheat = Field("", description="one more worker, which lies in this way (for tests and demonstrations)")
+    count: int = Field(default=2, ge=1, description="local workers `shoal run` starts")
+    groups_per_submission: int = Field(default=4, ge=1)
+    cheat: Cheat = Field(
+        default="", description="one more worker, which lies in this way (for tests and demonstrations)"
+    )
 
 
 class ValidatorSection(Section):
-    row_tokens: int = Field(4096, ge=16)
-    logprob_error_mean: float = Field(0.15, gt=0, description="nats, over a submission's tokens")
-    sampling_margin: float = Field(0.75, gt=0, description="nats a token's score may lie under the replayed winner's")
-    sampling_mismatch_frac: float = Field(0.02, ge=0, description="share of tokens beyond that margin")
-    eos_probability: float = Field(0.1, ge=0, le=1)
+    row_tokens: int = Field(
+        default=4096, ge=16, description="positions in one row of the prefill; more where one rollout needs more"
+    )
+    proof_exponent_mean: float = Field(default=4.5, gt=0, description="differing exponents a proof, over a submission")
+    proof_mantissa_mean: float = Field(default=2.4, gt=0, description="mantissa error, likewise")
+    logprob_error_mean: float = Field(default=0.1, gt=0, description="nats, over a submission's tokens")
+    sampling_margin: float = Field(default=0.75, gt=0, description="nats a token may score under its seed's winner")
+    sampling_mismatch_frac: float = Field(default=0.02, ge=0, description="share of tokens beyond that margin")
+    sampling_margin_mean: float = Field(default=0.02, gt=0, description="nats, over a submission's tokens")
+    eos_probability: float = Field(default=0.1, ge=0, le=1)
 
 
 class EvaluatorSection(Section):
-    every: int = Field(0, ge=0, description="versions between evaluations during the run; 0: only first and last")
-    n: int = Field(256, ge=1, description="held-out tasks of the first and last evaluation")
-    n_between: int = Field(64, ge=1)
-    batch: int = Field(64, ge=1, description="completions decoded together")
+    every: int = Field(
+        default=0, ge=0, description="versions between evaluations during the run; 0: only first and last"
+    )
+    n: int = Field(default=256, ge=1, description="held-out tasks of the first and last evaluation")
+    n_between: int = Field(default=64, ge=1)
+    batch: int = Field(default=64, ge=1, description="completions decoded together")
 
 
 class Config(Section):
@@ -150,6 +169,10 @@ class Config(Section):
     def _consistent(self) -> "Config":
         if self.evaluator.n > self.tasks.heldout:
             raise ValueError(f"evaluator.n = {self.evaluator.n} exceeds tasks.heldout = {self.tasks.heldout}")
+        if self.evaluator.every and self.evaluator.n_between > self.tasks.heldout:
+            raise ValueError(
+                f"evaluator.n_between = {self.evaluator.n_between} exceeds tasks.heldout = {self.tasks.heldout}"
+            )
         if self.coordinator.prompts_per_step % self.learner.optimizer_steps_per_step:
             raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
         if self.sampling.max_tokens >= self.learner.row_tokens:
@@ -174,7 +197,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
-    """A Config from plain values. Raises ConfigError that names the key, and the nearest known one where it is unknown."""
+    """A Config from plain values. Raises ConfigError that names the key, and the nearest known one if it is unknown."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

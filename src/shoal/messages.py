@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+LARGEST = 2**53 - 1  # integer: every reader of JSON and SQLite holds it exactly
 VERSION = 1  # of this protocol; a descriptor with another one is refused
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
@@ -63,7 +64,9 @@ class RunDescriptor(Message):
 
 class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
-    url: str | None = Field(default=None, max_length=200, pattern=r"^https?://[^\s]+$")  # where an origin or relay serves
+    url: str | None = Field(
+        default=None, max_length=200, pattern=r"^https?://[^\s]+$"
+    )  # an origin or relay serves there
 
 
 class Registered(Message):
@@ -78,15 +81,15 @@ class Stats(Message):
     """What a node tells of itself for the view and the summary. Believed for display only."""
 
     doing: str = Field(default="", max_length=80)
-    tokens: int = Field(default=0, ge=0)  # generated or checked since its start
+    tokens: int = Field(default=0, ge=0, le=LARGEST)  # generated or checked since its start
     busy_s: float = Field(default=0, ge=0)
     waiting_s: float = Field(default=0, ge=0)
-    rss_bytes: int = Field(default=0, ge=0)  # peak
-    pid: int = Field(default=0, ge=0)
+    rss_bytes: int = Field(default=0, ge=0, le=LARGEST)  # peak
+    pid: int = Field(default=0, ge=0, le=LARGEST)
 
 
 class Heartbeat(Message):
-    policy_version: int | None = Field(default=None, ge=0)  # what the node has loaded or serves
+    policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # what the node has loaded or serves
     wants_task: bool = False
     stats: Stats = Stats()
 

@@ -1,7 +1,7 @@
 """What every process of a run does around its own loop: threads, logging, signals, and ending with its parent.
 
-Called by `cli` for each role. Invariant: a process started with `parent` set ends by itself when that process is gone, so
-that `shoal run` killed -9 leaves nothing behind.
+Called by `cli` for each role. Invariant: a process started with `parent` set ends by itself when that process is gone,
+so that `shoal run` killed -9 leaves nothing behind.
 """
 
 import logging

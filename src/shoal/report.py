@@ -37,6 +37,7 @@ def write_report(
     wall_s: float,
     restarts: dict[str, int],
     peak_rss_bytes: dict[str, int],
+    peak_together_bytes: int,
 ) -> dict[str, Any]:
     """Write summary.json and reward.png into `folder`; the summary as a dict. Raises OSError."""
     summary = summarize(
@@ -46,6 +47,7 @@ def write_report(
         wall_s=wall_s,
         restarts=restarts,
         peak_rss_bytes=peak_rss_bytes,
+        peak_together_bytes=peak_together_bytes,
     )
     write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     draw_curve(status.metrics, status.evaluations, folder / CURVE, status.run)
@@ -60,10 +62,12 @@ def summarize(
     wall_s: float,
     restarts: dict[str, int],
     peak_rss_bytes: dict[str, int],
+    peak_together_bytes: int,
 ) -> dict[str, Any]:
     """The summary of a run as plain JSON values; null for what the run never came to know.
 
-    `restarts` and `peak_rss_bytes` are per process, as `shoal run` saw them.
+    `restarts` and `peak_rss_bytes` are per process, as `shoal run` saw them; `peak_together_bytes` is what all processes
+    held at one moment, pages that several of them map counted once.
     """
     metrics = status.metrics
     workers = [node for node in status.nodes if node.role == "worker"]
@@ -85,11 +89,10 @@ def summarize(
         "tokens_generated": status.tokens_generated,
         "tokens_trained": int(total(metrics, "perf/tokens")),
         "learner_busy_frac": busy_frac(status),
-        "max_staleness": max(
-            (m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None
-        ),
+        "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
         "restarts": dict(restarts),
         "peak_rss_bytes": dict(peak_rss_bytes),
+        "peak_together_bytes": peak_together_bytes,
     }
 
 
@@ -109,7 +112,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
         "rejected": _counts(summary["rejected"]) + _reasons(summary["reject_reasons"]),
         "slashed": ", ".join(map(clean, summary["slashed"])) or "none",
         "restarts": _counts(summary["restarts"]),
-        "memory": f"{memory(sum(summary['peak_rss_bytes'].values()))}, the sum of every process's peak",
+        "memory": f"{memory(summary['peak_together_bytes'])} at most, all processes together",
     }
     if folder is not None:
         rows["written"] = f"{folder}/: {SUMMARY}, {CURVE}"
@@ -122,9 +125,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
     return table
 
 
-def draw_curve(
-    metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str
-) -> None:
+def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:
     """Draw reward per step and held-out accuracy per version as a PNG of 1200 x 675 pixels at `path`.
 
     Both share the x axis: version v is what v trained steps made. Raises OSError.

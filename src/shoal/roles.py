@@ -83,8 +83,11 @@ def evaluator(arguments: Namespace, stop: threading.Event) -> str:
     node, config, dtype = _join(arguments)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
-        engine = TorchEngine(dtype, config.model.device)
-        return Evaluator(node, config, engine, arguments.dir / "weights", publisher).run(stop)
+
+        def new_engine() -> TorchEngine:
+            return TorchEngine(dtype, config.model.device)
+
+        return Evaluator(node, config, new_engine, arguments.dir / "weights", publisher).run(stop)
 
 
 RUN: dict[str, Callable[[Namespace, threading.Event], str]] = {

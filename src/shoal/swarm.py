@@ -7,7 +7,6 @@ Invariant: when it returns, no child is left. Called by `cli`. It never imports 
 
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -33,6 +32,7 @@ from shoal.report import summary_table, write_report
 from shoal.view import LiveView
 
 POLL_S = 0.3
+WEIGH_S = 1.0  # between two measurements of memory
 START_S = 60.0  # for the coordinator to listen
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 LONGEST_BACKOFF_S = 8.0
@@ -78,7 +78,9 @@ class Seen:
     status: Status | None = None
     progress: tuple[int, int] = (-1, -1)
     progress_s: float = field(default_factory=time.monotonic)
-    rss_bytes: dict[str, int] = field(default_factory=dict)
+    rss_bytes: dict[str, int] = field(default_factory=dict)  # each process's own peak
+    together_bytes: int = 0  # the most that all processes held at one moment, shared pages counted once
+    weighed_s: float = 0.0
 
 
 class Swarm:
@@ -118,7 +120,9 @@ class Swarm:
                 raise SwarmError(f"{self.out} is not empty; choose another folder with --out")
             (self.out / "logs").mkdir()
         except OSError as error:
-            raise SwarmError(f"cannot write to {self.out}: {error.strerror}; choose another folder with --out") from error
+            raise SwarmError(
+                f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
+            ) from error
 
     def _prepare(self) -> Config:
         """Model and dtype, found by a process of its own; the resolved config is saved with the run."""
@@ -129,21 +133,28 @@ class Swarm:
         with (self.out / "logs" / "prepare.log").open("wb") as log:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, check=False)
         if done.returncode != 0:
-            words = (self.out / "logs" / "prepare.log").read_text(errors="replace").strip().splitlines() or ["no reason"]
+            words = (self.out / "logs" / "prepare.log").read_text(errors="replace").strip().splitlines() or [
+                "no reason"
+            ]
             raise SwarmError(words[-1].removeprefix("shoal prepare: "))
         found = json.loads(done.stdout.splitlines()[-1])
         model = self.config.model.model_copy(update={"dtype": found["dtype"]})
         resolved = self.config.model_copy(update={"model": model})
         path.write_text(config_module.dumps(resolved))
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
-        self.console.print(f"[dim]computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else "") + "[/dim]")
+        self.console.print(
+            f"[dim]computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else "") + "[/dim]"
+        )
         return resolved
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
         identity = Identity.load_or_create(self.out / "coordinator" / "identity.pem")
-        host, port = self.config.coordinator.host, self.config.coordinator.port or _free_port(self.config.coordinator.host)
+        host, port = (
+            self.config.coordinator.host,
+            self.config.coordinator.port or _free_port(self.config.coordinator.host),
+        )
         run = f"{self.name}-{self.config.run.seed}"
         self.url = f"http://{host}:{port}"
         self._add(
@@ -183,7 +194,7 @@ class Swarm:
 
     def _environment(self, threads: int) -> dict[str, str]:
         counts = {v: str(threads) for v in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-        reuse = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # fewer page faults
+        reuse = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}  # fewer page faults
         return os.environ | reuse | counts | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 
     def _wait_for_coordinator(self) -> None:
@@ -195,7 +206,9 @@ class Swarm:
             if self._look() is not None:
                 return
             time.sleep(0.1)
-        raise SwarmError(f"the coordinator did not answer at {self.url} within {START_S:.0f} s; see {self.out / 'logs'}")
+        raise SwarmError(
+            f"the coordinator did not answer at {self.url} within {START_S:.0f} s; see {self.out / 'logs'}"
+        )
 
     # --- watching ----------------------------------------------------------------------------------------------------
 
@@ -226,8 +239,15 @@ class Swarm:
 
     def _remember(self, status: Status) -> None:
         seen = self.seen
-        for node in status.nodes:
-            seen.rss_bytes[node.name] = max(seen.rss_bytes.get(node.name, 0), node.stats.rss_bytes)
+        if time.monotonic() - seen.weighed_s > WEIGH_S:
+            pids = {child.name: child.process.pid for child in self.children if child.process} | {
+                "shoal run": os.getpid()
+            }
+            for name, pid in pids.items():
+                peak = _memory_bytes(pid, "status", "VmHWM:")
+                seen.rss_bytes[name] = max(seen.rss_bytes.get(name, 0), peak)
+            together = sum(_memory_bytes(pid, "smaps_rollup", "Pss:") for pid in pids.values())
+            seen.together_bytes, seen.weighed_s = max(seen.together_bytes, together), time.monotonic()
         progress = (len(status.metrics) + len(status.evaluations), sum(node.accepted for node in status.nodes))
         if progress != seen.progress:
             seen.progress, seen.progress_s = progress, time.monotonic()
@@ -287,7 +307,6 @@ class Swarm:
         """The trained model, the report and the table."""
         versions = sorted((self.out / "learner" / "versions").glob("v*"))
         shutil.copytree(versions[-1], self.out / "model")
-        self.seen.rss_bytes["shoal run"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         status = self.seen.status
         if status is None:
             raise SwarmError(f"the coordinator was never heard of; see {self.out / 'logs'}")
@@ -299,6 +318,7 @@ class Swarm:
             wall_s=wall_s,
             restarts={child.name: child.restarts for child in self.children},
             peak_rss_bytes=self.seen.rss_bytes,
+            peak_together_bytes=self.seen.together_bytes,
         )
         self.console.print(summary_table(summary, self.out))
 
@@ -318,6 +338,15 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
     learner = max(1, cores // 2)
     each_worker = max(1, (cores - learner) // (config.workers.count + 1))
     return {"learner": learner, "validator": each_worker, "worker": each_worker, "evaluator": 1}
+
+
+def _memory_bytes(pid: int, file: str, key: str) -> int:
+    """A figure of Linux's /proc: peak resident (status, VmHWM), or held now with shared pages split (smaps_rollup, Pss)."""
+    try:
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    except OSError:  # it has just ended, or this system has no such file: unknown counts as none
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
 
 
 def _free_port(host: str) -> int:

@@ -19,9 +19,7 @@ def test_advantages_have_mean_zero(normalize_std: bool) -> None:
 
 
 def test_normalised_advantages_have_population_std_one() -> None:
-    assert float(group_advantages(REWARDS, normalize_std=True).std(correction=0)) == pytest.approx(
-        1, abs=1e-4
-    )
+    assert float(group_advantages(REWARDS, normalize_std=True).std(correction=0)) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

@@ -69,9 +69,7 @@ def test_the_surrogate_equals_a_numpy_implementation(seed: int) -> None:
 
 
 def test_the_whole_loss_equals_a_numpy_implementation() -> None:
-    assert float(whole(case()).loss) == pytest.approx(
-        numpy_loss(case(), beta=0.3, entropy_coef=0.1), rel=1e-12
-    )
+    assert float(whole(case()).loss) == pytest.approx(numpy_loss(case(), beta=0.3, entropy_coef=0.1), rel=1e-12)
 
 
 def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta() -> None:

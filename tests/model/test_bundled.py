@@ -48,9 +48,7 @@ def chats(bundled_tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(
-    engine: TorchEngine, chats: list[list[int]], bundled_model: Any, bundled_tokenizer: Any
-) -> list[list[int]]:
+def answers(engine: TorchEngine, chats: list[list[int]], bundled_model: Any, bundled_tokenizer: Any) -> list[list[int]]:
     sampling = Sampling(temperature=0.0, max_tokens=12, eos_ids=eos_ids(bundled_model, bundled_tokenizer))
     return [group[0].tokens for group in engine.generate(chats, [[0]] * len(chats), sampling)]
 
@@ -91,9 +89,7 @@ def test_a_short_answer_ends_with_the_end_token(answers: list[list[int]], bundle
 
 def test_the_chat_template_marks_whose_turn_it_is(chats: list[list[int]], bundled_tokenizer: Any) -> None:
     text = bundled_tokenizer.decode(chats[0])
-    assert text.endswith(
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_digits_are_tokenised_one_by_one(bundled_tokenizer: Any) -> None:
@@ -111,9 +107,7 @@ def test_greedy_answers_equal_transformers_own_generate(
     answers: list[list[int]], chats: list[list[int]], bundled_model: Any, index: int
 ) -> None:
     prompt = torch.tensor([chats[index]])
-    theirs = bundled_model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
-    )
+    theirs = bundled_model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     assert answers[index] == theirs[0, prompt.shape[1] :].tolist()
 
 

@@ -7,9 +7,7 @@ from shoal.model import dtype
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, **gflops: float) -> None:
-    monkeypatch.setattr(
-        dtype, "measure_gflops", lambda kind, device="cpu": gflops[str(kind).removeprefix("torch.")]
-    )
+    monkeypatch.setattr(dtype, "measure_gflops", lambda kind, device="cpu": gflops[str(kind).removeprefix("torch.")])
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])

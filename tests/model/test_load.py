@@ -46,9 +46,7 @@ def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, T
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_come_back_rounded_to_bfloat16(
-    make_tiny: Any, tokenizer: Any, tmp_path: Path, tied: bool
-) -> None:
+def test_weights_come_back_rounded_to_bfloat16(make_tiny: Any, tokenizer: Any, tmp_path: Path, tied: bool) -> None:
     model = make_tiny(3, tie_word_embeddings=tied)
     save_model(model, tokenizer, tmp_path / "m")
     loaded = load_model(tmp_path / "m").state_dict()
@@ -56,9 +54,7 @@ def test_weights_come_back_rounded_to_bfloat16(
     assert all(torch.equal(loaded[name], w.bfloat16().float()) for name, w in model.state_dict().items())
 
 
-def test_a_version_loaded_and_saved_again_and_again_stays_the_same_bytes(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_a_version_loaded_and_saved_again_and_again_stays_the_same_bytes(tiny_folder: Path, tmp_path: Path) -> None:
     """Not from the first load on: transformers notes in tokenizer_config.json that it was a local one."""
     folders = [tiny_folder, tmp_path / "once", tmp_path / "twice"]
     for source, target in pairwise(folders):

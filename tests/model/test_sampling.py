@@ -18,9 +18,7 @@ from shoal.model.sampling import (
 
 NAMED: dict[str, Any] = {"run": "run", "step": 1, "worker": "worker", "submission": 2, "rollout": 3}
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5])
-CHI2_7_LIMIT = (
-    29.9  # exceeded by chance once in 10,000; the seeds here are fixed, so never by luck of the day
-)
+CHI2_7_LIMIT = 29.9  # exceeded by chance once in 10,000; the seeds here are fixed, so never by luck of the day
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +111,8 @@ def test_noise_is_a_known_number(seed: int, position: int, token: int, noise: fl
 
 def test_noise_equals_a_plain_python_implementation() -> None:
     seeds, positions = [3, 2**63 - 1, 17], [0, 5, 32767]
-    expected = [
-        [noise_in_plain_python(s, p, v) for v in range(200)] for s, p in zip(seeds, positions, strict=True)
-    ]
-    torch.testing.assert_close(
-        gumbel_noise(seeds, positions, 200), torch.tensor(expected), atol=1e-5, rtol=1e-6
-    )
+    expected = [[noise_in_plain_python(s, p, v) for v in range(200)] for s, p in zip(seeds, positions, strict=True)]
+    torch.testing.assert_close(gumbel_noise(seeds, positions, 200), torch.tensor(expected), atol=1e-5, rtol=1e-6)
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary_size() -> None:
@@ -246,26 +240,20 @@ def test_choosing_leaves_the_logits_as_they_were() -> None:
 def test_margins_of_chosen_tokens_are_exactly_zero(temperature: float) -> None:
     logits_NV = 3 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     tokens_N, _ = choose(logits_NV, range(200), range(200), temperature)
-    assert torch.equal(
-        replay_margins(logits_NV, tokens_N, range(200), range(200), temperature), torch.zeros(200)
-    )
+    assert torch.equal(replay_margins(logits_NV, tokens_N, range(200), range(200), temperature), torch.zeros(200))
 
 
 def test_margins_of_any_other_token_are_positive() -> None:
     logits_NV = 3 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     tokens_N, _ = choose(logits_NV, range(200), range(200), 1.0)
     for shift in (1, 20, 63):
-        assert bool(
-            (replay_margins(logits_NV, (tokens_N + shift) % 64, range(200), range(200), 1.0) > 0).all()
-        )
+        assert bool((replay_margins(logits_NV, (tokens_N + shift) % 64, range(200), range(200), 1.0) > 0).all())
 
 
 def test_margins_under_another_seed_are_mostly_positive() -> None:
     logits_NV = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     tokens_N, _ = choose(logits_NV, range(200), range(200), 1.0)
-    assert (
-        float((replay_margins(logits_NV, tokens_N, range(1, 201), range(200), 1.0) > 0).float().mean()) > 0.8
-    )
+    assert float((replay_margins(logits_NV, tokens_N, range(1, 201), range(200), 1.0) > 0).float().mean()) > 0.8
 
 
 def test_a_margin_is_the_nats_by_which_the_logits_would_have_to_move() -> None:

@@ -36,9 +36,7 @@ def test_a_folder_resolves_to_itself(tiny_folder: Path) -> None:
     assert resolve(str(tiny_folder)) == tiny_folder
 
 
-def test_a_relative_folder_resolves_to_its_absolute_path(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_resolves_to_its_absolute_path(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_folder.parent)
     assert resolve(f"./{tiny_folder.name}") == tiny_folder
 
@@ -46,9 +44,7 @@ def test_a_relative_folder_resolves_to_its_absolute_path(
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["org/no-such-model", "two/many/parts", "spaces are not allowed"])
 def test_a_hub_name_that_leads_nowhere_says_so_and_what_to_write_for_a_folder(name: str) -> None:
-    with pytest.raises(
-        ModelNotFoundError, match=f"'{name}' was not found.*for a local folder write ./{name}"
-    ):
+    with pytest.raises(ModelNotFoundError, match=f"'{name}' was not found.*for a local folder write ./{name}"):
         resolve(name)
 
 

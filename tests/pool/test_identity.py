@@ -91,9 +91,7 @@ def test_small_order_keys_are_refused(y: int, sign_bit: int) -> None:
 def test_a_signature_that_nobody_made_is_refused() -> None:
     neutral = (1).to_bytes(32, "little")
     forged = neutral + bytes(32)  # R neutral, S zero: under the neutral key it fits every message
-    Ed25519PublicKey.from_public_bytes(neutral).verify(
-        forged, MESSAGE
-    )  # raises nothing: the library lets it pass
+    Ed25519PublicKey.from_public_bytes(neutral).verify(forged, MESSAGE)  # raises nothing: the library lets it pass
     assert not verify(neutral.hex(), MESSAGE, forged.hex(), domain="ledger")
 
 
@@ -134,9 +132,7 @@ def test_load_refuses_what_it_cannot_read(tmp_path: Path) -> None:
         Identity.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
 def test_load_refuses_a_corrupt_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key.pem"
     path.write_bytes(content)
@@ -205,9 +201,7 @@ def test_signed_refuses_another_purpose() -> None:
         Signed.make(ALICE, "payload", domain="manifest").open(ALICE.public, domain="ledger")
 
 
-@pytest.mark.parametrize(
-    "text", ['{"payload": "a", "key": "b"}', '{"payload": "\\ud800", "key": "", "signature": ""}']
-)
+@pytest.mark.parametrize("text", ['{"payload": "a", "key": "b"}', '{"payload": "\\ud800", "key": "", "signature": ""}'])
 def test_signed_refuses_a_malformed_message(text: str) -> None:
     with pytest.raises(ValidationError):
         Signed.model_validate_json(text)

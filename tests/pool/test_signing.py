@@ -34,9 +34,7 @@ PARAMETERS = (
 )
 EMPTY_DIGEST = "sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:"
 
-KNOWN_SIGNATURE = (
-    "shoal=:6ZIdXIpFtenHqremRl7dUlN3sONNz64pnrNtS/DEnxdOdTUKpEid1vEEVB7jlwg/ZM+qjp+OKVeT2JNRYZIiBg==:"
-)
+KNOWN_SIGNATURE = "shoal=:6ZIdXIpFtenHqremRl7dUlN3sONNz64pnrNtS/DEnxdOdTUKpEid1vEEVB7jlwg/ZM+qjp+OKVeT2JNRYZIiBg==:"
 
 
 def database(path: str | Path = ":memory:") -> sqlite3.Connection:
@@ -142,9 +140,7 @@ def test_a_changed_request_is_refused(nonces: SqliteNonces, changed: dict[str, A
         ("shoal-audience", "run-1", "rün", "malformed"),
     ],
 )
-def test_a_changed_header_is_refused(
-    nonces: SqliteNonces, header: str, old: str, new: str, expected: str
-) -> None:
+def test_a_changed_header_is_refused(nonces: SqliteNonces, header: str, old: str, new: str, expected: str) -> None:
     headers = signed()
     assert old in headers[header]
     headers[header] = headers[header].replace(old, new)
@@ -280,9 +276,7 @@ OUR_NAMES = st.sampled_from(["signature", "signature-input", "content-digest", "
     path=st.text(),
     query=st.text(),
 )
-def test_garbage_raises_only_signature_errors(
-    headers: dict[str, str], method: str, path: str, query: str
-) -> None:
+def test_garbage_raises_only_signature_errors(headers: dict[str, str], method: str, path: str, query: str) -> None:
     nonces = SqliteNonces(database())
     with pytest.raises(SignatureError):
         accept(nonces, headers)
@@ -333,9 +327,7 @@ def auth(nonces: Iterator[str], audience: str = "run-1") -> SignedAuth:
 
 @pytest.mark.parametrize("target", ["/", "", "/a%20b/ü?x=1&y=ü&z=%2F", "/a?", "/a b?c d"])
 def test_client_and_server_agree_on_a_target(nonces: SqliteNonces, target: str) -> None:
-    with httpx.Client(
-        transport=server(nonces), auth=SignedAuth(ALICE, "run-1", clock=lambda: NOW_S)
-    ) as client:
+    with httpx.Client(transport=server(nonces), auth=SignedAuth(ALICE, "run-1", clock=lambda: NOW_S)) as client:
         assert client.get(f"http://pool{target}").text == ALICE.public
 
 

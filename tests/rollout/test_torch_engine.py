@@ -17,9 +17,7 @@ from shoal.rollout.torch_engine import TorchEngine, _close_gaps
 PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [3, 3, 8]]
 SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
 ENDLESS = Sampling(temperature=1.0, max_tokens=40, eos_ids=())
-SOME_END = Sampling(
-    temperature=1.0, max_tokens=40, eos_ids=(1, 7, 20, 33)
-)  # about one token in sixteen ends a row
+SOME_END = Sampling(temperature=1.0, max_tokens=40, eos_ids=(1, 7, 20, 33))  # about one token in sixteen ends a row
 LONG = Sampling(temperature=1.0, max_tokens=150, eos_ids=())  # longer than two growths of the cache
 
 
@@ -81,9 +79,7 @@ def test_every_completion_equals_a_naive_loop_with_its_seed(engine: TorchEngine,
 def test_a_groups_tokens_do_not_depend_on_the_other_groups(
     engine: TorchEngine, groups: list[list[Completion]], g: int
 ) -> None:
-    assert only_tokens(engine.generate(PROMPTS[g : g + 1], SEEDS[g : g + 1], SOME_END)) == only_tokens(
-        [groups[g]]
-    )
+    assert only_tokens(engine.generate(PROMPTS[g : g + 1], SEEDS[g : g + 1], SOME_END)) == only_tokens([groups[g]])
 
 
 def test_a_completions_tokens_do_not_depend_on_its_siblings(
@@ -138,9 +134,7 @@ def test_no_completion_is_longer_than_max_tokens(engine: TorchEngine, max_tokens
 
 
 def test_a_lower_limit_only_cuts_completions_off(engine: TorchEngine, groups: list[list[Completion]]) -> None:
-    shorter = engine.generate(
-        PROMPTS, SEEDS, Sampling(temperature=1.0, max_tokens=6, eos_ids=SOME_END.eos_ids)
-    )
+    shorter = engine.generate(PROMPTS, SEEDS, Sampling(temperature=1.0, max_tokens=6, eos_ids=SOME_END.eos_ids))
     assert only_tokens(shorter) == [[tokens[:6] for tokens in group] for group in only_tokens(groups)]
 
 
@@ -245,28 +239,19 @@ def test_the_prompts_cache_is_freed_once_it_is_repeated(engine: TorchEngine) -> 
     with torch.inference_mode():
         _, prompts, _ = engine._prefill(PROMPTS)
         type(prompts).repeat(prompts, torch.tensor([0, 0, 1]), room=4)
-    held = [
-        t
-        for layer in prompts.layers
-        for v in vars(layer).values()
-        for t in (v if isinstance(v, list) else [v])
-    ]
+    held = [t for layer in prompts.layers for v in vars(layer).values() for t in (v if isinstance(v, list) else [v])]
     assert [tensor.shape for tensor in held if isinstance(tensor, Tensor) and tensor.numel()] == []
 
 
 # ---- closing gaps
 
-rows_and_finished = st.integers(1, 30).flatmap(
-    lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))
-)
+rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
 
 
 @given(rows_and_finished)
 def test_closing_gaps_keeps_exactly_the_live_rows(case: tuple[int, set[int]]) -> None:
     n_rows, finished = case
-    assert sorted(_close_gaps(n_rows, sorted(finished))) == [
-        row for row in range(n_rows) if row not in finished
-    ]
+    assert sorted(_close_gaps(n_rows, sorted(finished))) == [row for row in range(n_rows) if row not in finished]
 
 
 @given(rows_and_finished)

@@ -35,9 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def origin(tmp_path: Path, **options: int) -> Origin:
-    return Origin(
-        tmp_path / "origin", KEY, run=RUN, **{"shard_size_bytes": SHARD_BYTES, **options}, clock=lambda: 1.5
-    )
+    return Origin(tmp_path / "origin", KEY, run=RUN, **{"shard_size_bytes": SHARD_BYTES, **options}, clock=lambda: 1.5)
 
 
 def published(tmp_path: Path, *versions: int, **options: int) -> Origin:
@@ -53,9 +51,7 @@ def relay(tmp_path: Path, *upstream: str, name: str = "relay", **options: float)
 
 
 def client(tmp_path: Path, *urls: str, **options: float) -> Client:
-    return Client(
-        urls, public_key=PUBLIC_KEY, cache=tmp_path / "cache", run=RUN, **{"timeout_s": 10.0, **options}
-    )
+    return Client(urls, public_key=PUBLIC_KEY, cache=tmp_path / "cache", run=RUN, **{"timeout_s": 10.0, **options})
 
 
 @asynccontextmanager

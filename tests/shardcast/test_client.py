@@ -284,9 +284,7 @@ def test_a_forging_relay_beside_an_honest_one_changes_nothing(tmp_path):
     forger = Origin(tmp_path / "forged", OTHER_KEY, run="test")
     forger.publish(model_folder(tmp_path / "fake", seed=1), 7)
     forger.publish(model_folder(tmp_path / "fake", seed=1), 9)
-    folder, manifest = against(
-        lambda *urls: client(tmp_path, *urls).fetch(), tmp_path / "forged", tmp_path / "origin"
-    )
+    folder, manifest = against(lambda *urls: client(tmp_path, *urls).fetch(), tmp_path / "forged", tmp_path / "origin")
     assert manifest.version == 7
     assert contents(folder) == contents(tmp_path / "model7")
 
@@ -295,9 +293,7 @@ def test_shards_that_match_while_the_whole_does_not(tmp_path):
     store = published(tmp_path, 7).store
     wrong = json.loads(store.signed(7).manifest) | {"hash": "0" * 64}
     text = json.dumps(wrong, sort_keys=True, separators=(",", ":"))
-    signed = SignedManifest(
-        manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex()
-    )
+    signed = SignedManifest(manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex())
     store.manifest_path(7).write_bytes(signed.to_bytes())
     with pytest.raises(FetchError, match="does not match its manifest"):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")

@@ -36,9 +36,7 @@ def manifest(**changes) -> Manifest:
 
 def signed_text(text: str) -> SignedManifest:
     """Any text, signed by the right key: the learner's key says nothing about the text being well-formed."""
-    return SignedManifest(
-        manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex()
-    )
+    return SignedManifest(manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex())
 
 
 def signed(**changes) -> SignedManifest:
@@ -55,9 +53,7 @@ def files(*paths: str, size_bytes: int = 0):
 
 def test_signed_manifest_opens_to_the_same_manifest_and_digest():
     original = manifest()
-    opened = SignedManifest.parse(SignedManifest.sign(original, KEY).to_bytes()).open(
-        PUBLIC_KEY, run="test", version=7
-    )
+    opened = SignedManifest.parse(SignedManifest.sign(original, KEY).to_bytes()).open(PUBLIC_KEY, run="test", version=7)
     assert opened == original
     assert opened.digest == original.digest
     assert opened.canonical() == original.canonical()

@@ -116,9 +116,7 @@ def test_a_corrupt_shard_with_no_other_upstream_is_never_stored(tmp_path):
 
     async def run():
         async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up)) as mirror:
-            await until(
-                lambda: mirror.status.last_error and "every source was tried" in mirror.status.last_error
-            )
+            await until(lambda: mirror.status.last_error and "every source was tried" in mirror.status.last_error)
             assert "shard 1 of version 7" in mirror.status.last_error
             assert mirror.status.versions == []
 

@@ -134,8 +134,7 @@ def test_modulus_is_the_largest_without_collisions() -> None:
         [[0, 1, 2], [0, PRIME, 7], [1, PRIME, 7], [5, 5 + PRIME, 4 + PRIME], [0, 2 * PRIME, 2 * PRIME - 2]]
     )
     expected = [
-        next(m for m in range(PRIME, 0, -1) if len({i % m for i in row}) == len(row))
-        for row in index_BK.tolist()
+        next(m for m in range(PRIME, 0, -1) if len({i % m for i in row}) == len(row)) for row in index_BK.tolist()
     ]
     assert injective_modulus(index_BK).tolist() == expected == [PRIME, PRIME - 1, PRIME, PRIME - 2, PRIME - 2]
 

@@ -33,9 +33,7 @@ def passing_constants(hidden_TH: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64])
-def test_own_proofs_verify_without_error(
-    heavy_tailed: Callable[..., Tensor], tokens: int, dtype: torch.dtype
-) -> None:
+def test_own_proofs_verify_without_error(heavy_tailed: Callable[..., Tensor], tokens: int, dtype: torch.dtype) -> None:
     hidden_TH = heavy_tailed(tokens, 192).to(dtype)
     assert verify(hidden_TH, build(hidden_TH)) == [EXACT] * math.ceil(tokens / 32)
 
@@ -83,9 +81,7 @@ def test_one_changed_chunk_fails_alone(heavy_tailed: Callable[..., Tensor]) -> N
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_thresholds_refuse_every_constant_on_heavy_tails(
-    heavy_tailed: Callable[..., Tensor], seed: int
-) -> None:
+def test_thresholds_refuse_every_constant_on_heavy_tails(heavy_tailed: Callable[..., Tensor], seed: int) -> None:
     assert passing_constants(heavy_tailed(32, 576, seed)) == []
 
 

@@ -6,6 +6,7 @@ Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ IDLE_S = 0.3
 
 
 class Evaluator:
-    def __init__(self, node: Node, config: Config, engine: Engine, cache: Path, publisher: str) -> None:
+    def __init__(
+        self, node: Node, config: Config, new_engine: Callable[[], Engine], cache: Path, publisher: str
+    ) -> None:
         self.node = node
         self.config = config
-        self.engine = engine
+        self.new_engine = new_engine
         self.cache = cache
         self.publisher = publisher
         self.tasks = tasks.load(config.tasks)
@@ -67,7 +70,8 @@ class Evaluator:
         relays = self.node.answer.relays if self.node.answer else []
         client = Client(relays, public_key=self.publisher, cache=self.cache, run=self.node.invite.run, keep=1)
         folder, _ = fetch_published(client, version)
-        self.engine.load(folder)
+        engine = self.new_engine()  # for this evaluation only: the model leaves memory after it
+        engine.load(folder)
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")
         n = self.config.evaluator.n if final or version == 0 else self.config.evaluator.n_between
@@ -75,19 +79,19 @@ class Evaluator:
         settings = self.config.sampling
         return Evaluation(
             version=version,
-            greedy=self._accuracy(tokenizer, Sampling(0.0, settings.max_tokens, ends), n),
-            sampled=self._accuracy(tokenizer, Sampling(settings.temperature, settings.max_tokens, ends), n),
+            greedy=self._accuracy(engine, tokenizer, Sampling(0.0, settings.max_tokens, ends), n),
+            sampled=self._accuracy(engine, tokenizer, Sampling(settings.temperature, settings.max_tokens, ends), n),
             n=n,
             final=final,
         )
 
-    def _accuracy(self, tokenizer: Any, sampling: Sampling, n: int) -> float:
+    def _accuracy(self, engine: Engine, tokenizer: Any, sampling: Sampling, n: int) -> float:
         right = 0.0
         for start in range(0, n, self.config.evaluator.batch):
             chunk = self.tasks.heldout[start : min(start + self.config.evaluator.batch, n)]
             prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
-            for task, group in zip(chunk, self.engine.generate(prompts, seeds, sampling), strict=True):
+            for task, group in zip(chunk, engine.generate(prompts, seeds, sampling), strict=True):
                 right += self.tasks.grade(task, completion_text(tokenizer, group[0].tokens))
                 self.node.tokens += len(group[0].tokens)
         return right / n

@@ -61,7 +61,9 @@ def fetch(node: Node, batch: Batch, config: Config) -> tuple[list[Group], int]:
             )
         header = files[member.submission].header
         if header.signer not in validators:
-            raise BatchError(f"{member.submission} is signed by {header.signer[:16]}, which is no validator of this run")
+            raise BatchError(
+                f"{member.submission} is signed by {header.signer[:16]}, which is no validator of this run"
+            )
         if header.run != node.invite.run or header.policy_version > batch.step:
             raise BatchError(f"{member.submission} is of run {header.run}, version {header.policy_version}")
         if batch.step - header.policy_version > config.coordinator.async_level:

@@ -1,4 +1,4 @@
-"""The learner's memory across restarts: fp32 weights, optimizer state and counters in one safetensors file a checkpoint.
+"""The learner's memory across restarts: fp32 weights, optimizer state and counters in one safetensors file.
 
 Invariant: a checkpoint folder appears whole (temporary name, fsync, rename) or not at all; nothing is unpickled.
 Called by the learner's loop. Left out: sharded and asynchronous checkpoints.
@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from shoal.learner.policy import Policy
 from shoal.model.load import tied_names
 
-STATE = "state.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+PARTS = ("model", "exp_avg", "exp_avg_sq")  # a file each: a file is copied in memory while it is written
+COUNTERS = "counters.json"
 
 
 def save(policy: Policy, step: int, folder: Path, *, keep: int = 2) -> None:
@@ -28,13 +28,15 @@ def save(policy: Policy, step: int, folder: Path, *, keep: int = 2) -> None:
     temporary = folder / f".step-{step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in _parameters(policy)}
-    for name, parameter in _parameters(policy):
-        for moment in MOMENTS if policy.updates else ():
-            tensors[f"{moment}.{name}"] = policy.optimizer.state[parameter][moment]
-    counters = {"step": step, "updates": policy.updates}
-    save_file(tensors, temporary / STATE, metadata={"counters": json.dumps(counters)})
-    _fsync(temporary / STATE)
+    for part in PARTS if policy.updates else PARTS[:1]:
+        tensors = {
+            name: parameter.detach() if part == "model" else policy.optimizer.state[parameter][part]
+            for name, parameter in _parameters(policy)
+        }
+        save_file(tensors, temporary / f"{part}.safetensors")
+        _fsync(temporary / f"{part}.safetensors")
+    (temporary / COUNTERS).write_text(json.dumps({"step": step, "updates": policy.updates}))
+    _fsync(temporary / COUNTERS)
     _fsync(temporary)
     temporary.rename(final)
     _fsync(folder)
@@ -47,15 +49,17 @@ def restore(policy: Policy, folder: Path) -> int:
     complete = _complete(folder)
     if not complete:
         return 0
-    with safe_open(complete[-1] / STATE, framework="pt", device=policy.device) as file, torch.no_grad():
-        counters = json.loads(file.metadata()["counters"])
-        for name, parameter in _parameters(policy):
-            parameter.copy_(file.get_tensor(f"model.{name}"))
-            if counters["updates"]:
-                policy.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(counters["updates"])),
-                    **{moment: file.get_tensor(f"{moment}.{name}") for moment in MOMENTS},
-                }
+    newest = complete[-1]
+    counters = json.loads((newest / COUNTERS).read_text())
+    for part in PARTS if counters["updates"] else PARTS[:1]:
+        with safe_open(newest / f"{part}.safetensors", framework="pt", device=policy.device) as file, torch.no_grad():
+            for name, parameter in _parameters(policy):
+                if part == "model":
+                    parameter.copy_(file.get_tensor(name))
+                    continue
+                state = policy.optimizer.state.setdefault(parameter, {})
+                state["step"] = torch.tensor(float(counters["updates"]), device=parameter.device)
+                state[part] = file.get_tensor(name)
     policy.updates = counters["updates"]
     return int(counters["step"])
 
@@ -66,7 +70,7 @@ def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if (path / STATE).exists())
+    return sorted(path for path in folder.glob("step-*") if (path / COUNTERS).exists())
 
 
 def _fsync(path: Path) -> None:

@@ -52,7 +52,6 @@ class Policy:
 
     def step(self, loss: Callable[[Any], Tensor], batches: Iterable[Any]) -> dict[str, float]:
         """Accumulate the gradients of `loss` over `batches`, clip, update. Raises DivergedError before any change."""
-        self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch in batches:
             value = loss(batch)
@@ -60,11 +59,13 @@ class Policy:
             total += float(value.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip))
         if not torch.isfinite(torch.tensor([total, norm])).all():
+            self.optimizer.zero_grad(set_to_none=True)
             raise DivergedError(f"update {self.updates}: loss {total}, gradient norm {norm}; lower learner.lr")
         lr = self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # now, so that no gradients lie in memory while waiting
         self.updates += 1
         return {"loss": total, "optim/grad_norm": norm, "optim/lr": lr}
 

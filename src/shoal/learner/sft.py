@@ -1,7 +1,8 @@
 """Supervised warm-up: next-token training on questions with their answers, loss on the answer's tokens only.
 
-Here in its first form: it makes `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit numbers
-about half the time, so that reinforcement learning has something to improve. It never sees a sum that `tasks` holds out.
+Here in its first form: it makes `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit
+numbers about half the time, so that reinforcement learning has something to improve. It never sees a sum that `tasks`
+holds out.
 Called by `shoal sft` and, where the tiny model is not cached yet, by `shoal run`.
 """
 
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import tasks

@@ -59,13 +59,9 @@ class Identity:
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except FileNotFoundError as error:
-            raise IdentityError(
-                f"no key file at {path}: check the path, or let a new key be made there"
-            ) from error
+            raise IdentityError(f"no key file at {path}: check the path, or let a new key be made there") from error
         except OSError as error:
-            raise IdentityError(
-                f"cannot read the key file {path} ({error.strerror}): check its owner"
-            ) from error
+            raise IdentityError(f"cannot read the key file {path} ({error.strerror}): check its owner") from error
         except TypeError as error:
             raise IdentityError(f"the key file {path} is encrypted: store it without a passphrase") from error
         except (ValueError, UnsupportedAlgorithm) as error:
@@ -89,9 +85,7 @@ class Identity:
     def save(self, path: Path) -> None:
         """Write the key as PEM PKCS8, mode 0600, whole or not at all; FileExistsError when path is taken."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}."
-        )  # mkstemp gives mode 0600
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp gives mode 0600
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:

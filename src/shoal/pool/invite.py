@@ -5,7 +5,6 @@ Made by `shoal invite` (and `shoal run`), read by every node at its start.
 """
 
 import base64
-import binascii
 import secrets
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,11 +33,12 @@ class Invite(BaseModel):
 
     @classmethod
     def decode(cls, text: str) -> "Invite":
+        text = text.strip()
+        if not text.startswith(PREFIX):
+            raise InviteError(f"not an invite: it must start with {PREFIX!r}")
         try:
-            if not text.startswith(PREFIX):
-                raise InviteError(f"not an invite: it must start with {PREFIX!r}")
-            return cls.model_validate_json(base64.urlsafe_b64decode(text.strip().removeprefix(PREFIX)))
-        except (binascii.Error, ValidationError, UnicodeDecodeError) as error:
+            return cls.model_validate_json(base64.urlsafe_b64decode(text.removeprefix(PREFIX)))
+        except ValueError as error:  # base64's, the text's encoding, or pydantic's
             raise InviteError("the invite is damaged; copy it again, whole") from error
 
 

@@ -77,14 +77,10 @@ class Entry(BaseModel):
 class Ledger:
     """The log of one coordinator in one SQLite database; thread safety is the caller's."""
 
-    def __init__(
-        self, connection: sqlite3.Connection, identity: Identity, *, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, connection: sqlite3.Connection, identity: Identity, *, clock: Callable[[], float]) -> None:
         """Open or create the log; LedgerError when another key wrote it."""
         if connection.isolation_level is not None:
-            raise ValueError(
-                "open the connection with isolation_level=None, so that transactions are the caller's"
-            )
+            raise ValueError("open the connection with isolation_level=None, so that transactions are the caller's")
         self._connection = connection
         self._identity = identity
         self._clock = clock

@@ -48,7 +48,9 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
     try:
         address = json.loads((folder / ADDRESS).read_text())
     except (OSError, ValueError) as error:
-        raise InviteError(f"{folder} is no coordinator's folder; start `shoal coordinator --dir {folder}` first") from error
+        raise InviteError(
+            f"{folder} is no coordinator's folder; start `shoal coordinator --dir {folder}` first"
+        ) from error
     return make_invite(
         Identity.load(folder / KEY),
         url=url or address["url"],

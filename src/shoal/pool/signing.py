@@ -141,9 +141,7 @@ def verify_request(
     base = signature_base(method, path, query, digest, claimed_audience, str(parameters))
     _check_signature(parameters.key, base, signature)
     if not nonces.spend(parameters.key, parameters.nonce, parameters.created_s):
-        raise SignatureError(
-            "replayed", "this nonce was used, or is older than what the nonce store remembers"
-        )
+        raise SignatureError("replayed", "this nonce was used, or is older than what the nonce store remembers")
     return parameters.key
 
 
@@ -209,9 +207,7 @@ def _check_audience(claimed: str, audience: str) -> None:
 def _check_time(created_s: int, now_s: float, max_age_s: int) -> None:
     age_s = now_s - created_s
     if age_s > max_age_s:
-        raise SignatureError(
-            "stale", f"signed {age_s:.0f} s ago, at most {max_age_s} s is served: check the clock"
-        )
+        raise SignatureError("stale", f"signed {age_s:.0f} s ago, at most {max_age_s} s is served: check the clock")
     if age_s < -max_age_s:
         raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock")
 

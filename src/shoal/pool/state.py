@@ -156,16 +156,18 @@ class Pool:
             return f"the learner to publish version {max(oldest_allowed, 0)}"
         if loaded is None or loaded < oldest_allowed:
             return f"this worker to load version {newest}"
-        if self._enough_under_way():
-            return "the validators and the learner to catch up"
         policy = self._one("SELECT * FROM policies WHERE version = ?", loaded)
         if policy is None:
             return f"version {loaded}, which this worker says it has, to be published"
         mine = self._one("SELECT * FROM submissions WHERE worker = ? AND state = 'open'", worker)
         if mine is not None and mine["version"] == loaded:
             return self._assignment(mine)  # it restarted: the same task again, so that restarting chooses nothing
+        if mine is not None and loaded < mine["version"]:
+            return f"this worker to load version {mine['version']}"  # going back and forth would choose tasks
         if mine is not None:
             self.db.execute("UPDATE submissions SET state = 'expired' WHERE id = ?", (mine["id"],))
+        if self._enough_under_way():
+            return "the validators and the learner to catch up"
         last = self._one("SELECT max(number) AS number FROM submissions WHERE worker = ?", worker)["number"]
         number = 0 if last is None else last + 1
         self.db.execute(
@@ -185,8 +187,12 @@ class Pool:
 
     def _enough_under_way(self) -> bool:
         """Whether what is handed out and not yet judged will, at the recent share of useful groups, fill the open batch:
-        more would only grow old in the queue."""
-        under_way = self._one("SELECT count(*) AS n FROM submissions WHERE state IN ('open', 'uploaded', 'validating')")
+        more would only grow old in the queue. The task of a worker that has gone silent is not counted on."""
+        under_way = self._one(
+            "SELECT count(*) AS n FROM submissions JOIN nodes ON key = worker"
+            " WHERE state IN ('uploaded', 'validating') OR (state = 'open' AND seen_s >= ?)",
+            self.clock() - self.config.coordinator.node_timeout_s,
+        )
         recent = self._one(
             "SELECT avg(useful) AS share FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?)", RECENT_GROUPS
         )["share"]
@@ -203,6 +209,8 @@ class Pool:
             raise PoolError(f"{submission} is {row['state']}, not open for upload")
         if self.clock() > row["deadline_s"]:
             raise PoolError(f"{submission} came after its deadline; take a new task")
+        if row["version"] < (oldest := self._open_step() - self.config.coordinator.async_level):
+            raise PoolError(f"{submission} is of version {row['version']}, older than {oldest}; take a new task")
 
     def uploaded(self, worker: str, submission: str, content_hash: str) -> None:
         with self._transaction():
@@ -281,6 +289,9 @@ class Pool:
             already = self._one("SELECT evicted FROM nodes WHERE key = ?", row["worker"])["evicted"]
             if reason in HARD and not already:
                 self.db.execute("UPDATE nodes SET evicted = 1 WHERE key = ?", (row["worker"],))
+                self.db.execute(
+                    "UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", (row["worker"],)
+                )
                 self.ledger.append("slashed", entry | {"reason": reason.value})
 
     def _credit(self, row: sqlite3.Row, verdict: Verdict) -> None:

@@ -61,9 +61,7 @@ class TorchEngine:
             tokens_B, logprobs_B = choose(
                 logits_BV, [seeds_B[c] for c in live], [position] * len(live), sampling.temperature
             )
-            for row, (c, token, logprob) in enumerate(
-                zip(live, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
-            ):
+            for row, (c, token, logprob) in enumerate(zip(live, tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
                 tokens[c].append(token)
                 logprobs[c].append(logprob)
                 states[c].append(hidden_BH[row].to("cpu", torch.bfloat16))
@@ -86,9 +84,7 @@ class TorchEngine:
             )
             hidden_BH = output.last_hidden_state[:, -1]
 
-        flat = [
-            Completion(t, p, torch.stack(s)) for t, p, s in zip(tokens, logprobs, states, strict=True)
-        ]
+        flat = [Completion(t, p, torch.stack(s)) for t, p, s in zip(tokens, logprobs, states, strict=True)]
         return [[flat[b] for b, owner in enumerate(groups_B) if owner == g] for g in range(len(prompts))]
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, "GroupCache", Tensor]:

@@ -15,7 +15,7 @@ from shoal.messages import Assignment, Stored
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.node import Node, RefusedError
 from shoal.rollout.engine import Completion, Engine, Sampling
-from shoal.shardcast import Client, Manifest
+from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.follow import Follower
 from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, write_submission
 from shoal.tasks.derive import GroupPlan, plan_groups
@@ -115,9 +115,7 @@ class Worker:
         task = self.tasks.train[plan.task_index]
         return prompt_tokens(self.tokenizer, self.config.tasks, task, plan.target_length)
 
-    def _rollout(
-        self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]
-    ) -> Rollout:
+    def _rollout(self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]) -> Rollout:
         task = self.tasks.train[plan.task_index]
         grade = self.tasks.grade(task, completion_text(self.tokenizer, completion.tokens))
         alpha = self.config.tasks.length_penalty
@@ -141,6 +139,8 @@ def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
 
     def client() -> Client:
         relays = node.answer.relays if node.answer else []
+        if not relays:  # they were there when `wanted` looked
+            raise FetchError("no relay is up at the moment")
         return Client(relays, public_key=publisher, cache=cache, run=node.invite.run)
 
     return Follower(wanted, client)

@@ -68,9 +68,7 @@ class Cache:
         with lock:
             while not _try_lock(lock.fileno()):
                 if time.monotonic() >= deadline_s:
-                    raise FetchError(
-                        f"another client still holds {self.path / '.lock'}; stop it or raise timeout_s"
-                    )
+                    raise FetchError(f"another client still holds {self.path / '.lock'}; stop it or raise timeout_s")
                 time.sleep(LOOK_AGAIN_S)
             remove_leftovers(self.path)
             yield

@@ -123,18 +123,14 @@ class Client:
             self.cache.retain(manifest.version)
         return folder, manifest
 
-    async def _find(
-        self, version: int | None, digest: str | None, tally: _Tally, deadline_s: float
-    ) -> Offer | None:
+    async def _find(self, version: int | None, digest: str | None, tally: _Tally, deadline_s: float) -> Offer | None:
         """The manifest to fetch: of `version`, else of the newest version any relay can prove."""
         async with self._sources(tally) as sources:
             try:
                 async with asyncio.timeout_at(deadline_s):
                     answers, reasons = await sources.ask(bind(_offer, version=version, digest=digest))
             except TimeoutError as error:
-                raise FetchError(
-                    f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s"
-                ) from error
+                raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
         if not answers:
             wanted = "version list" if version is None else f"manifest of version {version}"
             why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
@@ -177,14 +173,10 @@ class Client:
                 tally.transferred_bytes += sources.received_bytes
 
 
-async def _take_shards(
-    sources: Sources, partial: Partial, queue: deque[ShardEntry], deadline_s: float
-) -> None:
+async def _take_shards(sources: Sources, partial: Partial, queue: deque[ShardEntry], deadline_s: float) -> None:
     while queue:
         shard = queue.popleft()
-        await sources.shard(
-            partial.manifest.version, shard, bind(partial.write, shard), deadline_s=deadline_s
-        )
+        await sources.shard(partial.manifest.version, shard, bind(partial.write, shard), deadline_s=deadline_s)
         partial.mark_done(shard)
 
 

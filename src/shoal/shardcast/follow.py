@@ -62,5 +62,5 @@ class Follower:
             try:
                 self._held = self.client().fetch(wanted)
                 self.last_error = ""
-            except FetchError as error:
+            except (FetchError, OSError) as error:
                 self.last_error = str(error)  # shown by whoever waits; the next round tries again

@@ -157,9 +157,7 @@ def check_paths(paths: Sequence[str]) -> None:
         if len(path) > MAX_PATH_CHARS or not all(
             _PATH_PART.fullmatch(part) and part not in (".", "..") for part in parts
         ):
-            raise ManifestError(
-                f"file path {path[:MAX_PATH_CHARS]!r} is absolute, climbs out or is not a plain name"
-            )
+            raise ManifestError(f"file path {path[:MAX_PATH_CHARS]!r} is absolute, climbs out or is not a plain name")
         if path.lower() in seen:  # also on file systems that ignore case
             raise ManifestError(f"file path {path!r} appears twice")
         seen.add(path.lower())

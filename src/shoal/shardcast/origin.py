@@ -89,9 +89,7 @@ class Origin:
                 return None
             return signed.open(public_key_hex(self.key), run=self.run, version=version)
         except ManifestError as error:
-            raise ValueError(
-                f"{self.store.path} holds {error}; give each run and key its own store"
-            ) from error
+            raise ValueError(f"{self.store.path} holds {error}; give each run and key its own store") from error
 
     def _cut(self, folder: Path, version: int, created_s: float) -> Manifest:
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -151,9 +149,7 @@ class _Cutter:
             return
         self._file.commit()
         self.close()
-        self.shards.append(
-            ShardEntry(index=len(self.shards), size_bytes=self._size_bytes, hash=self._hash.hexdigest())
-        )
+        self.shards.append(ShardEntry(index=len(self.shards), size_bytes=self._size_bytes, hash=self._hash.hexdigest()))
         self._hash, self._size_bytes = blake3(), 0
 
     def close(self) -> None:

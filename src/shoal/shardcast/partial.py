@@ -112,9 +112,7 @@ class Partial:
         try:
             if (self.folder / "manifest.json").read_bytes() != self._signed.to_bytes():
                 return False
-            if [path.stat().st_size for path in self.files] != [
-                file.size_bytes for file in self.manifest.files
-            ]:
+            if [path.stat().st_size for path in self.files] != [file.size_bytes for file in self.manifest.files]:
                 return False
             lines = (self.folder / "done").read_text().split("\n")[:-1]
         except FileNotFoundError:

@@ -111,9 +111,7 @@ class Relay:
             if version in self.status.versions:
                 continue
             try:
-                if await self._complete(
-                    sources, self._adopt(version, offers.get(version)), reachable=bool(answers)
-                ):
+                if await self._complete(sources, self._adopt(version, offers.get(version)), reachable=bool(answers)):
                     return True
             except (FetchError, OSError) as error:
                 self._note(error)  # and go on: the next older one may be had

@@ -50,9 +50,7 @@ def app(store: Path, *, wait_s: float = 10.0) -> web.Application:
     return application
 
 
-async def serve(
-    application: web.Application, host: str = "127.0.0.1", port: int = 0
-) -> tuple[web.AppRunner, int]:
+async def serve(application: web.Application, host: str = "127.0.0.1", port: int = 0) -> tuple[web.AppRunner, int]:
     """Starts serving; returns the runner (to `cleanup()`) and the port, which is a free one for port 0."""
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

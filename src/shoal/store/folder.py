@@ -4,6 +4,7 @@ Invariant: a name is the BLAKE3 of the content, and once there holds all of it (
 Called by the coordinator, which serves it over HTTP. Left out: an S3 bucket behind the same two methods.
 """
 
+import errno
 import os
 import re
 import tempfile
@@ -13,6 +14,7 @@ from typing import Protocol
 from blake3 import blake3
 
 HASH = re.compile(r"[0-9a-f]{64}")
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(Exception):
@@ -37,13 +39,10 @@ class Folder:
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".put-", delete=False) as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(file.name, path)
+                _write_whole(path, data)
         except OSError as error:
-            raise StoreError(f"cannot store a file in {self.root}: {error.strerror}; free space there") from error
+            next_step = "free space there" if error.errno in FULL else "see that it is a folder this process may write"
+            raise StoreError(f"cannot store a file in {self.root}: {error.strerror}; {next_step}") from error
         return content_hash
 
     def get(self, kind: str, content_hash: str) -> bytes:
@@ -59,3 +58,25 @@ class Folder:
         if not HASH.fullmatch(content_hash):
             raise StoreError(f"{content_hash!r} is no content hash")
         return self.root / kind / f"{content_hash}.parquet"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".put-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # what did not fit must not fill the disk
+    _sync_folder(path.parent)  # or a power cut may undo the rename of a file that was already promised
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

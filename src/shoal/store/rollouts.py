@@ -4,8 +4,8 @@
     accepted    signed by a validator: what it recomputed, and all the learner ever reads
 
 A file is one row per rollout, groups in order. Its metadata holds a JSON header and an ed25519 signature of it; the
-header holds a digest of the rows, so the signature covers everything. Invariant: `read_*` returns whole, bounded, non-null
-columns under a valid signature, or raises; nothing is unpickled.
+header holds a digest of the rows, so the signature covers everything. Invariant: `read_*` returns whole, bounded,
+non-null columns under a valid signature, or raises; nothing is unpickled.
 Called by worker (writes), validator (reads, writes) and learner (reads).
 """
 
@@ -166,41 +166,38 @@ def _read(
     data: bytes, schema: pa.Schema, row_type: type[Row], max_rows: int, max_tokens: int, *, domain: str
 ) -> tuple[Header, list[Row]]:
     try:
-        file = pq.ParquetFile(io.BytesIO(data), thrift_string_size_limit=1 << 20, thrift_container_size_limit=1 << 16)
-        header, signature = _header(file.metadata.metadata or {})
-        _check_layout(file, schema, max_rows, max_rows * max_tokens)
-        table = file.read(use_threads=False)
-    except (pa.ArrowException, OSError, ValueError) as error:
+        raw, signature, table = _decode(data, schema, max_rows, max_rows * max_tokens)
+        header = Header.model_validate_json(raw)
+    except ValidationError as error:
+        raise RolloutFileError(f"header: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from error
+    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
         raise RolloutFileError(f"not a readable rollout file: {_first_line(error)}") from error
     if any(column.null_count for column in table.columns):
         raise RolloutFileError("null values")
     for name in ("tokens", "logprobs"):
         if table.num_rows and max(table[name].combine_chunks().value_lengths().to_pylist()) > max_tokens:
             raise RolloutFileError(f"a rollout with more than {max_tokens} {name}")
-    table = table.replace_schema_metadata(None)
     if header.schema_version != SCHEMA_VERSION:
         raise RolloutFileError(f"schema version {header.schema_version}, not {SCHEMA_VERSION}")
     if content_digest(table) != header.content:
         raise BadSignatureError("the rows are not those that were signed")
-    if not verify(header.signer, _raw_header(file).encode(), signature, domain=domain):
+    if not verify(header.signer, raw, signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
     return header, [row_type(**row) for row in table.to_pylist()]
 
 
-def _raw_header(file: pq.ParquetFile) -> str:
-    raw: bytes = file.metadata.metadata[b"shoal.header"]
-    return raw.decode()
-
-
-def _header(metadata: dict[bytes, bytes]) -> tuple[Header, str]:
+def _decode(data: bytes, schema: pa.Schema, max_rows: int, max_values: int) -> tuple[bytes, str, pa.Table]:
+    """The raw header, its signature and the rows, of which nothing but layout and size is checked yet."""
+    file = pq.ParquetFile(io.BytesIO(data), thrift_string_size_limit=1 << 20, thrift_container_size_limit=1 << 16)
+    metadata = file.metadata.metadata or {}
     if set(metadata) != {b"shoal.header", b"shoal.signature"}:
         raise RolloutFileError("metadata must hold a header and a signature, nothing else")
     if len(metadata[b"shoal.header"]) > MAX_HEADER_BYTES:
         raise RolloutFileError(f"a header of more than {MAX_HEADER_BYTES} bytes")
-    try:
-        return Header.model_validate_json(metadata[b"shoal.header"]), metadata[b"shoal.signature"].decode()
-    except ValidationError as error:
-        raise RolloutFileError(f"header: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from error
+    _check_layout(file, schema, max_rows, max_values)
+    table = file.read(use_threads=False)
+    table.validate(full=True)  # text that is no UTF-8 would fail later, as another error
+    return metadata[b"shoal.header"], metadata[b"shoal.signature"].decode(), table
 
 
 def _check_layout(file: pq.ParquetFile, schema: pa.Schema, max_rows: int, max_values: int) -> None:
@@ -209,14 +206,21 @@ def _check_layout(file: pq.ParquetFile, schema: pa.Schema, max_rows: int, max_va
         raise RolloutFileError("columns or types are not the schema's")
     if not 0 < metadata.num_rows <= max_rows:
         raise RolloutFileError(f"{metadata.num_rows} rows; between 1 and {max_rows} are allowed")
+    if metadata.num_row_groups > metadata.num_rows:
+        raise RolloutFileError(f"{metadata.num_row_groups} row groups for {metadata.num_rows} rows")
+    row_groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    if sum(group.num_rows for group in row_groups) != metadata.num_rows:
+        raise RolloutFileError("the row groups do not add up to the file's rows")
     limit = min(max_values, MAX_LIST_VALUES)
-    for group in range(metadata.num_row_groups):
-        for column in range(metadata.num_columns):
-            chunk = metadata.row_group(group).column(column)
-            if chunk.num_values > limit or chunk.total_uncompressed_size > PROOF_BYTES * limit + (1 << 16):
-                raise RolloutFileError(f"column {chunk.path_in_schema} holds more than {limit} values")
-            if not set(chunk.encodings) <= ENCODINGS:
-                raise RolloutFileError(f"column {chunk.path_in_schema} is encoded as {chunk.encodings}")
+    for column in range(metadata.num_columns):
+        chunks = [group.column(column) for group in row_groups]
+        name = file.schema.column(column).path
+        size_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+        if sum(chunk.num_values for chunk in chunks) > limit or size_bytes > PROOF_BYTES * limit + (1 << 16):
+            raise RolloutFileError(f"column {name} holds more than {limit} values")
+        encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
+        if not encodings <= ENCODINGS:
+            raise RolloutFileError(f"column {name} is encoded as {', '.join(sorted(encodings))}")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """Small sums that the project makes itself: a verifiable task for a small model and a short run.
 
-Invariant: sums are ordered by a hash of their text and the first are held out, whatever the seed, so a sum held out in
-one run was trained on in none (the supervised warm-up of `bundled:tiny` keeps clear of them too).
-Called through `tasks.load` by worker, validator and evaluator. The grade is 1 where the last integer of the answer is the
-result, as is usual for word problems (GSM8K), else 0.
+Invariant: sums are ordered by a hash of their text and the first are held out, whatever the seed, so a sum held out
+in one run was trained on in none (the supervised warm-up of `bundled:tiny` keeps clear of them too).
+Called through `tasks.load` by worker, validator and evaluator. The grade is 1 where the last integer of the answer is
+the result, as is usual for word problems (GSM8K), else 0.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shoal.config import TaskSection
 
 INTEGER = re.compile(r"-?\d+")
+LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 MIN_TRAIN = 16
 
 
@@ -26,7 +27,7 @@ class Task:
 class Arithmetic:
     def __init__(self, config: TaskSection) -> None:
         operands = range(config.operand_min, config.operand_max + 1)
-        tasks = [_task(a, op, b) for op in config.operations for a in operands for b in operands]
+        tasks = [_task(a, op, b) for op in dict.fromkeys(config.operations) for a in operands for b in operands]
         if len(tasks) < config.heldout + MIN_TRAIN:
             raise ValueError(
                 f"{len(tasks)} sums with operands {config.operand_min}..{config.operand_max} leave fewer than "
@@ -38,7 +39,7 @@ class Arithmetic:
 
     def grade(self, task: Task, answer: str) -> float:
         found = INTEGER.findall(answer)
-        return float(bool(found) and found[-1].lstrip("0").rjust(1, "0") == task.answer)
+        return float(bool(found) and LEADING_ZEROS.sub("", found[-1]) == task.answer)
 
 
 def _task(a: int, operation: str, b: int) -> Task:

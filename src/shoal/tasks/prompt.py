@@ -13,7 +13,7 @@ from shoal.tasks.arithmetic import Task
 
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
     """The token ids a completion of `task` follows: the model's chat template around the question."""
-    content = config.prompt.format(question=task.question)
+    content = config.prompt.replace("{question}", task.question)  # other braces are the prompt's own
     if target_length:
         content += f"\nThink for {target_length} tokens before giving the answer."
     messages = [{"role": "system", "content": config.system}] if config.system else []

@@ -88,7 +88,5 @@ def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bit
     mismatches_B = own_BK.shape[1] - agreeing_B
     return [
         ChunkResult(mismatches, mean, median)
-        for mismatches, mean, median in zip(
-            mismatches_B.tolist(), mean_B.tolist(), median_B.tolist(), strict=True
-        )
+        for mismatches, mean, median in zip(mismatches_B.tolist(), mean_B.tolist(), median_B.tolist(), strict=True)
     ]

@@ -1,7 +1,7 @@
 """The list of lies: one small function for each, from cheap to dear.
 
-A check takes a `Case` and returns a `Finding` (what is wrong, with numbers) or None. `CHECKS` holds them in the order they
-run; those after `compute` share one prefill of the claimed version, the prompt computed once per group.
+A check takes a `Case` and returns a `Finding` (what is wrong) or None. `CHECKS` holds them in the order they run; those
+after `compute` share one prefill of the claimed version, the prompt computed once per group.
 
 Invariant: a worker's figures are compared, never used. What the learner gets is what `Case` recomputed.
 Called by the validator's service. Left out: sampled checking, the token-probability shape test, calibrated thresholds.
@@ -25,7 +25,7 @@ from shoal.tasks import TaskSet
 from shoal.tasks.derive import GroupPlan
 from shoal.tasks.prompt import completion_text, prompt_tokens, reward
 
-REWARD_TOLERANCE = 1e-4  # a reward crosses the wire as float32
+REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: a reward crosses the wire as float32
 VOCAB_CHUNK = 256  # tokens whose logits are in memory together
 PROOF_CHUNK_TOKENS = 32
 
@@ -36,7 +36,6 @@ class Finding:
 
     reason: Reason
     detail: str
-    evidence: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,6 +57,7 @@ class Case:
     prompts: list[list[int]] = field(default_factory=list)  # one a group
     rewards: list[float] = field(default_factory=list)  # one a rollout, recomputed
     prefill: "Prefill | None" = None
+    evidence: dict[str, float] = field(default_factory=dict)  # what the checks measured, accepted or not
 
     @property
     def group_size(self) -> int:
@@ -133,14 +133,17 @@ def rewards(case: Case) -> Finding | None:
         task = case.tasks.train[case.plans[row.group].task_index]
         grade = case.tasks.grade(task, completion_text(case.tokenizer, row.tokens))
         case.rewards.append(reward(grade, len(row.tokens), row.target_length, case.config.tasks.length_penalty))
-    wrong = [i for i, row in enumerate(case.rows) if not abs(row.reward - case.rewards[i]) <= REWARD_TOLERANCE]
+    wrong = [
+        i
+        for i, (row, own) in enumerate(zip(case.rows, case.rewards, strict=True))
+        if not abs(row.reward - own) <= REWARD_TOLERANCE * max(1.0, abs(own))
+    ]
     if not wrong:
         return None
     first = wrong[0]
     return Finding(
         Reason.REWARD,
         f"rollout {first} claims {case.rows[first].reward:g}, the grader gives {case.rewards[first]:g}",
-        {"wrong": len(wrong), "rollouts": len(case.rows)},
     )
 
 
@@ -151,7 +154,10 @@ def compute(case: Case) -> Finding | None:
         prompt_tokens(case.tokenizer, case.config.tasks, case.tasks.train[plan.task_index], plan.target_length)
         for plan in case.plans
     ]
-    size, row_tokens = case.group_size, case.config.validator.row_tokens
+    size = case.group_size
+    longest = max(map(len, case.prompts)) + max(len(row.tokens) for row in case.rows)
+    row_tokens = max(case.config.validator.row_tokens, longest)  # what is within bounds must be checkable
+    device = next(case.model.parameters()).device
     trees = [
         part
         for group, prompt in enumerate(case.prompts)
@@ -161,9 +167,9 @@ def compute(case: Case) -> Finding | None:
     ]
     hidden: list[Tensor] = []
     for one_row in assign_rows([tree.n_tokens for tree in trees], row_tokens, in_order=True):
-        hidden.append(forward_hidden(case.model, pack([trees[i] for i in one_row], row_tokens)))
+        hidden.append(forward_hidden(case.model, pack([trees[i] for i in one_row], row_tokens).to(device)))
     hidden_NH = torch.cat(hidden)
-    tokens_N = torch.tensor([token for row in case.rows for token in row.tokens])
+    tokens_N = torch.tensor([token for row in case.rows for token in row.tokens], device=device)
     seeds = [row.seed for row in case.rows for _ in row.tokens]
     positions = [position for row in case.rows for position in range(len(row.tokens))]
     logprobs, margins = [], []
@@ -174,7 +180,10 @@ def compute(case: Case) -> Finding | None:
         logprobs.append(token_logprobs(logits_CV / temperature, tokens_N[span]))
         margins.append(replay_margins(logits_CV, tokens_N[span], seeds[span], positions[span], temperature))
     case.prefill = Prefill(
-        hidden_NH.to(torch.bfloat16), torch.cat(logprobs), torch.cat(margins), [len(row.tokens) for row in case.rows]
+        hidden_NH=hidden_NH.to("cpu", torch.bfloat16),
+        logprobs_N=torch.cat(logprobs).cpu(),
+        margins_N=torch.cat(margins).cpu(),
+        lengths=[len(row.tokens) for row in case.rows],
     )
     return None
 
@@ -184,31 +193,21 @@ def proof(case: Case) -> Finding | None:
     prefill = _computed(case)
     hiddens = list(prefill.hidden_NH.split(prefill.lengths))
     try:
-        results = toploc.verify_many(
-            hiddens, [row.proofs for row in case.rows], chunk_tokens=PROOF_CHUNK_TOKENS
-        )
+        results = toploc.verify_many(hiddens, [row.proofs for row in case.rows], chunk_tokens=PROOF_CHUNK_TOKENS)
     except toploc.ProofError as error:
         return Finding(Reason.PROOF, f"malformed proof: {error}")
     chunks = [chunk for rollout in results for chunk in rollout]
     failed = [chunk for chunk in chunks if not toploc.BFLOAT16.passes(chunk)]
-    if not failed:
+    limits = case.config.validator
+    exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
+    mantissas = sum(chunk.mantissa_error_mean for chunk in chunks) / len(chunks)
+    case.evidence |= {"proof_exponent_mean": exponents, "proof_mantissa_mean": mantissas}
+    if not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean:
         return None
-    worst = max(chunk.exponent_mismatches for chunk in chunks)
     return Finding(
         Reason.PROOF,
-        f"{len(failed)} of {len(chunks)} proofs do not match version {case.assignment.policy_version}",
-        {"failed": len(failed), "proofs": len(chunks), "worst_exponent_mismatches": worst},
-    )
-
-
-def logprobs(case: Case) -> Finding | None:
-    """Are the claimed logprobs, on the whole, those of the claimed weights?"""
-    claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs])
-    error = float((claimed_N - _computed(case).logprobs_N).abs().mean())
-    if error <= case.config.validator.logprob_error_mean:
-        return None
-    return Finding(
-        Reason.LOGPROBS, f"claimed logprobs are off by {error:.3f} nats on average", {"logprob_error_mean": error}
+        f"not the hidden states of version {case.assignment.policy_version}: {len(failed)} of {len(chunks)} proofs "
+        f"fail, {exponents:.1f} exponents differ in a proof on average",
     )
 
 
@@ -217,13 +216,23 @@ def sampling(case: Case) -> Finding | None:
     limits = case.config.validator
     margins_N = _computed(case).margins_N
     share = float((margins_N > limits.sampling_margin).float().mean())
-    if share <= limits.sampling_mismatch_frac:
+    mean = float(margins_N.clamp(max=1.0).mean())
+    case.evidence |= {"sampling_mismatch_frac": share, "sampling_margin_mean": mean, "margin_max": float(margins_N.max())}
+    if share <= limits.sampling_mismatch_frac and mean <= limits.sampling_margin_mean:
         return None
     return Finding(
-        Reason.SAMPLING,
-        f"{share:.1%} of the tokens are not what their seeds yield",
-        {"mismatch_frac": share, "margin_mean": float(margins_N.mean()), "margin_max": float(margins_N.max())},
+        Reason.SAMPLING, f"{share:.1%} of the tokens are far from what their seeds yield; by {mean:.3f} nats on average"
     )
+
+
+def logprobs(case: Case) -> Finding | None:
+    """Are the claimed logprobs, on the whole, those of the claimed weights?"""
+    claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs])
+    error = float((claimed_N - _computed(case).logprobs_N).abs().mean())
+    case.evidence |= {"logprob_error_mean": error}
+    if error <= case.config.validator.logprob_error_mean:
+        return None
+    return Finding(Reason.LOGPROBS, f"claimed logprobs are off by {error:.3f} nats on average")
 
 
 def termination(case: Case) -> Finding | None:
@@ -243,7 +252,9 @@ def termination(case: Case) -> Finding | None:
             continue
         likely = float(prefill.logprobs_N[end - 1].exp()) > limits.eos_probability
         if not likely and float(prefill.margins_N[end - 1]) > limits.sampling_margin:
-            return Finding(Reason.TERMINATION, f"rollout {number} ends with an unlikely end token its seed does not yield")
+            return Finding(
+                Reason.TERMINATION, f"rollout {number} ends with an unlikely end token its seed does not yield"
+            )
     return None
 
 

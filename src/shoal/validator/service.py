@@ -77,9 +77,7 @@ class Validator:
         """The verdict on a file, and the accepted file where it is accepted."""
         asked, size = claim.assignment, self.config.sampling.group_size
         try:
-            submission = read_submission(
-                data, max_rows=asked.groups * size, max_tokens=self.config.sampling.max_tokens
-            )
+            submission = read_submission(data, max_rows=asked.groups * size, max_tokens=self.config.sampling.max_tokens)
         except BadSignatureError as error:
             return _rejected(claim, Finding(Reason.SIGNATURE, str(error)), None), None
         except RolloutFileError as error:
@@ -112,7 +110,7 @@ class Validator:
         )
         finding = examine(case)
         if finding is not None:
-            return _rejected(claim, finding, content), None
+            return _rejected(claim, finding, content, case.evidence), None
         self.node.tokens += sum(len(row.tokens) for row in case.rows)
         return _accepted(case, content), self._accepted_file(case)
 
@@ -159,12 +157,12 @@ class Validator:
         return write_accepted(header, rows, self.node.identity)
 
 
-def _rejected(claim: Claim, finding: Finding, content: str | None) -> Verdict:
+def _rejected(claim: Claim, finding: Finding, content: str | None, evidence: dict[str, float] | None = None) -> Verdict:
     return Verdict(
         submission=claim.assignment.id,
         reason=finding.reason,
         detail=finding.detail[:2000],
-        evidence=finding.evidence,
+        evidence=evidence or {},
         content=content,
     )
 
@@ -181,11 +179,6 @@ def _accepted(case: Case, content: str) -> Verdict:
         )
         for rewards_C, tokens_C in zip(rewards_GC, tokens_GC, strict=True)
     ]
-    evidence = {
-        "logprob_mean": float(case.prefill.logprobs_N.mean()),
-        "margin_mean": float(case.prefill.margins_N.mean()),
-        "margin_max": float(case.prefill.margins_N.max()),
-    }
     return Verdict(
-        submission=case.assignment.id, reason=None, detail="", evidence=evidence, content=content, groups=groups
+        submission=case.assignment.id, reason=None, detail="", evidence=case.evidence, content=content, groups=groups
     )

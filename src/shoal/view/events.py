@@ -1,0 +1,96 @@
+"""What happened between two statuses, as lines: for a log, a pipe, or anything else that is no terminal.
+
+Invariant: each event is told once, however often its status comes. Called by the live view.
+"""
+
+from collections.abc import Iterator
+
+from shoal.messages import Status
+from shoal.view.figures import NONE, SILENT_S, count, counted, duration, first_of, number, percent
+
+
+class Events:
+    """Turns successive statuses into lines of plain text, each event once."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._evaluated: set[tuple[int, bool]] = set()
+        self._rejected: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
+        self._slashed: set[str] = set()
+        self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | evicted)
+
+    def new(self, status: Status) -> list[str]:
+        """The lines for what happened since the last call."""
+        return [
+            *self._membership(status),
+            *self._training(status),
+            *self._evaluations(status),
+            *self._rejections(status),
+            *self._slashes(status),
+        ]
+
+    def _membership(self, status: Status) -> Iterator[str]:
+        for node in status.nodes:
+            age_s = status.now_s - node.seen_s
+            silent = age_s > SILENT_S and status.state == "running"
+            now = "evicted" if node.evicted else "silent" if silent else "here"
+            pid, before = self._nodes.get(node.name, (0, ""))
+            self._nodes[node.name] = (node.stats.pid or pid, now)
+            who = f"{node.name} ({node.role})"
+            if not before:
+                yield f"joined: {who}"
+            elif pid and node.stats.pid not in (0, pid):
+                yield f"restarted: {who}"
+            elif now == "here" != before:
+                yield f"rejoined: {who}"
+            if now != before and now == "evicted":
+                yield f"evicted: {who}"
+            elif now != before and now == "silent":
+                yield f"silent: {who}, last seen {duration(age_s)} ago"
+
+    def _training(self, status: Status) -> Iterator[str]:
+        first = first_of(status.metrics, "reward/mean")
+        for index in range(self._steps, len(status.metrics)):
+            step = status.metrics[index]
+            reward = step.get("reward/mean")
+            since = ""
+            if index and reward is not None and first is not None:
+                since = f" ({reward - first:+.3f} since step 1)"
+            yield (
+                f"step {index + 1} of {status.steps}: reward {number(reward)}{since}, "
+                f"{count(step.get('perf/tokens'))} tokens, "
+                f"rollout age mean {number(step.get('async/staleness_mean'), 1)} "
+                f"max {number(step.get('async/staleness_max'), 0)}, "
+                f"entropy {number(step.get('policy/entropy'))}, busy {number(step.get('perf/busy_s'), 1)} s, "
+                f"waiting {number(step.get('perf/waiting_s'), 1)} s"
+            )
+        self._steps = max(self._steps, len(status.metrics))
+
+    def _evaluations(self, status: Status) -> Iterator[str]:
+        for found in status.evaluations:
+            if (found.version, found.final) in self._evaluated:
+                continue
+            self._evaluated.add((found.version, found.final))
+            yield (
+                f"held-out at v{found.version}{' (final)' if found.final else ''}: "
+                f"greedy {percent(found.greedy)}, sampled {percent(found.sampled)}, n {found.n}"
+            )
+
+    def _rejections(self, status: Status) -> Iterator[str]:
+        rejected = {node.name: node.rejected for node in status.nodes if node.role == "worker"}
+        who, why = _risen(self._rejected, rejected), _risen(self._reasons, status.reject_reasons)
+        self._rejected |= rejected
+        self._reasons |= status.reject_reasons
+        if who or why:
+            yield f"rejected: {counted(who) or NONE}; reason: {counted(why) or NONE}"
+
+    def _slashes(self, status: Status) -> Iterator[str]:
+        for name in status.slashed:
+            if name not in self._slashed:
+                self._slashed.add(name)
+                yield f"slashed: {name}"
+
+
+def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}

@@ -1,0 +1,111 @@
+"""The figures of a run and how they are written: pure functions of a `Status` and of numbers.
+
+Invariant: any number that a node may state gives a short text. Called by the view and by the report.
+"""
+
+from collections.abc import Sequence
+
+from shoal.messages import Status
+
+SILENT_S = 30.0  # a node not seen for so long is marked; what that means for its work is the coordinator's
+ETA_STEPS = 10  # the pace of so many last steps is taken for that of the rest
+BLOCKS = "▁▂▃▄▅▆▇█"
+NONE = "–"
+
+
+def eta_s(status: Status) -> float | None:
+    """Seconds to the end at the pace of the last trained steps; None before the first."""
+    times_s = [step["time_s"] for step in status.metrics if "time_s" in step][-ETA_STEPS - 1 :]
+    left = status.steps - len(status.metrics)
+    if not times_s:
+        return None
+    begun_s, steps = (times_s[0], len(times_s) - 1) if len(times_s) > 1 else (status.started_s, 1)
+    step_s = max(times_s[-1] - begun_s, 0.0) / steps
+    # The learner's clock may differ from the coordinator's: never count more than one step as under way.
+    under_way_s = min(max(status.now_s - times_s[-1], 0.0), step_s)
+    return max(left * step_s - under_way_s, 0.0)
+
+
+def busy_frac(status: Status) -> float | None:
+    """Share of the learner's time that was not spent waiting for rollouts, over all trained steps."""
+    busy_s, waiting_s = total(status.metrics, "perf/busy_s"), total(status.metrics, "perf/waiting_s")
+    return ratio(busy_s, busy_s + waiting_s)
+
+
+def first_of(metrics: Sequence[dict[str, float]], key: str) -> float | None:
+    return next((step[key] for step in metrics if key in step), None)
+
+
+def total(metrics: Sequence[dict[str, float]], key: str) -> float:
+    return sum(step.get(key, 0.0) for step in metrics)
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def clamp(value: int) -> int:
+    """A whole number that a node stated, small enough for floats."""
+    return min(value, 10**15)
+
+
+def sparkline(values: Sequence[float], cells: int) -> str:
+    """`values` as block characters from their lowest to their highest; means where `cells` are too few."""
+    cells = min(max(cells, 4), len(values))
+    edges = [index * len(values) // cells for index in range(cells + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[3] * cells
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
+
+
+def clean(text: str) -> str:
+    """Text from another machine without anything that moves a terminal's cursor or turns its direction."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f} %"
+
+
+def count(value: float | None) -> str:
+    """812, 81.2k, 8.1M: at most five characters up to a trillion."""
+    if value is None:
+        return NONE
+    for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
+        if value < limit * 0.9995:
+            shown = value / limit * 1e3
+            return f"{shown:.0f}{unit}" if not unit or shown >= 100 else f"{shown:.1f}{unit}"
+    return f"{value / 1e12:.1f}T"
+
+
+def memory(size_bytes: int, short: bool = False) -> str:
+    mebibytes = clamp(size_bytes) / (1 << 20)
+    if not mebibytes:
+        return NONE
+    value, unit = (f"{mebibytes:.0f}", "MiB") if mebibytes < 1000 else (f"{mebibytes / 1024:.1f}", "GiB")
+    return f"{value}{unit[0]}" if short else f"{value} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """42s, 6m 12s, 3h 05m, 2d 04h."""
+    if seconds is None:
+        return NONE
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    return f"{whole // 86_400}d {whole % 86_400 // 3600:02}h"
+
+
+def counted(counts: dict[str, int]) -> str:
+    """`proof 2, reward 1`, the most frequent first."""
+    return ", ".join(f"{clean(name)} {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n)

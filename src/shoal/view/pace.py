@@ -1,0 +1,34 @@
+"""How fast every node works now, from successive statuses.
+
+Invariant: a node's restart, from which it counts anew, never shows as a negative pace. Called by the live view.
+"""
+
+from collections import deque
+
+from shoal.messages import NodeStatus, Status
+from shoal.view.figures import clamp, ratio
+
+
+class Pace:
+    """Tokens per second of every node over the last `window_s`, from successive statuses."""
+
+    def __init__(self, window_s: float = 60.0) -> None:
+        self._window_s = window_s
+        self._samples: dict[str, deque[tuple[float, int]]] = {}  # name: (now_s, tokens)
+
+    def add(self, status: Status) -> None:
+        for node in status.nodes:
+            samples = self._samples.setdefault(node.name, deque())
+            tokens = clamp(node.stats.tokens)
+            if samples and tokens < samples[-1][1]:
+                samples.clear()  # it restarted and counts from 0
+            samples.append((status.now_s, tokens))
+            while len(samples) > 2 and status.now_s - samples[1][0] >= self._window_s:
+                samples.popleft()
+
+    def tokens_per_s(self, node: NodeStatus) -> float | None:
+        """None where nothing is known; until a tenth of the window is seen, the mean since its start."""
+        samples = self._samples.get(node.name, deque())
+        if len(samples) > 1 and samples[-1][0] - samples[0][0] >= self._window_s / 10:
+            return (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+        return ratio(clamp(node.stats.tokens), node.stats.busy_s + node.stats.waiting_s)

@@ -1,0 +1,275 @@
+"""The whole run on one screen: progress, weights, nodes, verdicts.
+
+Invariant: no line is wider than the console, whatever a node says of itself. Called by `shoal run` and `status`.
+Left out: scrolling. Nodes that do not fit are counted; those that something is wrong with are shown first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.messages import Evaluation, NodeStatus, Role, Status
+from shoal.view.figures import (
+    NONE,
+    SILENT_S,
+    busy_frac,
+    clamp,
+    clean,
+    count,
+    counted,
+    duration,
+    eta_s,
+    memory,
+    number,
+    percent,
+    ratio,
+    sparkline,
+    total,
+)
+from shoal.view.pace import Pace
+
+MAX_WIDTH = 120  # wider terminals only pull the columns apart
+WIDE = 110  # from here on headings are whole words
+SERVERS: tuple[Role, ...] = ("origin", "relay")
+NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
+
+
+def render(status: Status, pace: Pace | None = None, *, width: int | None = None) -> RenderableType:
+    """The whole screen, `width` columns wide (the console's, if that is less or none is given)."""
+    return Screen(status, pace or Pace(), width)
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The layout, made for the width and height it is drawn at."""
+
+    status: Status
+    pace: Pace
+    width: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width or MAX_WIDTH, options.max_width)
+        height = options.max_height if console.is_terminal else 10_000
+        parts = [
+            _header(self.status, width),
+            _panel("training", _training(self.status, width)),
+            _panel("weights", _servers(self.status, width)),
+            _panel("nodes", _nodes(self.status, self.pace, width, height - 23)),
+            Padding(_verdicts(self.status, width - 4), (0, 2)),
+        ]
+        yield from console.render(Group(*parts), options.update(width=width))
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim", padding=(0, 1))
+
+
+def _header(status: Status, width: int) -> RenderableType:
+    running, done = status.state == "running", len(status.metrics)
+    items = [
+        Text(clean(status.run) or NONE, style="bold"),
+        Text(status.state, style="green"),
+        Text(f"step {done} of {status.steps}"),
+        Text(f"elapsed {duration(status.now_s - status.started_s)}"),
+    ]
+    if running:
+        items.append(Text(f"ETA {duration(eta_s(status))}"))
+    line = _flow(items, width - 4)
+    bar = ProgressBar(total=max(status.steps, 1), completed=done, complete_style="cyan", finished_style="green")
+    return Padding(Group(line, bar), (0, 2))
+
+
+def _training(status: Status, width: int) -> RenderableType:
+    cells = width - 17  # what the frame and the labels leave
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    rows.add_row("reward", _reward(status, cells - 32))
+    rows.add_row("held-out", _heldout(status.evaluations, cells))
+    rows.add_row("tokens/s", _tokens(status, cells))
+    rows.add_row("rollout age", _age(status, cells))
+    rows.add_row("learner", _learner(status, cells))
+    rows.add_row("next batch", _batch(status))
+    return rows
+
+
+def _reward(status: Status, spark_cells: int) -> Text:
+    rewards = [step["reward/mean"] for step in status.metrics if "reward/mean" in step]
+    if not rewards:
+        return Text("no step trained yet", style="dim")
+    text = Text().append(number(rewards[-1]), style="bold")
+    if len(rewards) > 1:
+        change = rewards[-1] - rewards[0]
+        text.append(f"  {sparkline(rewards, spark_cells)}  ", style="cyan")
+        text.append(f"{change:+.3f}", style="green" if change > 0 else "yellow").append(" since step 1")
+    return text
+
+
+def _heldout(evaluations: Sequence[Evaluation], cells: int) -> Text:
+    if not evaluations:
+        return Text("not evaluated yet", style="dim")
+    first, last = evaluations[0], evaluations[-1]
+    greedy, sampled, version = percent(last.greedy), percent(last.sampled), f"v{last.version}"
+    if len(evaluations) > 1:
+        greedy = f"{percent(first.greedy)} → {greedy}"
+        sampled = f"{percent(first.sampled)} → {sampled}"
+        version = f"v{first.version} → {version}"
+    return _flow([Text(f"greedy {greedy}"), Text(f"sampled {sampled}"), Text(f"{version}, n {last.n}")], cells)
+
+
+def _tokens(status: Status, cells: int) -> Text:
+    elapsed_s = status.now_s - status.started_s
+    made, trained = status.tokens_generated, total(status.metrics, "perf/tokens")
+    items = [
+        Text(f"{count(ratio(made, elapsed_s))} generated ({count(made)} in all)"),
+        Text(f"{count(ratio(trained, elapsed_s))} trained ({count(trained)} in all)"),
+    ]
+    return _flow(items, cells)
+
+
+def _age(status: Status, cells: int) -> Text:
+    last = status.metrics[-1] if status.metrics else {}
+    mean, most = last.get("async/staleness_mean"), last.get("async/staleness_max")
+    items = [Text(f"mean {number(mean, 1)}, max {number(most, 0)} versions" if status.metrics else NONE)]
+    if status.stale_groups:
+        items.append(Text(f"{status.stale_groups} groups grew too old", style="yellow"))
+    return _flow(items, cells)
+
+
+def _learner(status: Status, cells: int) -> Text:
+    if not status.metrics:
+        return Text(NONE)
+    busy, last = busy_frac(status), status.metrics[-1]
+    items = [
+        Text(f"busy {percent(busy, 0)}, waiting {percent(None if busy is None else 1 - busy, 0)}"),
+        Text(f"entropy {number(last.get('policy/entropy'))}"),
+        Text(f"KL {number(last.get('policy/kl'), 4)}"),
+        Text(f"grad norm {number(last.get('optim/grad_norm'))}"),
+    ]
+    return _flow(items, cells)
+
+
+def _batch(status: Status) -> Text:
+    if status.state == "finished" or status.step >= status.steps:
+        return Text("none: every step has its rollouts")
+    return Text(f"{status.have} of {status.need} groups accepted for step {status.step + 1}")
+
+
+def _servers(status: Status, width: int) -> RenderableType:
+    servers = [node for role in SERVERS for node in status.nodes if node.role == role]
+    if not servers:
+        return Text("no origin or relay yet", style="dim")
+    table = _table(width)
+    _column(table, "name")
+    _column(table, "serves", right=True)
+    _column(table, "doing", rest=True)
+    _column(table, "seen", right=True)
+    for node in servers:
+        table.add_row(_name(node, width), _version(node), _doing(node, status), _seen(node, status))
+    return table
+
+
+def _nodes(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
+    nodes = [node for role in NODES for node in status.nodes if node.role == role]
+    if not nodes:
+        return Text("no learner, worker, validator or evaluator yet", style="dim")
+    wide = width >= WIDE
+    table = _table(width)
+    _column(table, "name")
+    _column(table, "role")
+    _column(table, "loaded" if wide else "has", right=True)
+    _column(table, "doing", rest=True)
+    _column(table, "tokens/s" if wide else "tok/s", right=True)
+    _column(table, "accepted" if wide else "acc", right=True)
+    _column(table, "rejected" if wide else "rej", right=True)
+    _column(table, "memory" if wide else "mem", right=True)
+    _column(table, "seen", right=True)
+    shown = _worth_showing(nodes, status, max(room, 6))
+    for node in shown:
+        worker = node.role == "worker"
+        table.add_row(
+            _name(node, width),
+            node.role,
+            _version(node),
+            _doing(node, status),
+            Text(NONE if node.evicted else count(pace.tokens_per_s(node))),
+            Text(str(node.accepted) if worker else ""),
+            Text(str(node.rejected) if worker else "", style="red" if node.rejected else ""),
+            Text(memory(node.stats.rss_bytes, short=not wide)),
+            _seen(node, status),
+        )
+    hidden = len(nodes) - len(shown)
+    return Group(table, Text(f"and {hidden} more", style="dim")) if hidden else table
+
+
+def _worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
+    """At most `room` nodes, in their order: rather those that something is wrong with than calm workers."""
+
+    def calm(node: NodeStatus) -> bool:
+        late = status.now_s - node.seen_s > SILENT_S
+        return node.role == "worker" and not (node.evicted or node.rejected or late)
+
+    kept = {id(node) for node in sorted(nodes, key=calm)[:room]}
+    return [node for node in nodes if id(node) in kept]
+
+
+def _verdicts(status: Status, cells: int) -> Text:
+    workers = [node for node in status.nodes if node.role == "worker"]
+    accepted, rejected = sum(node.accepted for node in workers), sum(node.rejected for node in workers)
+    reasons, slashed = counted(status.reject_reasons), ", ".join(clean(name) for name in status.slashed)
+    items = [
+        Text(f"verdicts  {accepted} accepted, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
+        Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
+    ]
+    return _flow(items, cells)
+
+
+def _flow(items: Sequence[Text], cells: int) -> Text:
+    """The items side by side; one that does not fit begins a line."""
+    text, used = Text(), 0
+    for item in items:
+        fits = used + 3 + item.cell_len <= cells
+        text.append("   " if used and fits else "\n" if used else "").append(item)
+        used = used + 3 + item.cell_len if used and fits else item.cell_len
+    return text
+
+
+def _table(width: int) -> Table:
+    gap = 2 if width >= 90 else 1
+    return Table(box=None, expand=True, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
+
+
+def _column(table: Table, title: str, right: bool = False, rest: bool = False) -> None:
+    """A column as wide as what is in it; `rest`: what the others leave."""
+    table.add_column(title, ratio=1 if rest else None, no_wrap=True, justify="right" if right else "left")
+
+
+def _name(node: NodeStatus, width: int) -> Text:
+    name = Text(clean(node.name), style="strike" if node.evicted else "")
+    name.truncate(min(max(width // 6, 8), 20), overflow="ellipsis")
+    return name
+
+
+def _version(node: NodeStatus) -> Text:
+    return Text(NONE if node.policy_version is None else f"v{clamp(node.policy_version)}")
+
+
+def _doing(node: NodeStatus, status: Status) -> Text:
+    if node.name in status.slashed:
+        return Text("slashed", style="bold red")
+    return Text(clean(node.stats.doing) or NONE)
+
+
+def _seen(node: NodeStatus, status: Status) -> Text:
+    if node.evicted:
+        return Text("evicted", style="bold red")
+    age_s = status.now_s - node.seen_s
+    if age_s < 2:
+        return Text("now")
+    return Text(duration(age_s), style="yellow" if age_s > SILENT_S else "")

@@ -1,0 +1,241 @@
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import toploc
+from shoal.config import Config, parse
+from shoal.messages import Assignment, HeartbeatAnswer, Stored
+from shoal.node import RefusedError
+from shoal.pool.identity import Identity
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.worker import Worker, follow
+from shoal.store.rollouts import RolloutFile, read_submission
+from shoal.tasks.prompt import completion_text
+
+ALICE = Identity.generate()
+CONFIG = parse(
+    {
+        "tasks": {"heldout": 16, "prompt": "{question}=", "length_targets": [4, 6]},
+        "sampling": {"max_tokens": 6, "group_size": 3},
+        "workers": {"groups_per_submission": 2},
+        "evaluator": {"n": 16, "n_between": 16},
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class ScriptedNode:
+    """Answers heartbeats from a list, keeps uploads and what the worker says it does."""
+
+    answers: list[HeartbeatAnswer]
+    before_answer: Callable[[int], None] = lambda beat: None
+    refusals: dict[str, RefusedError] = field(default_factory=dict)
+    identity: Identity = ALICE
+    invite: Any = field(default_factory=lambda: SimpleNamespace(run="run-0"))
+    policy_version: int | None = None
+    answer: HeartbeatAnswer | None = None
+    tokens: int = 0
+    said: list[str] = field(default_factory=list)
+    asked_with: list[int | None] = field(default_factory=list)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+
+    def doing(self, what: str, *, waiting: bool = False) -> None:
+        self.said.append(("waiting for " if waiting else "") + what)
+
+    def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
+        assert wants_task
+        self.before_answer(len(self.asked_with))
+        self.asked_with.append(self.policy_version)
+        return self.answers.pop(0)
+
+    def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
+        if path in self.refusals:
+            raise self.refusals[path]
+        self.uploads[path] = data
+
+
+@dataclass
+class FakeFollower:
+    held: Any = None
+    last_error: str = ""
+
+    def newest(self) -> Any:
+        return self.held
+
+    def bring(self, folder: Path, version: int) -> None:
+        self.held = (folder, SimpleNamespace(version=version))
+
+
+def task(number: int, version: int = 0) -> Assignment:
+    id = f"{ALICE.public[:16]}-{number:06d}"
+    return Assignment(
+        id=id,
+        number=number,
+        step=number,
+        policy_version=version,
+        policy_digest="d" * 64,
+        groups=2,
+        deadline_s=0.0,
+        upload_path=f"/v1/submissions/{id}",
+        max_bytes=1 << 20,
+    )
+
+
+def running(assignment: Assignment | None = None, waiting_for: str = "") -> HeartbeatAnswer:
+    return HeartbeatAnswer(state="running", newest_version=0, relays=[], assignment=assignment, waiting_for=waiting_for)
+
+
+FINISHED = HeartbeatAnswer(state="finished", newest_version=0, relays=[])
+EVICTED = HeartbeatAnswer(state="evicted", newest_version=0, relays=[])
+
+
+def work(node: ScriptedNode, follower: FakeFollower, kind: type[Worker] = Worker, config: Config = CONFIG) -> str:
+    worker = kind(node, config, TorchEngine("float32"))  # type: ignore[arg-type]
+    return worker.run(follower, threading.Event())  # type: ignore[arg-type]
+
+
+def read(data: bytes) -> RolloutFile[Any]:
+    return read_submission(data, max_rows=6, max_tokens=6)
+
+
+@pytest.mark.parametrize("last", [FINISHED, EVICTED])
+def test_it_works_until_it_is_told_that_it_is_over(tiny_folder: Path, last: HeartbeatAnswer) -> None:
+    node = ScriptedNode([running(task(0)), running(task(1)), last])
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0)
+    assert work(node, follower) == last.state
+    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
+
+
+def test_a_stopped_worker_asks_for_nothing(tiny_folder: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    node = ScriptedNode([])
+    assert Worker(node, CONFIG, TorchEngine("float32")).run(FakeFollower(), stop) == "stopped"  # type: ignore[arg-type]
+
+
+def test_a_submission_is_what_was_asked_for(tiny_folder: Path) -> None:
+    node = ScriptedNode([running(task(5, version=3)), FINISHED])
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 3)
+    work(node, follower)
+    file = read(node.uploads[task(5).upload_path])
+    header = file.header
+    assert (header.run, header.step, header.submission, header.policy_version) == ("run-0", 5, 5, 3)
+    assert header.signer == header.worker == ALICE.public
+    assert [row.group for row in file.rows] == [0, 0, 0, 1, 1, 1]
+    assert len({row.seed for row in file.rows}) == 6
+    worker = Worker(node, CONFIG, TorchEngine("float32"))  # type: ignore[arg-type]
+    worker.take_weights((tiny_folder, SimpleNamespace(version=9)))  # type: ignore[arg-type]
+    for row in file.rows:
+        chosen = next(task for task in worker.tasks.train if task.id == row.task)
+        grade = worker.tasks.grade(chosen, completion_text(worker.tokenizer, row.tokens))
+        length_cost = 0.0003 * abs(row.target_length - len(row.tokens))
+        assert row.reward == pytest.approx(grade - length_cost, abs=1e-6)
+        assert row.target_length in (4, 6) and len(row.logprobs) == len(row.tokens)
+    assert node.tokens == sum(len(row.tokens) for row in file.rows)
+
+
+def test_the_same_task_twice_is_the_same_file(tiny_folder: Path) -> None:
+    files = []
+    for _ in range(2):
+        node = ScriptedNode([running(task(1)), FINISHED])
+        follower = FakeFollower()
+        follower.bring(tiny_folder, 0)
+        work(node, follower)
+        files.append(node.uploads[task(1).upload_path])
+    assert read(files[0]).rows == read(files[1]).rows, "a worker that restarts has no second draw"
+
+
+def test_proofs_are_of_the_tokens_states(tiny_folder: Path) -> None:
+    worker = Worker(ScriptedNode([]), CONFIG, TorchEngine("float32"))  # type: ignore[arg-type]
+    worker.take_weights((tiny_folder, SimpleNamespace(version=0)))  # type: ignore[arg-type]
+    plans = worker.plan(task(0))
+    rows = worker.generate(task(0))
+    groups = worker.engine.generate(
+        [worker._prompt(plan) for plan in plans], [plan.seeds for plan in plans], worker.sampling
+    )
+    for row, completion in zip(rows, [c for group in groups for c in group], strict=True):
+        assert row.proofs == toploc.build(completion.hidden_TH)
+
+
+def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) -> None:
+    follower = FakeFollower()
+    follower.bring(tiny_folders[0], 0)
+
+    def publish(beat: int) -> None:
+        if beat == 1:
+            follower.bring(tiny_folders[1], 1)  # arrives while the second task is handed out
+
+    node = ScriptedNode([running(task(0)), running(task(1)), running(task(2, version=1)), FINISHED], publish)
+    work(node, follower)
+    assert node.asked_with == [0, 0, 1, 1]
+    assert [line for line in node.said if line.startswith("loading")] == ["loading version 0", "loading version 1"]
+
+
+def test_before_the_first_weights_it_says_that_it_has_none(tiny_folder: Path) -> None:
+    follower = FakeFollower()
+
+    def arrive(beat: int) -> None:
+        if beat == 1:
+            follower.bring(tiny_folder, 0)
+
+    node = ScriptedNode(
+        [running(waiting_for="weights"), running(waiting_for="weights"), running(task(0)), FINISHED], arrive
+    )
+    assert work(node, follower) == "finished"
+    assert node.asked_with == [None, None, 0, 0]
+    assert len(node.uploads) == 1
+
+
+def test_while_there_is_no_task_it_waits_and_says_for_what(tiny_folder: Path) -> None:
+    node = ScriptedNode([running(waiting_for="the learner"), FINISHED])
+    work(node, FakeFollower())
+    assert node.said == ["waiting for the learner"]
+    node = ScriptedNode([running(waiting_for="the learner"), FINISHED])
+    work(node, FakeFollower(last_error="no relay answers"))
+    assert node.said == ["waiting for no relay answers"]
+
+
+def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
+    node = ScriptedNode([running(task(0)), running(task(1)), FINISHED])
+    node.refusals[task(0).upload_path] = RefusedError("came after its deadline", 409)
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0)
+    assert work(node, follower) == "finished"
+    assert list(node.uploads) == [task(1).upload_path]
+    assert any("dropping" in line and "deadline" in line for line in node.said)
+
+
+def test_any_other_refusal_is_an_error(tiny_folder: Path) -> None:
+    node = ScriptedNode([running(task(0))])
+    node.refusals[task(0).upload_path] = RefusedError("only worker may ask", 403)
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0)
+    with pytest.raises(RefusedError):
+        work(node, follower)
+
+
+def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path) -> None:
+    node = ScriptedNode([])
+    follower = follow(node, CONFIG, tmp_path, "a" * 64)  # type: ignore[arg-type]
+    assert follower.wanted() is None
+    node.answer = running()
+    assert follower.wanted() is None
+    node.answer = HeartbeatAnswer(state="running", newest_version=4, relays=["http://r:1"])
+    assert follower.wanted() == 4
+    assert follower.client().urls == ["http://r:1"] and follower.client().run == "run-0"

@@ -1,0 +1,103 @@
+"""The folder store: what is there is whole, is named by its content, and errors say what to do."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from shoal.store.folder import Folder, StoreError
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    name = store.put("accepted", b"rows")
+    assert name == blake3(b"rows").hexdigest()
+    assert store.get("accepted", name) == b"rows"
+    assert files(tmp_path) == [tmp_path / "accepted" / f"{name}.parquet"]
+
+
+def test_the_same_bytes_twice_are_one_file_written_once(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    name = store.put("accepted", b"rows")
+    before = files(tmp_path)[0].stat()
+    assert store.put("accepted", b"rows") == name
+    assert [path.stat() for path in files(tmp_path)] == [before]
+
+
+def test_kinds_are_apart(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    name = store.put("accepted", b"rows")
+    with pytest.raises(StoreError, match="cannot read submissions file"):
+        store.get("submissions", name)
+
+
+def test_files_are_still_there_after_a_restart(tmp_path: Path) -> None:
+    name = Folder(tmp_path).put("accepted", b"rows")
+    assert Folder(tmp_path).get("accepted", name) == b"rows"
+
+
+def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    assert store.get("accepted", store.put("accepted", b"")) == b""
+
+
+@pytest.mark.parametrize("damage", [b"rowz", b"row", b""])
+def test_a_file_changed_on_disk_is_refused_by_name(tmp_path: Path, damage: bytes) -> None:
+    store = Folder(tmp_path)
+    name = store.put("accepted", b"rows")
+    files(tmp_path)[0].write_bytes(damage)
+    with pytest.raises(StoreError, match=f"accepted file {name[:16]} .* was changed on disk"):
+        store.get("accepted", name)
+
+
+@pytest.mark.parametrize("name", ["", "ab", "AB" * 32, "../" + "a" * 61, "a" * 63 + "/", "a" * 64 + "\n"])
+def test_a_name_that_is_no_hash_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StoreError, match="is no content hash"):
+        Folder(tmp_path).get("accepted", name)
+
+
+def test_an_unknown_hash_is_answered_with_where_it_is_not(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=f"cannot read accepted file {'a' * 16} in {tmp_path}: No such file"):
+        Folder(tmp_path).get("accepted", "a" * 64)
+
+
+def fail_with(number: int) -> object:
+    def failing(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Folder(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(StoreError, match="No space left on device; free space there"):
+        patched.setattr(os, "fsync", fail_with(errno.ENOSPC))
+        store.put("accepted", b"rows")
+    assert files(tmp_path) == []
+    store.put("accepted", b"rows")  # once there is space, all is well
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", lambda **_: fail_with(number)())  # root may write anywhere
+    with pytest.raises(StoreError, match=f"cannot store a file in {tmp_path}: .* may write"):
+        Folder(tmp_path).put("accepted", b"rows")
+
+
+def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "accepted").write_text("")
+    with pytest.raises(StoreError, match="see that it is a folder"):
+        Folder(tmp_path).put("accepted", b"rows")
+
+
+def test_a_rename_that_fails_leaves_no_file_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "replace", fail_with(errno.EIO))
+    with pytest.raises(StoreError, match="Input/output error"):
+        Folder(tmp_path).put("accepted", b"rows")
+    assert files(tmp_path) == []

@@ -1,0 +1,182 @@
+"""Origin and relay as members of a pool, with a real coordinator on loopback."""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.broadcast import run_origin, run_relay
+from shoal.config import parse
+from shoal.messages import Evaluation, Ok, Status
+from shoal.node import Node
+from shoal.pool.identity import Identity
+from shoal.pool.invite import Invite
+from shoal.pool.service import ADDRESS, invite_from, serve_forever
+from shoal.shardcast import Client
+
+RUN = "test-0"
+CONFIG = parse(
+    {"run": {"steps": 3}, "origin": {"shard_bytes": 4_096, "keep": 4}, "relays": {"keep": 4}, "evaluator": {"n": 4}}
+)
+
+
+class InThread:
+    """A role's process, as a thread that can be stopped."""
+
+    def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
+        self.stop = threading.Event()
+        self.result: Any = None
+        self.thread = threading.Thread(target=self._run, args=(run, *arguments), daemon=True)
+        self.thread.start()
+
+    def _run(self, run: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self.result = run(*arguments, self.stop)
+        except Exception as error:  # noqa: BLE001 - shown by the test that joins it
+            self.result = error
+
+    def join(self) -> Any:
+        self.thread.join(20)
+        assert not self.thread.is_alive(), "did not end in time"
+        return self.result
+
+    def stopped(self) -> Any:
+        self.stop.set()
+        return self.join()
+
+
+class Site:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.watched = folder / "versions"
+        self.watched.mkdir()
+        self.coordinator = InThread(serve_forever, CONFIG, RUN, folder / "coordinator", 0)
+        wait_until(lambda: bool(self._address()))
+
+    def _address(self) -> str:
+        path = self.folder / "coordinator" / ADDRESS
+        return path.read_text() if path.exists() else ""
+
+    def invite(self, role: Any) -> Invite:
+        """One per role: a process that restarts has the invite it had before."""
+        path = self.folder / f"{role}.invite"
+        if not path.exists():
+            path.write_text(invite_from(self.folder / "coordinator", role, role, None, 1).encode())
+        return Invite.decode(path.read_text())
+
+    def origin(self) -> InThread:
+        return InThread(run_origin, self.invite("origin"), self.folder / "origin", self.watched)
+
+    def relay(self) -> InThread:
+        return InThread(run_relay, self.invite("relay"), self.folder / "relay")
+
+    def write(self, version: int) -> dict[str, bytes]:
+        """A version as the learner writes it: whole, by a rename."""
+        files = {"config.json": b"%d" % version, "model.safetensors": bytes([version]) * 10_000}
+        temporary = self.watched / f".v{version:06d}"
+        temporary.mkdir()
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
+        temporary.rename(self.watched / f"v{version:06d}")
+        return files
+
+    def status(self) -> Status:
+        url = json.loads(self._address())["url"]
+        return Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
+
+    def node(self, name: str) -> Any:
+        return next((node for node in self.status().nodes if node.name == name), None)
+
+    def announced(self) -> list[str]:
+        with sqlite3.connect(self.folder / "coordinator" / "pool.sqlite") as database:
+            return [body for (body,) in database.execute("SELECT body FROM ledger WHERE kind = 'policy'")]
+
+    def end(self) -> None:
+        """The evaluator has looked at the last version."""
+        evaluator = Node.join(self.invite("evaluator"), self.folder / "evaluator")
+        evaluation = Evaluation(version=3, greedy=0.5, sampled=None, n=4, final=True)
+        evaluator.post("/v1/evaluations", evaluation, Ok)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    (tmp_path / "coordinator").mkdir()
+    found = Site(tmp_path)
+    yield found
+    found.coordinator.stopped()
+
+
+def fetched(url: str, publisher: str, cache: Path, version: int) -> dict[str, bytes]:
+    folder, _ = Client([url], public_key=publisher, cache=cache, run=RUN).fetch(version)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: Site, tmp_path: Path) -> None:
+    origin, relay = site.origin(), site.relay()
+    files = site.write(0)
+    wait_until(lambda: site.status().newest_version == 0)
+    wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
+    publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+    assert fetched(site.node("relay").url, publisher, tmp_path / "cache", 0) == files
+    files = site.write(1)
+    wait_until(lambda: site.node("relay").policy_version == 1)
+    assert fetched(site.node("relay").url, publisher, tmp_path / "cache", 1) == files
+    assert [json.loads(body)["version"] for body in site.announced()] == [0, 1], "each is announced once"
+    site.end()
+    assert (origin.join(), relay.join()) == ("finished", "finished")
+
+
+def test_an_origin_that_restarts_keeps_its_port_and_announces_nothing_twice(site: Site, tmp_path: Path) -> None:
+    site.write(0)
+    first = site.origin()
+    wait_until(lambda: site.status().newest_version == 0)
+    url = site.node("origin").url
+    assert first.stopped() == "stopped"
+    again = site.origin()
+    wait_until(lambda: (tmp_path / "origin" / "port").exists() and site.node("origin").policy_version == 0)
+    site.write(1)
+    wait_until(lambda: site.status().newest_version == 1)
+    assert site.node("origin").url == url
+    assert len(site.announced()) == 2
+    assert again.stopped() == "stopped"
+
+
+def test_an_origin_killed_while_it_wrote_its_port_takes_a_free_one(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "origin" / "port").write_text("")
+    site.write(0)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 0 or origin.result is not None)
+    assert origin.stopped() == "stopped"
+
+
+def test_only_the_newest_version_is_cut_where_the_learner_ran_ahead(site: Site) -> None:
+    for version in (0, 1, 2):
+        site.write(version)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 2)
+    assert [json.loads(body)["version"] for body in site.announced()] == [2]
+    assert origin.stopped() == "stopped"
+
+
+def test_a_half_written_version_is_not_published(site: Site) -> None:
+    site.write(0)
+    (site.watched / ".v000001").mkdir()
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 0)
+    time.sleep(0.3)
+    assert site.status().newest_version == 0
+    assert origin.stopped() == "stopped"

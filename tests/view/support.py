@@ -1,0 +1,89 @@
+"""Statuses of a run at its start, half-way and at its end."""
+
+from typing import Any
+
+from shoal.messages import Evaluation, NodeStatus, Status
+
+
+def node(name: str, role: str = "worker", **values: Any) -> NodeStatus:
+    stats = values.pop("stats", {})
+    known = {
+        "url": None,
+        "policy_version": 3,
+        "seen_s": 1000.0,
+        "evicted": False,
+        "accepted": 0,
+        "rejected": 0,
+    }
+    return NodeStatus.model_validate({"name": name, "role": role, "stats": stats} | known | values)
+
+
+def step(number: int, reward: float) -> dict[str, float]:
+    return {
+        "step": float(number),
+        "time_s": 100.0 + 30 * number,
+        "reward/mean": reward,
+        "async/staleness_mean": 0.8,
+        "async/staleness_max": 2.0,
+        "policy/entropy": 0.41,
+        "perf/tokens": 5000.0,
+        "perf/busy_s": 12.0,
+        "perf/waiting_s": 8.0,
+    }
+
+
+def status(**values: Any) -> Status:
+    known: dict[str, Any] = {"run": "sums", "state": "running", "step": 0, "steps": 30, "have": 0, "need": 16}
+    times: dict[str, Any] = {
+        "newest_version": None,
+        "started_s": 70.0,
+        "now_s": 70.0,
+        "nodes": [],
+        "metrics": [],
+    }
+    rest: dict[str, Any] = {
+        "evaluations": [],
+        "reject_reasons": {},
+        "slashed": [],
+        "stale_groups": 0,
+        "tokens_generated": 0,
+    }
+    return Status.model_validate(known | times | rest | values)
+
+
+def mid_run(**values: Any) -> Status:
+    nodes = [
+        node("origin", "origin", seen_s=170.0, stats={"doing": "serving v3"}),
+        node("relay-0", "relay", seen_s=165.0, policy_version=2, stats={"doing": "fetching v3"}),
+        node("learner", "learner", seen_s=170.0, stats={"doing": "training step 4"}),
+        node("worker-0", seen_s=169.5, accepted=41, stats={"doing": "generating", "rss_bytes": 900 << 20}),
+        node("worker-1", seen_s=100.0, accepted=38, rejected=1),
+        node("worker-liar", seen_s=150.0, rejected=2, evicted=True),
+        node("validator", "validator", seen_s=170.0, policy_version=None),
+        node("evaluator", "evaluator", seen_s=170.0),
+    ]
+    found = [
+        Evaluation(version=0, greedy=0.12, sampled=0.105, n=256, final=False),
+        Evaluation(version=2, greedy=0.52, sampled=None, n=64, final=False),
+    ]
+    known: dict[str, Any] = {
+        "step": 3,
+        "have": 5,
+        "newest_version": 3,
+        "now_s": 170.0,
+        "nodes": nodes,
+        "metrics": [step(0, 0.1), step(1, 0.25), step(2, 0.375)],
+        "evaluations": found,
+        "reject_reasons": {"proof": 2, "unreadable": 1},
+        "slashed": ["worker-liar"],
+        "stale_groups": 4,
+        "tokens_generated": 40_000,
+    }
+    return status(**(known | values))
+
+
+def finished() -> Status:
+    metrics = [step(i, 0.1 + 0.015 * i) for i in range(30)]
+    last = Evaluation(version=30, greedy=0.61, sampled=0.58, n=256, final=True)
+    evaluations = [*mid_run().evaluations, last]
+    return mid_run(state="finished", step=30, metrics=metrics, evaluations=evaluations, now_s=1010.0)

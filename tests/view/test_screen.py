@@ -1,0 +1,115 @@
+"""What a person sees: the words and figures are there, no line is too long, and no node can break it."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from shoal.messages import LARGEST, Status
+from shoal.view import Pace, render
+
+from .support import finished, mid_run, node, status
+
+WIDTHS = [40, 70, 100, 160]
+
+
+def screen(shown: Status, width: int, pace: Pace | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(render(shown, pace))
+    return console.export_text()
+
+
+def row(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if re.search(rf"│ {name}\b", line))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shown", [status(), mid_run(), finished()], ids=["empty", "mid-run", "finished"])
+def test_no_line_is_wider_than_the_console(shown: Status, width: int) -> None:
+    assert max(len(line) for line in screen(shown, width).splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_an_empty_status_says_that_nothing_is_known_yet(width: int) -> None:
+    text = screen(status(), width)
+    for words in ("sums", "running", "step 0 of 30", "ETA –", "no step trained yet", "not evaluated yet"):
+        assert words in text
+    for words in (
+        "no origin or relay yet",
+        "no learner, worker",
+        "0 of 16 groups accepted for step 1",
+        "none",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_a_run_under_way_shows_where_it_stands(width: int) -> None:
+    text = screen(mid_run(), width)
+    for words in (
+        "step 3 of 30",
+        "elapsed 1m 40s",
+        "ETA 13m 20s",
+        "0.375  ▁▅█  +0.275 since step 1",
+        "greedy 12.0 % → 52.0 %",
+        "sampled 10.5 % → –",
+        "v0 → v2, n 64",
+        "400 generated (40.0k in all)",
+        "150 trained (15.0k in all)",
+        "mean 0.8, max 2 versions",
+        "4 groups grew too old",
+        "busy 60 %, waiting 40 %",
+        "5 of 16 groups accepted for step 4",
+        "79 accepted, 3 rejected (proof 2, unreadable 1)",
+        "slashed  worker-liar",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_every_node_has_its_line(width: int) -> None:
+    text = screen(mid_run(), width)
+    assert re.search(r"v3 +serving v3 +now", row(text, "origin"))
+    assert re.search(r"v2 +fetching v3 +5s", row(text, "relay-0"))
+    assert re.search(r"worker +v3 +generating +– +41 +0 +900 ?M(iB)? +now", row(text, "worker-0"))
+    assert re.search(r"38 +1 +– +1m 10s", row(text, "worker-1"))
+    assert re.search(r"slashed +– +0 +2 +– +evicted", row(text, "worker-liar|worker-lia…"))
+    assert re.search(r"validator +– ", row(text, "validator"))
+    assert row(text, "learner") and row(text, "evaluator")
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_a_finished_run_has_no_eta_and_shows_its_last_evaluation(width: int) -> None:
+    text = screen(finished(), width)
+    assert "finished" in text and "step 30 of 30" in text and "ETA" not in text
+    assert "greedy 12.0 % → 61.0 %" in text and "v0 → v30, n 256" in text
+    assert "every step has its rollouts" in text
+
+
+def test_metrics_without_the_expected_keys_are_shown_as_unknown() -> None:
+    text = screen(mid_run(metrics=[{}]), 100)
+    assert "no step trained yet" in text and "mean –, max – versions" in text and "busy –, waiting –" in text
+
+
+def test_the_width_hint_narrows_the_screen() -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(render(mid_run(), width=80))
+    assert max(len(line.rstrip()) for line in console.export_text().splitlines()) == 80
+
+
+def test_what_a_node_says_cannot_break_the_screen() -> None:
+    stats = {"doing": "\x1b[2J[red]\u202e\nhi", "tokens": LARGEST, "busy_s": 1e-9, "rss_bytes": LARGEST}
+    evil = node("worker-0", policy_version=10**400, stats=stats, seen_s=1e300)
+    text = screen(mid_run(nodes=[evil]), 100)
+    assert "?[2J[red]??hi" in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_terminal_that_is_too_low_shows_the_troubled_nodes_and_counts_the_rest() -> None:
+    nodes = [node(f"worker-{i:02}", seen_s=170.0, rejected=int(i == 29)) for i in range(30)]
+    console = Console(file=io.StringIO(), width=100, height=35, force_terminal=True, record=True)
+    console.print(render(mid_run(nodes=nodes)))
+    text = console.export_text()
+    assert "worker-29" in text and "and 18 more" in text
