@@ -134,7 +134,7 @@ class ValidatorSection(Section):
     row_tokens: int = Field(
         default=4096, ge=16, description="positions in one row of the prefill; more where one rollout needs more"
     )
-    proof_exponent_mean: float = Field(default=4.5, gt=0, description="differing exponents a proof, over a submission")
+    proof_exponent_mean: float = Field(default=10.0, gt=0, description="differing exponents a proof, over a submission")
     proof_mantissa_mean: float = Field(default=2.4, gt=0, description="mantissa error, likewise")
     logprob_error_mean: float = Field(default=0.1, gt=0, description="nats, over a submission's tokens")
     sampling_margin: float = Field(default=0.75, gt=0, description="nats a token may score under its seed's winner")

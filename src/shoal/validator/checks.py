@@ -28,6 +28,7 @@ from shoal.tasks.prompt import completion_text, prompt_tokens, reward
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: a reward crosses the wire as float32
 VOCAB_CHUNK = 256  # tokens whose logits are in memory together
 PROOF_CHUNK_TOKENS = 32
+WORST_MANTISSA = 127.0  # stands for a proof without one agreeing exponent, whose mantissa error is infinite
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def rewards(case: Case) -> Finding | None:
     ]
     if not wrong:
         return None
+    case.evidence |= {"wrong": len(wrong), "rollouts": len(case.rows)}
     first = wrong[0]
     return Finding(
         Reason.REWARD,
@@ -200,8 +202,8 @@ def proof(case: Case) -> Finding | None:
     failed = [chunk for chunk in chunks if not toploc.BFLOAT16.passes(chunk)]
     limits = case.config.validator
     exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
-    mantissas = sum(chunk.mantissa_error_mean for chunk in chunks) / len(chunks)
-    case.evidence |= {"proof_exponent_mean": exponents, "proof_mantissa_mean": mantissas}
+    mantissas = sum(min(chunk.mantissa_error_mean, WORST_MANTISSA) for chunk in chunks) / len(chunks)
+    case.evidence |= {"proof_exponent_mean": exponents, "proof_mantissa_mean": mantissas, "failed": len(failed)}
     if not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean:
         return None
     return Finding(
@@ -217,7 +219,11 @@ def sampling(case: Case) -> Finding | None:
     margins_N = _computed(case).margins_N
     share = float((margins_N > limits.sampling_margin).float().mean())
     mean = float(margins_N.clamp(max=1.0).mean())
-    case.evidence |= {"sampling_mismatch_frac": share, "sampling_margin_mean": mean, "margin_max": float(margins_N.max())}
+    case.evidence |= {
+        "mismatch_frac": share,
+        "margin_mean": mean,
+        "margin_max": float(margins_N.max()),
+    }
     if share <= limits.sampling_mismatch_frac and mean <= limits.sampling_margin_mean:
         return None
     return Finding(
