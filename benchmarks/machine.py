@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from shoal.model.dtype import measure_gflops
 
 def describe() -> dict[str, Any]:
     """CPU, cores, versions, commit and the measured matrix product, GFLOP/s."""
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "cpu": names[0] if names else platform.processor(),

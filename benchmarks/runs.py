@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
     arguments, more = parser.parse_known_args()
     kinds = [kind for kind in get_args(Cheat) if kind] if arguments.cheats else [""]
+    (HERE / "results").mkdir(exist_ok=True)
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
     path = HERE / "results" / f"{arguments.label or arguments.config}.json"
     for kind in kinds:

@@ -34,8 +34,10 @@ def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
 
 def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]:
     """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto")."""
-    if wanted == "float32" or wanted == "bfloat16":
-        return wanted, {}
+    if wanted == "float32":
+        return "float32", {}
+    if wanted == "bfloat16":
+        return "bfloat16", {}
     if wanted != "auto":
         raise ValueError(f'dtype {wanted!r} is not known; use "auto", "float32" or "bfloat16"')
     speeds = {

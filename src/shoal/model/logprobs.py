@@ -27,7 +27,7 @@ def chosen_logprobs(
         return token_logprobs(logits_CV, target_C), entropy_C
 
     parts = []
-    for hidden_CH, target_C in zip(hidden_NH.split(CHUNK), target_N.split(CHUNK), strict=True):
+    for hidden_CH, target_C in zip(torch.split(hidden_NH, CHUNK), torch.split(target_N, CHUNK), strict=True):
         if torch.is_grad_enabled():
             parts.append(checkpoint(chunk, hidden_CH, target_C, use_reentrant=False))
         else:

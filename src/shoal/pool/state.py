@@ -12,7 +12,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from shoal.config import Config
 from shoal.messages import (
@@ -412,7 +412,7 @@ class Pool:
 
     # --- small questions ---------------------------------------------------------------------------------------------
 
-    def _state_for(self, role: str) -> str:
+    def _state_for(self, role: str) -> Literal["running", "finished"]:
         """Workers, validators and the learner end with the last version; who serves or evaluates it ends after that."""
         if role in ("worker", "validator", "learner"):
             return "finished" if self._newest() == self.config.run.steps else "running"

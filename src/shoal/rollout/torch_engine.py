@@ -121,7 +121,7 @@ def _close_gaps(n_rows: int, finished: Sequence[int]) -> list[int]:
     return [row if row not in gone else next(from_the_end) for row in range(left)]
 
 
-class GroupCache(Cache):
+class GroupCache(Cache):  # type: ignore[misc]
     """Keys and values of every layer in buffers with room to grow, whose first rows are the live ones."""
 
     def __init__(self, n_layers: int, room: int = 0) -> None:
@@ -148,7 +148,9 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, room: int) -> None:
         super().__init__()
         self.room = room  # positions allocated beyond those in use, at first
-        self.reset()
+        self.buffers: list[Tensor] = []
+        self.used = 0
+        self.is_initialized = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         batch, heads, new, depth = key_states.shape
@@ -167,8 +169,7 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.keys = self.values = torch.empty(0)
-        self.buffers: list[Tensor] = []
-        self.used, self.is_initialized = 0, False
+        self.buffers, self.used, self.is_initialized = [], 0, False
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         moves = [(new, old) for new, old in enumerate(rows) if new != old]

@@ -70,7 +70,7 @@ class Worker:
         completions = [completion for group in groups for completion in group]
         proofs = toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
         self.node.tokens += sum(len(c.tokens) for c in completions)
-        rollouts = []
+        rollouts: list[Rollout] = []
         for number, plan in enumerate(plans):
             for seed, completion in zip(plan.seeds, groups[number], strict=True):
                 rollouts.append(self._rollout(number, plan, seed, completion, proofs[len(rollouts)]))

@@ -70,7 +70,7 @@ class Client:
         `idle_timeout_s` the wait for the next byte, `answer_timeout_s` one list or manifest, `patience_s` one
         shard from one relay while there is another to ask (it grows if the link is slow)."""
         if not urls:
-            raise ValueError("a client needs the URL of at least one relay")
+            raise FetchError("no relay is known; start one, or wait until one has joined")
         self.urls = list(urls)
         self.public_key, self.run = public_key, run
         self.cache = Cache(cache, public_key=public_key, run=run, keep=keep)
@@ -145,8 +145,8 @@ class Client:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(self.parallel, len(queue))):
                         group.create_task(_take_shards(sources, partial, queue, deadline_s))
-            except* FetchError as errors:
-                raise FetchError(str(errors.exceptions[0])) from errors.exceptions[0]
+            except ExceptionGroup as errors:
+                raise _first(errors) from errors
 
     @asynccontextmanager
     async def _sources(self, tally: _Tally) -> AsyncIterator[Sources]:
@@ -196,3 +196,8 @@ async def _offer(source: Source, *, version: int | None, digest: str | None) -> 
     if refused is not None:
         raise refused
     return None
+
+
+def _first(errors: ExceptionGroup) -> Exception:
+    """The first failure of several tasks: a FetchError as it is, anything else unchanged too (it is a bug)."""
+    return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])

@@ -155,8 +155,8 @@ class Relay:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.parallel):
                     group.create_task(self._copy(sources, version, queue))
-        except* (FetchError, OSError) as errors:
-            raise FetchError(str(errors.exceptions[0])) from errors.exceptions[0]
+        except ExceptionGroup as errors:
+            raise FetchError(str(errors.exceptions[0])) from errors
         finally:
             self.status.mirroring = None
             self.status.bytes_in = sources.received_bytes

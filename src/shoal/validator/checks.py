@@ -193,7 +193,7 @@ def compute(case: Case) -> Finding | None:
 def proof(case: Case) -> Finding | None:
     """TOPLOC: are the hidden states that were committed to those of the claimed weights?"""
     prefill = _computed(case)
-    hiddens = list(prefill.hidden_NH.split(prefill.lengths))
+    hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
     try:
         results = toploc.verify_many(hiddens, [row.proofs for row in case.rows], chunk_tokens=PROOF_CHUNK_TOKENS)
     except toploc.ProofError as error:

@@ -18,6 +18,7 @@ from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.node import Node, RefusedError
 from shoal.shardcast import Client
 from shoal.shardcast.follow import fetch_published
+from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
     AcceptedRollout,
@@ -41,22 +42,25 @@ class Validator:
         self.publisher = publisher
         self.dtype = dtype
         self.tasks = tasks.load(config.tasks)
+        max_rows = config.workers.groups_per_submission * config.sampling.group_size
+        self.quarantine = Quarantine(max_rows, config.sampling.max_tokens)
         self.model: Any = None
         self.tokenizer: Any = None
         self.eos_ids: tuple[int, ...] = ()
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Returns which."""
-        while not stop.is_set():
-            if self.node.answer and self.node.answer.state != "running":
-                return self.node.answer.state
-            claim = self.node.ask("/v1/claims", Claim)
-            if claim is None:
-                self.node.doing("submissions", waiting=True)
-                stop.wait(IDLE_S)
-                continue
-            self.node.doing(f"checking {claim.assignment.id}")
-            self.judge(claim)
+        with self.quarantine:
+            while not stop.is_set():
+                if self.node.answer and self.node.answer.state != "running":
+                    return self.node.answer.state
+                claim = self.node.ask("/v1/claims", Claim)
+                if claim is None:
+                    self.node.doing("submissions", waiting=True)
+                    stop.wait(IDLE_S)
+                    continue
+                self.node.doing(f"checking {claim.assignment.id}")
+                self.judge(claim)
         return "stopped"
 
     def judge(self, claim: Claim) -> None:
@@ -77,6 +81,7 @@ class Validator:
         """The verdict on a file, and the accepted file where it is accepted."""
         asked, size = claim.assignment, self.config.sampling.group_size
         try:
+            self.quarantine.check(data)
             submission = read_submission(data, max_rows=asked.groups * size, max_tokens=self.config.sampling.max_tokens)
         except BadSignatureError as error:
             return _rejected(claim, Finding(Reason.SIGNATURE, str(error)), None), None
@@ -132,7 +137,7 @@ class Validator:
 
     def _accepted_file(self, case: Case) -> bytes:
         assert case.prefill is not None
-        logprobs = case.prefill.logprobs_N.split(case.prefill.lengths)
+        logprobs = torch.split(case.prefill.logprobs_N, case.prefill.lengths)
         rows = [
             AcceptedRollout(
                 group=row.group,
