@@ -48,8 +48,8 @@ def chats(bundled_tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(engine: TorchEngine, chats: list[list[int]], bundled_model: Any, bundled_tokenizer: Any) -> list[list[int]]:
-    sampling = Sampling(temperature=0.0, max_tokens=12, eos_ids=eos_ids(bundled_model, bundled_tokenizer))
+def answers(engine: TorchEngine, chats: list[list[int]], bundled: Path) -> list[list[int]]:
+    sampling = Sampling(temperature=0.0, max_tokens=12, eos_ids=eos_ids(bundled))
     return [group[0].tokens for group in engine.generate(chats, [[0]] * len(chats), sampling)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GraniteConfig, GraniteForCausalLM
 
 from shoal.model.load import (
     WEIGHTS,
@@ -221,7 +221,8 @@ def test_a_refused_file_leaves_every_weight_as_it_was(tiny_folder: Path, edited:
     ],
 )
 def test_end_tokens_are_the_tokenizers_then_the_generation_configs(
-    tokenizers: int | None, declared: Any, expected: tuple[int, ...]
+    tokenizers: int | None, declared: Any, expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=declared))
-    assert eos_ids(model, SimpleNamespace(eos_token_id=tokenizers)) == expected
+    GenerationConfig(eos_token_id=declared).save_pretrained(tmp_path)
+    monkeypatch.setattr("shoal.model.load.load_tokenizer", lambda folder: SimpleNamespace(eos_token_id=tokenizers))
+    assert eos_ids(tmp_path) == expected

@@ -421,5 +421,5 @@ def test_a_redirect_is_not_followed(tmp_path):
 
 
 def test_a_client_without_relays_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one relay"):
+    with pytest.raises(FetchError, match="no relay is known"):
         Client([], public_key=public_key_hex(KEY), cache=tmp_path)
