@@ -27,10 +27,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="name of a file in configs/, without .toml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--cheats", action="store_true", help="one run for each kind of lie")
+    every = [kind for kind in get_args(Cheat) if kind]
+    parser.add_argument("--cheats", nargs="*", choices=every, help="a run for each of these lies (none named: for all)")
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
     arguments, more = parser.parse_known_args()
-    kinds = [kind for kind in get_args(Cheat) if kind] if arguments.cheats else [""]
+    kinds = [""] if arguments.cheats is None else arguments.cheats or every
     (HERE / "results").mkdir(exist_ok=True)
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
     path = HERE / "results" / f"{arguments.label or arguments.config}.json"

@@ -1,0 +1,63 @@
+"""Does asynchrony pay? The tiny run at async level 2 against 0 (synchronous), in turns on the same machine.
+
+    python benchmarks/asynchrony.py [--pairs 3] [--config tiny]
+
+Writes benchmarks/results/asynchrony.json. Time counts from the first trained step to the last, so that loading does not.
+At level 0 nothing overlaps, so `shoal run` gives each phase all cores (swarm.share_threads): the peer is not held back.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+from runs import one_run
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--config", default="tiny")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
+    for pair in range(arguments.pairs):
+        for level in (2, 0):
+            run = one_run(arguments.config, pair, "", ["--set", f"coordinator.async_level={level}"])
+            result["runs"].append({"async_level": level} | figures(run))
+            sys.stdout.write(f"{result['runs'][-1]}\n")
+            sys.stdout.flush()
+    result["median"] = {level: medians(result["runs"], level) for level in (2, 0)}
+    ratio = result["median"][2]["tokens_per_s"] / result["median"][0]["tokens_per_s"]
+    result["tokens_per_s_ratio"] = round(ratio, 3)
+    path = HERE / "results" / "asynchrony.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(f"{result['median']} ratio {ratio:.2f}\n")
+
+
+def figures(run: dict[str, Any]) -> dict[str, float]:
+    """Trained tokens a second and the learner's waiting share, between the first and the last step."""
+    first, *rest = run["metrics"]
+    seconds = rest[-1]["time_s"] - first["time_s"]
+    waiting = sum(step["perf/waiting_s"] for step in rest)
+    return {
+        "tokens_per_s": sum(step["perf/tokens"] for step in rest) / seconds,
+        "learner_waiting_frac": waiting / (waiting + sum(step["perf/busy_s"] for step in rest)),
+        "staleness_mean": statistics.mean(step["async/staleness_mean"] for step in rest),
+        "seconds": seconds,
+        "heldout_greedy_after": run["heldout_after"]["greedy"],
+    }
+
+
+def medians(runs: list[dict[str, float]], level: int) -> dict[str, float]:
+    chosen = [run for run in runs if run["async_level"] == level]
+    return {name: statistics.median(run[name] for run in chosen) for name in chosen[0] if name != "async_level"}
+
+
+if __name__ == "__main__":
+    main()
