@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="fetch the model, measure the dtype; prints both as JSON")
     _takes_config(prepare)
+    prepare.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     prepare.set_defaults(command=_prepare)
 
     sft = commands.add_parser("sft", help="train bundled:tiny by supervised warm-up")
@@ -115,8 +116,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    from shoal import process
     from shoal.prepare import prepare
 
+    process.follow(arguments.parent)
     sys.stdout.write(json.dumps(prepare(_config(arguments))) + "\n")
     return DONE
 

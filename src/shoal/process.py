@@ -26,11 +26,16 @@ def begin(name: str, *, threads: int, parent: int) -> threading.Event:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    if parent:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True, name="parent").start()
+    follow(parent)
     if threads:
         _share_cores(threads)
     return stop
+
+
+def follow(parent: int) -> None:
+    """End when `parent` does; 0: nobody to follow."""
+    if parent:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True, name="parent").start()
 
 
 def _share_cores(threads: int) -> None:

@@ -129,7 +129,7 @@ class Swarm:
         path = self.out / "config.toml"
         path.write_text(config_module.dumps(self.config))
         self.console.print(f"[dim]preparing {self.config.model.name} (the first time takes a minute)[/dim]")
-        argv = [sys.executable, "-m", "shoal", "prepare", str(path)]
+        argv = [sys.executable, "-m", "shoal", "prepare", str(path), "--parent", str(os.getpid())]
         with (self.out / "logs" / "prepare.log").open("wb") as log:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, check=False)
         if done.returncode != 0:
