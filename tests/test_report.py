@@ -183,7 +183,7 @@ def test_the_table_at_the_end_tells_the_run_in_short(tmp_path: Path, width: int)
         "liar 1, worker-0 40 (41 in all)",
         "liar 2 (2 in all): proof 2",
         "learner 1 (1 in all)",
-        "3.0 GiB",
+        "2.5 GiB",
         "runs/sums/: summary.json, reward.png",
     ):
         assert words in text

@@ -70,7 +70,8 @@ def children(swarm: int) -> dict[str, int]:
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "--parent" in words and words[words.index("--parent") + 1] == str(swarm):
+        follows = "--parent" in words and words[words.index("--parent") + 1] == str(swarm)
+        if follows and "--dir" in words:
             found[Path(words[words.index("--dir") + 1]).name] = process.pid
     return found
 
