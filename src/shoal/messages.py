@@ -206,7 +206,6 @@ class StepReport(Message):
     step: int = Field(ge=0)
     metrics: dict[str, float]
     trained: list[str]  # submission ids
-    started: bool = False  # True: this learner process has just (re)started and stands before `step`
 
 
 class Evaluation(Message):
