@@ -11,7 +11,7 @@ from shoal.learner.batch import BatchError, Group, fetch, micro_batches
 from shoal.messages import Batch, BatchGroup
 from shoal.model.tree import forward_hidden
 from shoal.pool.identity import Identity
-from shoal.store.rollouts import AcceptedRollout, Header, RolloutFileError, write_accepted
+from shoal.store.rollouts import SCHEMA_VERSION, AcceptedRollout, Header, RolloutFileError, write_accepted
 
 VALIDATOR, STRANGER = Identity.generate(), Identity.generate()
 G = 2
@@ -41,7 +41,7 @@ def accepted(
     *, version: int = 4, run: str = "run", rows: list[AcceptedRollout] | None = None, by: Identity = VALIDATOR
 ) -> bytes:
     header = Header(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         run=run,
         step=4,
         policy_version=version,

@@ -9,7 +9,7 @@ import torch
 
 from shoal.config import LearnerSection, LossSection
 from shoal.learner.batch import Group, MicroBatch, micro_batches
-from shoal.learner.policy import DivergedError, Policy
+from shoal.learner.policy import DivergedError, Policy, round_to_bf16_
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,9 @@ def batches(row_tokens: int = 64, rows: int = 4) -> Iterator[MicroBatch]:
 
 
 def weights(of: Policy) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in of.model.named_parameters()}
+    """The fp32 masters."""
+    with of.masters():
+        return {name: parameter.detach().clone() for name, parameter in of.model.named_parameters()}
 
 
 def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
@@ -169,3 +171,29 @@ def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
         at_100, _ = hot.logprobs(micro.pack, with_entropy=False)
         at_1, _ = warm.logprobs(micro.pack, with_entropy=False)
     assert at_100.std() < at_1.std() / 50  # nearly uniform
+
+
+def test_rounding_is_to_the_nearest_bfloat16_and_is_undone_exactly() -> None:
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1_000_000,), generator=draw).to(torch.int32)
+    weight = bits.view(torch.float32)
+    weight = torch.cat([weight[weight.abs() < 1e38], torch.tensor([0.0, -0.0, 1.0, 1 + 2**-8, -1 - 2**-8, 1 + 2**-9])])
+    rounded = weight.clone()
+    remainder = round_to_bf16_(rounded)
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+    assert bool(((rounded - weight).abs() <= (weight.bfloat16().float() - weight).abs()).all())
+    rounded.view(torch.int32).add_(remainder)
+    assert torch.equal(rounded.view(torch.int32), weight.view(torch.int32))
+
+
+def test_small_updates_add_up_though_no_single_one_moves_what_is_published(tiny_folder: Path) -> None:
+    trained = policy(tiny_folder, lr=1e-6)
+    name, moved = "model.layers.0.mlp.up_proj.weight", []
+    published = dict(trained.model.named_parameters())[name].detach()
+    published.copy_(0.5 * published.sign())  # bf16 steps of 0.002 and more from here: Adam's of 1e-6 vanish in them
+    start = published.clone()
+    for _ in range(3):
+        trained.update(batches(), N_TOKENS)
+        assert torch.equal(published, start)
+        moved.append(float((weights(trained)[name] - start).abs().max()))
+    assert moved[0] > 5e-7 and moved[2] > 1.5 * moved[0]

@@ -28,13 +28,14 @@ def save(policy: Policy, step: int, folder: Path, *, keep: int = 2) -> None:
     temporary = folder / f".step-{step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for part in PARTS if policy.updates else PARTS[:1]:
-        tensors = {
-            name: parameter.detach() if part == "model" else policy.optimizer.state[parameter][part]
-            for name, parameter in _parameters(policy)
-        }
-        save_file(tensors, temporary / f"{part}.safetensors")
-        _fsync(temporary / f"{part}.safetensors")
+    with policy.masters():
+        for part in PARTS if policy.updates else PARTS[:1]:
+            tensors = {
+                name: parameter.detach() if part == "model" else policy.optimizer.state[parameter][part]
+                for name, parameter in _parameters(policy)
+            }
+            save_file(tensors, temporary / f"{part}.safetensors")
+            _fsync(temporary / f"{part}.safetensors")
     (temporary / COUNTERS).write_text(json.dumps({"step": step, "updates": policy.updates}))
     _fsync(temporary / COUNTERS)
     _fsync(temporary)
@@ -52,7 +53,8 @@ def restore(policy: Policy, folder: Path) -> int:
     newest = complete[-1]
     counters = json.loads((newest / COUNTERS).read_text())
     for part in PARTS if counters["updates"] else PARTS[:1]:
-        with safe_open(newest / f"{part}.safetensors", framework="pt", device=policy.device) as file, torch.no_grad():
+        path = newest / f"{part}.safetensors"
+        with safe_open(path, framework="pt", device=policy.device) as file, policy.masters():
             for name, parameter in _parameters(policy):
                 if part == "model":
                     parameter.copy_(file.get_tensor(name))

@@ -1,10 +1,14 @@
-"""The policy being trained: a model in fp32, its optimizer and learning rate, and one update.
+"""The policy being trained: a model, its optimizer and learning rate, and one update.
 
-Invariant: master weights and optimizer state are fp32; the forward computes in the dtype measured for this machine.
+Master weights and optimizer state are fp32. Between updates the model holds the masters rounded to bf16, which is what is
+published, and `remainders` holds what rounding took off. So gradients are taken at exactly the weights that workers
+sample with, in whatever dtype this machine computes: at RL learning rates an update is smaller than a bf16 step, and a
+learner that looked at its masters would see a policy that nobody samples from.
 Called by the learner's loop and by supervised warm-up (`sft`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ class Policy:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
+        self.remainders = [torch.zeros_like(p, dtype=torch.int16) for p in self.model.parameters()]
         self.updates = 0  # optimizer steps so far
 
     def update(self, micro_batches: Iterable[MicroBatch], n_tokens: int) -> dict[str, float]:
@@ -64,10 +69,23 @@ class Policy:
         lr = self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with self.masters():
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)  # now, so that no gradients lie in memory while waiting
         self.updates += 1
         return {"loss": total, "optim/grad_norm": norm, "optim/lr": lr}
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """The model's parameters are the fp32 masters in here, and are rounded again after."""
+        with torch.no_grad():
+            for parameter, remainder in zip(self.model.parameters(), self.remainders, strict=True):
+                parameter.view(torch.int32).add_(remainder)
+            try:
+                yield
+            finally:
+                for parameter, remainder in zip(self.model.parameters(), self.remainders, strict=True):
+                    remainder.copy_(round_to_bf16_(parameter))
 
     def logprobs(self, packed: Pack, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """The policy's logprobs of the pack's completion tokens, with gradient, and their entropies where asked for."""
@@ -108,3 +126,15 @@ class Policy:
             "policy/entropy": terms.entropy,
             "policy/kl": terms.kl,
         }
+
+
+def round_to_bf16_(weight: Tensor) -> Tensor:
+    """Round float32 to the nearest bfloat16 in place, halves away from zero. Returns what it took off, as int16.
+
+    It is counted in the last places of float32: adding it to the bits gives the old values back, exactly.
+    """
+    bits = weight.view(torch.int32)
+    rounded = bits.add(1 << 15).bitwise_and_(-1 << 16)
+    remainder = (bits - rounded).to(torch.int16)
+    bits.copy_(rounded)
+    return remainder
