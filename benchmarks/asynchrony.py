@@ -3,7 +3,7 @@
     python benchmarks/asynchrony.py [--pairs 3] [--config tiny]
 
 Writes benchmarks/results/asynchrony.json. Time counts from the first trained step to the last, so that loading does not.
-At level 0 nothing overlaps, so `shoal run` gives each phase all cores (swarm.share_threads): the peer is not held back.
+At level 0 nothing overlaps, so `shoal run` gives each phase all cores (cores.share_threads): the peer is not held back.
 """
 
 import argparse

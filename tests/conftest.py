@@ -3,6 +3,7 @@
 The session-scoped models are shared by many tests: none may change their weights.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def tiny_llama(seed: int, **changed: Any) -> LlamaForCausalLM:
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(config | changed))).eval()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, and far slower where others want the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ def explained(error: Exception) -> bool:
 
 EXPLAINED = {
     "BatchError",
+    "ChildError",
     "ConfigError",
     "DivergedError",
     "FetchError",

@@ -1,7 +1,7 @@
 """What every process of a run does around its own loop: threads, logging, signals, and ending with its parent.
 
-Called by `cli` for each role. Invariant: a process started with `parent` set ends by itself when that process is gone,
-so that `shoal run` killed -9 leaves nothing behind.
+Called by `cli` for each role, and by `swarm` for its own signals. Invariant: a process started with `parent` set ends by
+itself when that process is gone, so that `shoal run` killed -9 leaves nothing behind.
 """
 
 import logging
@@ -9,9 +9,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 PARENT_POLL_S = 0.5
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
 
 
 def begin(name: str, *, threads: int, parent: int) -> threading.Event:
@@ -36,6 +42,23 @@ def follow(parent: int) -> None:
     """End when `parent` does; 0: nobody to follow."""
     if parent:
         threading.Thread(target=_end_with, args=(parent,), daemon=True, name="parent").start()
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Within this, the first SIGINT or SIGTERM raises Interrupted in the main thread, and further ones are ignored."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not break the clean-up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Interrupted
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _share_cores(threads: int) -> None:

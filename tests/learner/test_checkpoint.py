@@ -1,31 +1,23 @@
 """A learner that was killed goes on as if it had not been: bit for bit on the CPU (promise 2)."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.config import LearnerSection, LossSection
 from shoal.learner import checkpoint
 from shoal.learner.batch import Group, micro_batches
 from shoal.learner.policy import Policy
 
+from .support import make_policy
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are too small for more, and where cores are busy threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fresh(folder: Path) -> Policy:
-    section = LearnerSection(lr=1e-3, warmup_steps=3, grad_clip=1.0, weight_decay=0.01, loss=LossSection(beta=0.01))
-    return Policy(folder, section, "float32", "cpu", 1.0)
+    return make_policy(folder, warmup_steps=3, weight_decay=0.01, loss={"beta": 0.01, "entropy": 1e-4})
 
 
 def train(policy: Policy, *steps: int) -> list[dict[str, float]]:

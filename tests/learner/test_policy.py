@@ -2,29 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from shoal.config import LearnerSection, LossSection
 from shoal.learner.batch import Group, MicroBatch, micro_batches
 from shoal.learner.policy import DivergedError, Policy, round_to_bf16_
 
+from .support import make_policy
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are too small for more, and where cores are busy threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def policy(folder: Path, *, loss: dict[str, Any] | None = None, temperature: float = 1.0, **changed: Any) -> Policy:
-    settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
-    section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
-    return Policy(folder, section, "float32", "cpu", temperature)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def groups() -> list[Group]:
@@ -51,7 +38,7 @@ def weights(of: Policy) -> dict[str, torch.Tensor]:
 
 
 def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
-    trained = policy(tiny_folder)
+    trained = make_policy(tiny_folder)
     before = weights(trained)
     told = trained.update(batches(), N_TOKENS)
     assert all(not torch.equal(before[name], now) for name, now in weights(trained).items())
@@ -61,21 +48,21 @@ def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
 
 
 def test_updates_make_good_completions_likelier(tiny_folder: Path) -> None:
-    trained = policy(tiny_folder)
+    trained = make_policy(tiny_folder)
     losses = [trained.update(batches(), N_TOKENS)["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize(("warmup", "rates"), [(4, [0.25, 0.5, 0.75, 1.0, 1.0]), (1, [1.0, 1.0]), (0, [1.0, 1.0])])
 def test_the_learning_rate_warms_up_in_steps_and_stays(tiny_folder: Path, warmup: int, rates: list[float]) -> None:
-    trained = policy(tiny_folder, warmup_steps=warmup)
+    trained = make_policy(tiny_folder, warmup_steps=warmup)
     told = [trained.update(batches(), N_TOKENS)["optim/lr"] for _ in rates]
     assert told == pytest.approx([1e-3 * rate for rate in rates])
     assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(told[-1])
 
 
 def test_the_gradient_is_clipped_and_its_norm_told_before(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = policy(tiny_folder, grad_clip=0.1)
+    trained = make_policy(tiny_folder, grad_clip=0.1)
     seen = []
     step = trained.optimizer.step
 
@@ -92,7 +79,7 @@ def test_the_gradient_is_clipped_and_its_norm_told_before(tiny_folder: Path, mon
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_diverged_update_leaves_weights_and_state_untouched(tiny_folder: Path, bad: float) -> None:
-    trained = policy(tiny_folder)
+    trained = make_policy(tiny_folder)
     trained.update(batches(), N_TOKENS)
     before, moments = weights(trained), [s["exp_avg"].clone() for s in trained.optimizer.state.values()]
     first, *rest = batches(rows=1, row_tokens=20)
@@ -105,7 +92,7 @@ def test_a_diverged_update_leaves_weights_and_state_untouched(tiny_folder: Path,
 
 
 def test_an_update_after_a_diverged_one_is_as_if_that_had_not_been(tiny_folder: Path) -> None:
-    once, twice = policy(tiny_folder), policy(tiny_folder)
+    once, twice = make_policy(tiny_folder), make_policy(tiny_folder)
     once.update(batches(), N_TOKENS)
     (micro,) = batches(row_tokens=512)
     with pytest.raises(DivergedError):
@@ -117,7 +104,7 @@ def test_an_update_after_a_diverged_one_is_as_if_that_had_not_been(tiny_folder: 
 @pytest.mark.parametrize(("row_tokens", "rows"), [(20, 1), (20, 2), (8, 1)])
 def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row_tokens: int, rows: int) -> None:
     loss = {"beta": 0.01, "entropy": 0.01}
-    whole, pieces = policy(tiny_folder, loss=loss), policy(tiny_folder, loss=loss)
+    whole, pieces = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
     assert len(list(batches(512))) == 1 and len(list(batches(row_tokens, rows))) > 1
     grads = []
     for trained, micro in ((whole, batches(512)), (pieces, batches(row_tokens, rows))):
@@ -130,13 +117,13 @@ def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row
 
 
 def test_what_is_told_is_summed_over_pieces(tiny_folder: Path) -> None:
-    whole, pieces = policy(tiny_folder), policy(tiny_folder)
+    whole, pieces = make_policy(tiny_folder), make_policy(tiny_folder)
     a, b = whole.update(batches(512), N_TOKENS), pieces.update(batches(20, 1), N_TOKENS)
     assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
 
 
 def test_beta_holds_the_policy_to_its_reference_with_gradient(tiny_folder: Path) -> None:
-    held = policy(tiny_folder, loss={"beta": 0.5})
+    held = make_policy(tiny_folder, loss={"beta": 0.5})
     first = held.update(batches(), N_TOKENS)
     assert first["policy/kl"] == pytest.approx(0.0, abs=1e-5)  # it is the reference still
     assert held.update(batches(), N_TOKENS)["policy/kl"] > 0
@@ -151,21 +138,21 @@ def test_beta_holds_the_policy_to_its_reference_with_gradient(tiny_folder: Path)
 
 
 def test_without_beta_there_is_no_reference(tiny_folder: Path) -> None:
-    free = policy(tiny_folder)
+    free = make_policy(tiny_folder)
     assert free.reference is None
     flat = [MicroBatch(m.pack, m.behaviour_N, torch.zeros_like(m.advantage_N)) for m in batches()]
     assert free.update(flat, N_TOKENS)["optim/grad_norm"] == 0
 
 
 def test_the_entropy_bonus_has_a_gradient(tiny_folder: Path) -> None:
-    curious = policy(tiny_folder, loss={"entropy": 0.1})
+    curious = make_policy(tiny_folder, loss={"entropy": 0.1})
     flat = [MicroBatch(m.pack, m.behaviour_N, torch.zeros_like(m.advantage_N)) for m in batches()]
     told = [curious.update(flat, N_TOKENS) for _ in range(3)]
     assert told[2]["policy/entropy"] > told[0]["policy/entropy"]
 
 
 def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
-    warm, hot = policy(tiny_folder), policy(tiny_folder, temperature=100.0)
+    warm, hot = make_policy(tiny_folder), make_policy(tiny_folder, temperature=100.0)
     (micro,) = batches(512)
     with torch.no_grad():
         at_100, _ = hot.logprobs(micro.pack, with_entropy=False)
@@ -187,7 +174,7 @@ def test_rounding_is_to_the_nearest_bfloat16_and_is_undone_exactly() -> None:
 
 
 def test_small_updates_add_up_though_no_single_one_moves_what_is_published(tiny_folder: Path) -> None:
-    trained = policy(tiny_folder, lr=1e-6)
+    trained = make_policy(tiny_folder, lr=1e-6)
     name, moved = "model.layers.0.mlp.up_proj.weight", []
     published = dict(trained.model.named_parameters())[name].detach()
     published.copy_(0.5 * published.sign())  # bf16 steps of 0.002 and more from here: Adam's of 1e-6 vanish in them

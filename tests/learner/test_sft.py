@@ -1,35 +1,23 @@
 """The supervised warm-up: it learns, on the answers only, and never sees a sum that is held out."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from shoal import tasks
-from shoal.config import LearnerSection, LossSection, TaskSection, load
+from shoal.config import TaskSection, load
 from shoal.learner.policy import Policy
 from shoal.learner.sft import TINY_TASKS, _example, _tiny_tokenizer, train
 from shoal.model.tree import pack
 from shoal.tasks.prompt import prompt_tokens
 
+from .support import make_policy
+
 TINY_CONFIG = Path(__file__).parent.parent.parent / "configs" / "tiny.toml"
 SUMS = TaskSection(operand_max=9, heldout=20, prompt="{question}=")
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are too small for more, and where cores are busy threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def policy(folder: Path) -> Policy:
-    section = LearnerSection(lr=1e-3, warmup_steps=0, grad_clip=1.0, loss=LossSection(beta=0.0))
-    return Policy(folder, section, "float32", "cpu", 1.0)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def heldout_loss(of: Policy) -> float:
@@ -40,7 +28,7 @@ def heldout_loss(of: Policy) -> float:
 
 
 def test_a_few_steps_lower_the_loss_on_sums_it_has_not_seen(tiny_folder: Path) -> None:
-    trained = policy(tiny_folder)
+    trained = make_policy(tiny_folder)
     before = heldout_loss(trained)
     train(trained, SUMS, batch=16, until_loss=0.0, max_steps=8)
     assert trained.updates == 8
@@ -48,7 +36,7 @@ def test_a_few_steps_lower_the_loss_on_sums_it_has_not_seen(tiny_folder: Path) -
 
 
 def test_it_ends_as_soon_as_the_loss_is_low_enough(tiny_folder: Path) -> None:
-    trained = policy(tiny_folder)
+    trained = make_policy(tiny_folder)
     train(trained, SUMS, batch=4, until_loss=1e9, max_steps=8)
     assert trained.updates == 1
 

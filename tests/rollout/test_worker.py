@@ -1,57 +1,41 @@
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from shoal import toploc
-from shoal.config import Config, parse
+from shoal.config import Config
 from shoal.messages import Assignment, HeartbeatAnswer, Stored
 from shoal.node import RefusedError
-from shoal.pool.identity import Identity
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.rollout.worker import Worker, follow
 from shoal.store.rollouts import RolloutFile, read_submission
 from shoal.tasks.prompt import completion_text
 
-ALICE = Identity.generate()
-CONFIG = parse(
-    {
-        "tasks": {"heldout": 16, "prompt": "{question}=", "length_targets": [4, 6]},
-        "sampling": {"max_tokens": 6, "group_size": 3},
-        "workers": {"groups_per_submission": 2},
-        "evaluator": {"n": 16, "n_between": 16},
-    }
-)
+from ..workers import ALICE, RUN, FakeNode, assignment, config, make_worker
+
+CONFIG = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6, "group_size": 3})
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+class ScriptedNode(FakeNode):
+    """Answers heartbeats from a list; keeps what the worker says it does too."""
 
-
-@dataclass
-class ScriptedNode:
-    """Answers heartbeats from a list, keeps uploads and what the worker says it does."""
-
-    answers: list[HeartbeatAnswer]
-    before_answer: Callable[[int], None] = lambda beat: None
-    refusals: dict[str, RefusedError] = field(default_factory=dict)
-    identity: Identity = ALICE
-    invite: Any = field(default_factory=lambda: SimpleNamespace(run="run-0"))
-    policy_version: int | None = None
     answer: HeartbeatAnswer | None = None
-    tokens: int = 0
-    said: list[str] = field(default_factory=list)
-    asked_with: list[int | None] = field(default_factory=list)
-    uploads: dict[str, bytes] = field(default_factory=dict)
+
+    def __init__(
+        self, answers: list[HeartbeatAnswer], before_answer: Callable[[int], None] = lambda beat: None
+    ) -> None:
+        super().__init__()
+        self.answers = answers
+        self.before_answer = before_answer
+        self.refusals: dict[str, RefusedError] = {}
+        self.said: list[str] = []
+        self.asked_with: list[int | None] = []
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
         self.said.append(("waiting for " if waiting else "") + what)
@@ -65,7 +49,7 @@ class ScriptedNode:
     def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
         if path in self.refusals:
             raise self.refusals[path]
-        self.uploads[path] = data
+        super().put(path, data, answer)
 
 
 @dataclass
@@ -81,18 +65,7 @@ class FakeFollower:
 
 
 def task(number: int, version: int = 0) -> Assignment:
-    id = f"{ALICE.public[:16]}-{number:06d}"
-    return Assignment(
-        id=id,
-        number=number,
-        step=number,
-        policy_version=version,
-        policy_digest="d" * 64,
-        groups=2,
-        deadline_s=0.0,
-        upload_path=f"/v1/submissions/{id}",
-        max_bytes=1 << 20,
-    )
+    return assignment(number, step=number, version=version)
 
 
 def running(assignment: Assignment | None = None, waiting_for: str = "") -> HeartbeatAnswer:
@@ -135,12 +108,11 @@ def test_a_submission_is_what_was_asked_for(tiny_folder: Path) -> None:
     work(node, follower)
     file = read(node.uploads[task(5).upload_path])
     header = file.header
-    assert (header.run, header.step, header.submission, header.policy_version) == ("run-0", 5, 5, 3)
+    assert (header.run, header.step, header.submission, header.policy_version) == (RUN, 5, 5, 3)
     assert header.signer == header.worker == ALICE.public
     assert [row.group for row in file.rows] == [0, 0, 0, 1, 1, 1]
     assert len({row.seed for row in file.rows}) == 6
-    worker = Worker(node, CONFIG, TorchEngine("float32"))  # type: ignore[arg-type]
-    worker.take_weights((tiny_folder, SimpleNamespace(version=9)))  # type: ignore[arg-type]
+    worker = make_worker(tiny_folder, CONFIG, version=9)
     for row in file.rows:
         chosen = next(task for task in worker.tasks.train if task.id == row.task)
         grade = worker.tasks.grade(chosen, completion_text(worker.tokenizer, row.tokens))
@@ -162,8 +134,7 @@ def test_the_same_task_twice_is_the_same_file(tiny_folder: Path) -> None:
 
 
 def test_proofs_are_of_the_tokens_states(tiny_folder: Path) -> None:
-    worker = Worker(ScriptedNode([]), CONFIG, TorchEngine("float32"))  # type: ignore[arg-type]
-    worker.take_weights((tiny_folder, SimpleNamespace(version=0)))  # type: ignore[arg-type]
+    worker = make_worker(tiny_folder, CONFIG)
     plans = worker.plan(task(0))
     rows = worker.generate(task(0))
     groups = worker.engine.generate(
@@ -238,4 +209,4 @@ def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path
     assert follower.wanted() is None
     node.answer = HeartbeatAnswer(state="running", newest_version=4, relays=["http://r:1"])
     assert follower.wanted() == 4
-    assert follower.client().urls == ["http://r:1"] and follower.client().run == "run-0"
+    assert follower.client().urls == ["http://r:1"] and follower.client().run == RUN

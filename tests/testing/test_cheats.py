@@ -1,6 +1,5 @@
 """Each kind of liar differs from the honest worker in exactly what it says."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from shoal.config import Cheat, parse
-from shoal.messages import Assignment
-from shoal.pool.identity import Identity
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.config import Cheat
 from shoal.rollout.worker import Worker
 from shoal.store.rollouts import Rollout, read_submission
 from shoal.testing.cheats import (
@@ -26,62 +22,19 @@ from shoal.testing.cheats import (
     round_to_4_bits_,
 )
 
-ALICE = Identity.generate()
-CONFIG = parse(
-    {
-        "tasks": {"heldout": 16, "prompt": "{question}="},
-        "sampling": {"max_tokens": 12, "group_size": 4},
-        "workers": {"groups_per_submission": 2},
-        "evaluator": {"n": 16, "n_between": 16},
-    }
-)
+from ..workers import assignment, config, make_worker
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class FakeNode:
-    def __init__(self) -> None:
-        self.identity, self.invite = ALICE, SimpleNamespace(run="run-0")
-        self.policy_version: int | None = None
-        self.tokens = 0
-        self.uploads: list[tuple[str, bytes]] = []
-
-    def doing(self, what: str, *, waiting: bool = False) -> None: ...
-
-    def put(self, path: str, data: bytes, answer: Any) -> None:
-        self.uploads.append((path, data))
-
-
-def task(number: int = 0) -> Assignment:
-    id = f"{ALICE.public[:16]}-{number:06d}"
-    return Assignment(
-        id=id,
-        number=number,
-        step=0,
-        policy_version=0,
-        policy_digest="d" * 64,
-        groups=2,
-        deadline_s=0.0,
-        upload_path=f"/v1/submissions/{id}",
-        max_bytes=1 << 20,
-    )
+CONFIG = config(sampling={"max_tokens": 12, "group_size": 4})
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def worker(kind: type[Worker], folder: Path, version: int = 0) -> Any:
-    made = kind(FakeNode(), CONFIG, TorchEngine("float32"))  # type: ignore[arg-type]
-    made.take_weights((folder, SimpleNamespace(version=version)))  # type: ignore[arg-type]
-    return made
+    return make_worker(folder, CONFIG, kind, version=version)
 
 
 @pytest.fixture
 def honest(tiny_folder: Path) -> list[Rollout]:
-    return worker(Worker, tiny_folder).generate(task())  # type: ignore[no-any-return]
+    return worker(Worker, tiny_folder).generate(assignment())  # type: ignore[no-any-return]
 
 
 def names(rows: list[Rollout]) -> list[tuple[int, str, int, int]]:
@@ -93,7 +46,7 @@ def test_every_kind_of_the_config_has_a_worker() -> None:
 
 
 def test_forged_reward_changes_rewards_alone(tiny_folder: Path, honest: list[Rollout]) -> None:
-    lied = worker(ForgedReward, tiny_folder).generate(task())
+    lied = worker(ForgedReward, tiny_folder).generate(assignment())
     assert [row.reward for row in lied] == [1.0] * 8 != [row.reward for row in honest]
     assert [replace(row, reward=0.0) for row in lied] == [replace(row, reward=0.0) for row in honest]
 
@@ -103,7 +56,7 @@ def test_wrong_temperature_names_the_right_tasks_and_draws_other_tokens(
 ) -> None:
     liar = worker(WrongTemperature, tiny_folder)
     stated = liar.sampling
-    lied = liar.generate(task())
+    lied = liar.generate(assignment())
     assert names(lied) == names(honest)
     assert [row.tokens for row in lied] != [row.tokens for row in honest]
     assert liar.sampling == stated, "the second submission is not at a quarter"
@@ -113,7 +66,7 @@ def test_quantized_weights_round_every_linear_layer_of_each_version(
     tiny_folders: tuple[Path, Path], honest: list[Rollout]
 ) -> None:
     liar, true = worker(QuantizedWeights, tiny_folders[0]), worker(Worker, tiny_folders[0])
-    assert names(liar.generate(task())) == names(honest)
+    assert names(liar.generate(assignment())) == names(honest)
     for version, folder in enumerate(tiny_folders):
         for one in (liar, true):
             one.take_weights((folder, SimpleNamespace(version=version)))
@@ -139,15 +92,15 @@ def test_older_weights_ask_for_no_task_until_they_are_far_enough_behind(tiny_fol
         said.append(liar.node.policy_version)
     assert said == [None] * (VERSIONS_BEHIND + 1) + [7, 8]
     first = worker(Worker, tiny_folders[0])
-    assert liar.generate(task()) == first.generate(task()), "it still has the weights that it loaded first"
+    assert liar.generate(assignment()) == first.generate(assignment()), "it still has the weights that it loaded first"
 
 
 def test_a_replayed_submission_is_the_first_file_for_every_later_task(tiny_folder: Path, honest: list[Rollout]) -> None:
     liar = worker(ReplayedSubmission, tiny_folder)
     for number in (0, 0, 1, 2):
-        liar.hand_in(task(number), liar.generate(task(number)))
-    (path_1, file_1), (path_2, file_2) = liar.node.uploads
-    assert (path_1, path_2) == (task(1).upload_path, task(2).upload_path), "its own task gets nothing"
+        liar.hand_in(assignment(number), liar.generate(assignment(number)))
+    (path_1, file_1), (path_2, file_2) = liar.node.uploads.items()
+    assert (path_1, path_2) == (assignment(1).upload_path, assignment(2).upload_path), "its own task gets nothing"
     assert file_1 == file_2
     file = read_submission(file_1, max_rows=8, max_tokens=12)
     assert file.header.submission == 0 and names(file.rows) == names(honest)

@@ -1,13 +1,20 @@
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
+
+from shoal.rollout.worker import Worker
+from shoal.store.rollouts import Rollout
+
+from .support import ASKED, SETTINGS, make_worker
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A model this small is slower on several threads, and far slower where others want the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def worker(one_thread: None, tiny_folder: Path) -> Worker:
+    """An honest one."""
+    return make_worker(tiny_folder, SETTINGS)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def honest(worker: Worker) -> list[Rollout]:
+    """What it generated for the task it was given."""
+    return worker.generate(ASKED)

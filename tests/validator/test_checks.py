@@ -25,14 +25,13 @@ from shoal.testing.cheats import QuantizedWeights, WrongTemperature, round_to_4_
 from shoal.validator.checks import CHECKS, Case, compute, examine
 from shoal.validator.service import Validator
 
+from ..workers import ALICE, BOB, GROUPS, RUN
 from .support import (
-    ALICE,
-    BOB,
+    ASKED,
     EOS,
     GROUP_SIZE,
-    GROUPS,
     MAX_TOKENS,
-    RUN,
+    SETTINGS,
     Edited,
     assignment,
     config,
@@ -42,23 +41,12 @@ from .support import (
     signed,
 )
 
-SETTINGS = config()
-ASKED = assignment()
-
-
-@pytest.fixture(scope="module")
-def worker(tiny_folder: Path) -> Worker:
-    return make_worker(tiny_folder, SETTINGS)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def validator(tiny_folder: Path) -> Validator:
     return make_validator(tiny_folder, SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def honest(worker: Worker) -> list[Rollout]:
-    return worker.generate(ASKED)
 
 
 @pytest.fixture

@@ -15,33 +15,20 @@ from shoal.rollout.worker import Worker
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.service import Validator
 
+from ..workers import ALICE, GROUPS, RUN, VALIDATOR
 from .support import (
-    ALICE,
+    ASKED,
     GROUP_SIZE,
-    GROUPS,
     MAX_TOKENS,
-    RUN,
-    VALIDATOR,
-    FakeNode,
-    assignment,
+    SETTINGS,
+    ValidatorsNode,
     config,
     make_validator,
     make_worker,
     signed,
 )
 
-SETTINGS = config()
-ASKED = assignment()
-
-
-@pytest.fixture(scope="module")
-def worker(tiny_folder: Path) -> Worker:
-    return make_worker(tiny_folder, SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def honest(worker: Worker) -> list[Rollout]:
-    return worker.generate(ASKED)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +39,7 @@ def file(worker: Worker, honest: list[Rollout]) -> bytes:
 @pytest.fixture
 def modelless() -> Iterator[Validator]:
     """A validator that must not load weights: it has none, and nobody to ask for them."""
-    validator = Validator(FakeNode(VALIDATOR), SETTINGS, Path("/nowhere"), "", "float32")  # type: ignore[arg-type]
+    validator = Validator(ValidatorsNode(), SETTINGS, Path("/nowhere"), "", "float32")  # type: ignore[arg-type]
     with validator.quarantine:
         yield validator
 
@@ -185,7 +172,7 @@ def test_a_rejected_file_yields_no_accepted_one(tiny_folder: Path, worker: Worke
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-class ScriptedNode(FakeNode):
+class ScriptedNode(ValidatorsNode):
     """Hands out one claim, then says that the run is over."""
 
     answer: HeartbeatAnswer | None = None
@@ -217,7 +204,7 @@ class ScriptedNode(FakeNode):
 
 def scripted(tiny_folder: Path, upload: bytes, refusal: RefusedError | None = None) -> tuple[Validator, ScriptedNode]:
     validator = make_validator(tiny_folder, SETTINGS)
-    node = ScriptedNode(VALIDATOR, policy_version=2)
+    node = ScriptedNode(policy_version=2)
     node.claims, node.said, node.upload, node.refusal = [claim()], [], upload, refusal
     validator.node = node  # type: ignore[assignment]
     return validator, node
@@ -228,14 +215,14 @@ def test_the_loop_checks_what_it_claims_and_ends_with_the_run(tiny_folder: Path,
     assert validator.run(threading.Event()) == "finished"
     (said,) = node.said
     assert said.reason is None and said.accepted_hash == "7" * 64
-    assert len(node.files) == 1
+    assert len(node.uploads) == 1
     assert node.tokens == sum(group.tokens for group in said.groups)
 
 
 def test_a_rejection_stores_no_file(tiny_folder: Path) -> None:
     validator, node = scripted(tiny_folder, b"nonsense")
     assert validator.run(threading.Event()) == "finished"
-    assert [said.reason for said in node.said] == [Reason.UNREADABLE] and node.files == []
+    assert [said.reason for said in node.said] == [Reason.UNREADABLE] and node.uploads == {}
 
 
 def test_a_claim_that_was_lost_is_let_go(tiny_folder: Path, file: bytes) -> None:

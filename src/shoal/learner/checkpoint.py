@@ -5,7 +5,6 @@ Called by the learner's loop. Left out: sharded and asynchronous checkpoints.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from shoal.durable import fsync
 from shoal.learner.policy import Policy
 from shoal.model.load import tied_names
 
@@ -35,12 +35,12 @@ def save(policy: Policy, step: int, folder: Path, *, keep: int = 2) -> None:
                 for name, parameter in _parameters(policy)
             }
             save_file(tensors, temporary / f"{part}.safetensors")
-            _fsync(temporary / f"{part}.safetensors")
+            fsync(temporary / f"{part}.safetensors")
     (temporary / COUNTERS).write_text(json.dumps({"step": step, "updates": policy.updates}))
-    _fsync(temporary / COUNTERS)
-    _fsync(temporary)
+    fsync(temporary / COUNTERS)
+    fsync(temporary)
     temporary.rename(final)
-    _fsync(folder)
+    fsync(folder)
     for old in _complete(folder)[:-keep]:
         shutil.rmtree(old)
 
@@ -73,11 +73,3 @@ def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _complete(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if (path / COUNTERS).exists())
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

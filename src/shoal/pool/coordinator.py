@@ -1,4 +1,4 @@
-"""The coordinator's HTTP face: a table of routes, each of which checks who asks and calls one method of the pool's state.
+"""The coordinator's HTTP face: a table of routes, each of which checks who asks and calls the pool for it.
 
 Invariant: nothing but `/healthz`, `/v1/run` and `/v1/status` answers without a fresh signature by a registered key of a
 role that the table names. Called by every node; started by `shoal coordinator`. It also serves the store's folder.
@@ -17,11 +17,12 @@ from pydantic import BaseModel, ValidationError
 
 from shoal import messages
 from shoal.config import Config
+from shoal.pool.database import PoolError
 from shoal.pool.identity import Identity, Signed
 from shoal.pool.invite import InviteError, open_payload
 from shoal.pool.ledger import Ledger
 from shoal.pool.signing import SignatureError, SqliteNonces, split_target, verify_request
-from shoal.pool.state import Pool, PoolError
+from shoal.pool.state import Pool
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
@@ -66,13 +67,13 @@ class Coordinator:
                 web.get("/v1/contents/{digest}", self._signed(self._content, ("validator",))),
                 web.put("/v1/accepted/{id}", self._signed(self._put_accepted, ("validator",))),
                 web.post("/v1/verdicts", self._signed(self._judge, ("validator",))),
-                web.post("/v1/policies", self._signed(self._note(m.Policy, self.pool.publish), ("origin",))),
+                web.post("/v1/policies", self._signed(self._note(m.Policy, self.pool.learning.published), ("origin",))),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ("learner",))),
                 web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ("learner",))),
-                web.post("/v1/steps", self._signed(self._note(m.StepReport, self.pool.trained), ("learner",))),
+                web.post("/v1/steps", self._signed(self._note(m.StepReport, self.pool.learning.trained), ("learner",))),
                 web.post(
                     "/v1/evaluations",
-                    self._signed(self._note(m.Evaluation, self.pool.evaluated), ("evaluator",)),
+                    self._signed(self._note(m.Evaluation, self.pool.learning.evaluated), ("evaluator",)),
                 ),
             ]
         )
@@ -85,7 +86,7 @@ class Coordinator:
 
     async def _run(self, request: web.Request) -> web.Response:
         descriptor = messages.RunDescriptor(
-            protocol=messages.VERSION, run=self.run, config=self.config.model_dump(), keys=self.pool.keys()
+            protocol=messages.VERSION, run=self.run, config=self.config.model_dump(), keys=self.pool.members.keys()
         )
         signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
         return web.json_response(text=signed.model_dump_json())
@@ -98,22 +99,22 @@ class Coordinator:
     async def _register(self, request: Request) -> BaseModel:
         registration = messages.Registration.model_validate_json(request.body)
         payload = open_payload(registration.invite, self.identity.public, self.run)
-        return self.pool.register(request.key, payload, registration.url)
+        return self.pool.members.register(request.key, payload, registration.url)
 
     async def _heartbeat(self, request: Request) -> BaseModel:
-        return self.pool.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
+        return self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
 
     # --- rollout files -----------------------------------------------------------------------------------------------
 
     async def _put_submission(self, request: Request) -> BaseModel:
-        self.pool.may_upload(request.key, request.match["id"])
+        self.pool.submissions.may_upload(request.key, request.match["id"])
         stored = await self._put("submissions", request.body)
-        self.pool.uploaded(request.key, request.match["id"], stored.hash)
+        self.pool.submissions.uploaded(request.key, request.match["id"], stored.hash)
         return stored
 
     async def _put_accepted(self, request: Request) -> BaseModel:
         stored = await self._put("accepted", request.body)
-        self.pool.accepted_stored(request.key, request.match["id"], stored.hash)
+        self.pool.submissions.accepted_stored(request.key, request.match["id"], stored.hash)
         return stored
 
     async def _put(self, kind: str, body: bytes) -> messages.Stored:
@@ -121,29 +122,29 @@ class Coordinator:
         return messages.Stored(size_bytes=len(body), hash=content_hash)
 
     async def _get_submission(self, request: Request) -> bytes:
-        content_hash, _ = self.pool.hashes(request.match["id"])
+        content_hash, _ = self.pool.submissions.hashes(request.match["id"])
         return await asyncio.to_thread(self.store.get, "submissions", content_hash)
 
     async def _get_accepted(self, request: Request) -> bytes:
-        _, content_hash = self.pool.hashes(request.match["id"])
+        _, content_hash = self.pool.submissions.hashes(request.match["id"])
         return await asyncio.to_thread(self.store.get, "accepted", content_hash)
 
     # --- checking and learning ---------------------------------------------------------------------------------------
 
     async def _claim(self, request: Request) -> BaseModel | None:
-        return self.pool.claim(request.key)
+        return self.pool.submissions.claim(request.key)
 
     async def _content(self, request: Request) -> BaseModel:
-        return self.pool.content_owner(request.match["digest"])
+        return self.pool.submissions.content_owner(request.match["digest"])
 
     async def _judge(self, request: Request) -> BaseModel:
-        self.pool.judge(request.key, messages.Verdict.model_validate_json(request.body))
+        self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))
         return messages.Ok()
 
     async def _batch(self, request: Request) -> BaseModel:
         if not request.match["step"].isdecimal():
             raise PoolError(f"{request.match['step']!r} is no step", 400)
-        return self.pool.batch(int(request.match["step"]))
+        return self.pool.batches.of_step(int(request.match["step"]))
 
     def _note(self, model: type[M], note: Callable[[M], None]) -> Handler:
         async def handler(request: Request) -> BaseModel:
@@ -173,7 +174,7 @@ class Coordinator:
                     now_s=time.time(),
                     nonces=self.nonces,
                 )
-                if roles is not None and self.pool.role(key) not in roles:
+                if roles is not None and self.pool.members.role(key) not in roles:
                     raise PoolError(f"only {' or '.join(roles)} may ask for {request.path}", 403)
                 answer = await handler(Request(key, body, dict(request.match_info)))
             except SignatureError as error:

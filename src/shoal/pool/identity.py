@@ -4,7 +4,7 @@ Invariant: a signature serves one purpose. `domain` is mandatory and is signed i
 ledger signature can never be shown as the signature of a manifest. And a key has one spelling: `verify`
 accepts only lowercase hex of a canonical point, or one banned key would have many names.
 
-Called by every process that signs or checks anything. Knows nobody.
+Called by every process that signs or checks anything. Knows nobody but `durable`.
 
 Left out: passphrases (a worker restarts unattended; the file's mode guards it), key rotation (a new key is a
 new node), hardware keys.
@@ -27,6 +27,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from pydantic import BaseModel, ConfigDict
+
+from shoal.durable import fsync
 
 PUBLIC_HEX = re.compile("[0-9a-f]{64}")
 SIGNATURE_HEX = re.compile("[0-9a-f]{128}")
@@ -95,7 +97,7 @@ class Identity:
             path.hardlink_to(temporary)  # a rename would overwrite; a link refuses, atomically
         finally:
             temporary.unlink()
-        _sync_folder(path.parent)
+        fsync(path.parent)
 
     @cached_property
     def public(self) -> str:
@@ -169,11 +171,3 @@ def _matches(pattern: re.Pattern[str], text: object) -> bool:
 
 def _unusable(path: Path, fault: str) -> str:
     return f"the key file {path} {fault}: restore it from a copy, or move it away to start as a new node"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

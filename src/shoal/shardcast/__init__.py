@@ -6,11 +6,11 @@ Usable alone; imports nothing else of Shoal. Paper: INTELLECT-2 (arXiv 2505.0729
 """
 
 from .client import Client, FetchReport
+from .failover import FetchError
 from .manifest import Manifest, ManifestError, SignedManifest, public_key_hex
 from .origin import Origin
 from .relay import Relay, RelayStatus
 from .server import app, serve
-from .sources import FetchError
 
 __all__ = [
     "Client",

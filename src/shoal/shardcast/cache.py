@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .failover import FetchError
 from .manifest import Manifest, ManifestError, SignedManifest
 from .partial import disk_errors
-from .sources import FetchError
 from .store import discard, parse_version, remove_leftovers, version_name
 
 LOOK_AGAIN_S = 0.05

@@ -4,7 +4,7 @@ Invariant: the folder `fetch` returns holds exactly the files the learner publis
 manifest, hash on every shard as it streamed, hash of the whole read back from disk, and only then its name.
 Called by workers and validators, from any thread that runs no event loop; several clients may share one
 cache.
-Left out: deltas, choosing relays by throughput (see sources.py), and waiting for a version that is not
+Left out: deltas, choosing relays by throughput (see failover.py), and waiting for a version that is not
 published yet.
 Paper: INTELLECT-2, SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
@@ -21,12 +21,10 @@ from functools import partial as bind
 from pathlib import Path
 
 from .cache import Cache
-from .manifest import Manifest, ShardEntry, SignedManifest
+from .failover import FetchError, Sources, open_sources
+from .http_source import BadData, NotHeld, Offer, Source, SourceError
+from .manifest import Manifest, ShardEntry
 from .partial import Partial
-from .source import BadData, NotHeld, Source, SourceError, open_session
-from .sources import FetchError, Sources
-
-Offer = tuple[SignedManifest, Manifest]
 
 OFFERS_TRIED = 5  # of one relay's newest versions, until a manifest verifies
 
@@ -150,23 +148,16 @@ class Client:
 
     @asynccontextmanager
     async def _sources(self, tally: _Tally) -> AsyncIterator[Sources]:
-        async with open_session(
-            connect_timeout_s=self.connect_timeout_s, idle_timeout_s=self.idle_timeout_s
-        ) as session:
-            sources = Sources(
-                [
-                    Source(
-                        session,
-                        url,
-                        public_key=self.public_key,
-                        run=self.run,
-                        answer_timeout_s=self.answer_timeout_s,
-                    )
-                    for url in self.urls
-                ],
-                patience_s=self.patience_s,
-                on_failure=tally.note,
-            )
+        async with open_sources(
+            self.urls,
+            public_key=self.public_key,
+            run=self.run,
+            connect_timeout_s=self.connect_timeout_s,
+            idle_timeout_s=self.idle_timeout_s,
+            answer_timeout_s=self.answer_timeout_s,
+            patience_s=self.patience_s,
+            on_failure=tally.note,
+        ) as sources:
             try:
                 yield sources
             finally:

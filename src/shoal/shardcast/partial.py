@@ -26,9 +26,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from .failover import FetchError
 from .manifest import Manifest, ShardEntry, SignedManifest
-from .sources import FetchError
-from .store import CHUNK_BYTES, discard, fsync_folder, version_name, write_all, write_file
+from .store import CHUNK_BYTES, discard, fsync, version_name, write_all, write_file
 
 
 class Partial:
@@ -83,15 +83,15 @@ class Partial:
         final = self.cache / version_name(self.manifest.version)
         with disk_errors(self.folder):
             for path in self.files:
-                _fsync(path)
+                fsync(path)
             folders = {parent for path in self.files for parent in path.parents}
             for folder in folders:
                 if folder.is_relative_to(self.folder):
-                    fsync_folder(folder)
+                    fsync(folder)
             discard(final)
             write_file(final.with_name(final.name + ".manifest.json"), self._signed.to_bytes())
             (self.folder / "files").rename(final)
-            fsync_folder(self.cache)
+            fsync(self.cache)
             shutil.rmtree(self.folder)
         return final
 
@@ -169,11 +169,3 @@ def _allocate(path: Path, size_bytes: int) -> None:
         if size_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)
         file.truncate(size_bytes)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -4,7 +4,7 @@ Invariant: a version is announced only after its manifest was opened with the le
 its name only after its hash matched; so whatever upstream does, this store holds nothing the learner did not
 publish.
 Called by the relay process beside `server.app` over the same store.
-Left out: shards pushed by upstream, choosing the upstream by throughput (see sources.py), and dropping a
+Left out: shards pushed by upstream, choosing the upstream by throughput (see failover.py), and dropping a
 version that is half mirrored when a newer one appears (clients may be in the middle of it).
 Paper: INTELLECT-2, SHARDCAST: relays mirror the origin and serve shards before the version is whole
 (pipelined).
@@ -19,12 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .manifest import Manifest, ManifestError, ShardEntry, SignedManifest
-from .source import BadData, NotHeld, Source, open_session
-from .sources import FetchError, Sources
+from .failover import FetchError, Sources, open_sources
+from .http_source import BadData, NotHeld, Offer, Source
+from .manifest import Manifest, ManifestError, ShardEntry
 from .store import Store, new_file
-
-Offer = tuple[SignedManifest, Manifest]
 
 
 @dataclass
@@ -73,24 +71,17 @@ class Relay:
 
     async def mirror(self) -> None:
         """Runs until cancelled. Nothing upstream does ends it; what went wrong last is in `status`."""
-        async with open_session(
-            connect_timeout_s=self.connect_timeout_s, idle_timeout_s=self.idle_timeout_s
-        ) as session:
-            sources = Sources(
-                [
-                    Source(
-                        session,
-                        url,
-                        public_key=self.public_key,
-                        run=self.run,
-                        answer_timeout_s=self.answer_timeout_s,
-                    )
-                    for url in self.upstream
-                ],
-                strikes=self.strikes,
-                patience_s=self.patience_s,
-                on_failure=self._note,
-            )
+        async with open_sources(
+            self.upstream,
+            public_key=self.public_key,
+            run=self.run,
+            connect_timeout_s=self.connect_timeout_s,
+            idle_timeout_s=self.idle_timeout_s,
+            answer_timeout_s=self.answer_timeout_s,
+            patience_s=self.patience_s,
+            strikes=self.strikes,
+            on_failure=self._note,
+        ) as sources:
             pause_s = self.poll_s
             while True:
                 try:

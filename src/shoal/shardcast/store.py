@@ -154,7 +154,7 @@ class NewFile:
     def commit(self) -> None:
         os.fsync(self._fd)
         self.temporary.rename(self.path)
-        fsync_folder(self.path.parent)
+        fsync(self.path.parent)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -183,7 +183,7 @@ def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
         view, offset_bytes = view[written:], offset_bytes + written
 
 
-def fsync_folder(path: Path) -> None:
+def fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

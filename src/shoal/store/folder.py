@@ -13,6 +13,8 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from shoal.durable import fsync
+
 HASH = re.compile(r"[0-9a-f]{64}")
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -71,12 +73,4 @@ def _write_whole(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)  # what did not fit must not fill the disk
-    _sync_folder(path.parent)  # or a power cut may undo the rename of a file that was already promised
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(path.parent)  # or a power cut may undo the rename of a file that was already promised

@@ -2,7 +2,7 @@
 
 Invariant: what a `Source` returns was checked (manifest signature, shard size and hash); anything else is a
 SourceError that names the URL. Bytes handed to a shard's sink are unchecked until `shard` returns.
-Called by `sources.Sources`, and through it by relay and client.
+Called by `failover.Sources`, and through it by relay and client.
 Left out: redirects (a relay could point a worker into its own network), compression, throughput figures.
 Paper: INTELLECT-2, SHARDCAST: clients download shards from relays and verify them.
 """
@@ -21,6 +21,8 @@ from .store import Listing, shard_name, version_name
 
 MAX_SMALL_BYTES = 32 << 20  # a manifest of 100k shards has 13 MB
 READ_BUFFER_BYTES = 2 << 20
+
+Offer = tuple[SignedManifest, Manifest]
 
 # Takes (offset within the shard, bytes). Called again from offset 0 when a shard is fetched anew.
 Sink = Callable[[int, bytes], None]
@@ -77,7 +79,7 @@ class Source:
         except ValidationError as error:
             raise BadData(self.url, "versions.json is malformed; is this a SHARDCAST server?") from error
 
-    async def manifest(self, version: int) -> tuple[SignedManifest, Manifest]:
+    async def manifest(self, version: int) -> Offer:
         body = await self._small(f"{version_name(version)}/manifest.json")
         try:
             signed = SignedManifest.parse(body)

@@ -4,7 +4,7 @@ Invariant: a shard comes back right or not at all. A source whose last shard fai
 in good standing fail too. One that sends wrong bytes (or has none) is given up for that shard after `strikes`
 tries; one that is silent or refuses rests a little longer each time and is asked again until the deadline,
 since relays restart.
-Called by the relay (its upstreams) and the client (its relays).
+Called by the relay (its upstreams) and the client (its relays), which open their sources here.
 Left out: choosing by measured throughput (that is `_pick` alone), and asking two at once for the last shards.
 Paper: INTELLECT-2, SHARDCAST: clients spread their requests over relays and fail over.
 """
@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from .http_source import BadData, NotHeld, Sink, Source, SourceError, open_session
 from .manifest import ShardEntry
-from .source import BadData, NotHeld, Sink, Source, SourceError
 
 T = TypeVar("T")
 
@@ -150,3 +151,25 @@ class Sources:
             return False
         await asyncio.sleep(ready_s - now_s)
         return True
+
+
+@asynccontextmanager
+async def open_sources(
+    urls: Sequence[str],
+    *,
+    public_key: str,
+    run: str | None,
+    connect_timeout_s: float,
+    idle_timeout_s: float,
+    answer_timeout_s: float,
+    patience_s: float,
+    strikes: int = 3,
+    on_failure: Callable[[SourceError], None],
+) -> AsyncIterator[Sources]:
+    """The servers at these URLs, over one session that ends with the block. `idle_timeout_s` bounds the wait for the
+    next byte, `answer_timeout_s` one list or manifest."""
+    async with open_session(connect_timeout_s=connect_timeout_s, idle_timeout_s=idle_timeout_s) as session:
+        sources = [
+            Source(session, url, public_key=public_key, run=run, answer_timeout_s=answer_timeout_s) for url in urls
+        ]
+        yield Sources(sources, strikes=strikes, patience_s=patience_s, on_failure=on_failure)

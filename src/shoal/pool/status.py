@@ -1,0 +1,54 @@
+"""The whole run at a glance, read from the tables: what `/v1/status` answers, and what the view and the report show.
+
+Invariant: it changes nothing. Called by the coordinator's open route.
+"""
+
+import json
+
+from shoal.config import Config
+from shoal.messages import Evaluation, NodeStatus, Stats, Status
+from shoal.pool.database import Database
+
+
+def read_status(db: Database, config: Config, run: str) -> Status:
+    nodes = _nodes(db)
+    reasons = db.all("SELECT reason, count(*) AS n FROM submissions WHERE reason IS NOT NULL GROUP BY reason")
+    evaluations = db.all("SELECT body FROM evaluations ORDER BY version, final")
+    totals = db.one("SELECT coalesce(sum(tokens), 0) AS tokens, coalesce(sum(stale), 0) AS stale FROM groups")
+    return Status(
+        run=run,
+        state="finished" if db.evaluated_last() else "running",
+        step=db.open_step(),
+        steps=config.run.steps,
+        have=db.waiting(),
+        need=config.coordinator.prompts_per_step,
+        newest_version=db.newest(),
+        started_s=db.one("SELECT started_s FROM run")["started_s"],
+        now_s=db.clock(),
+        nodes=nodes,
+        metrics=[json.loads(row["metrics"]) for row in db.all("SELECT metrics FROM steps ORDER BY step")],
+        evaluations=[Evaluation.model_validate_json(row["body"]) for row in evaluations],
+        reject_reasons={row["reason"]: row["n"] for row in reasons},
+        slashed=[node.name for node in nodes if node.evicted],
+        stale_groups=totals["stale"],
+        tokens_generated=totals["tokens"],
+    )
+
+
+def _nodes(db: Database) -> list[NodeStatus]:
+    counts = db.all("SELECT worker, state, count(*) AS n FROM submissions GROUP BY worker, state")
+    by = {(row["worker"], row["state"]): row["n"] for row in counts}
+    return [
+        NodeStatus(
+            name=node["name"],
+            role=node["role"],
+            url=node["url"],
+            policy_version=node["version"],
+            seen_s=node["seen_s"],
+            evicted=bool(node["evicted"]),
+            accepted=by.get((node["key"], "accepted"), 0),
+            rejected=by.get((node["key"], "rejected"), 0),
+            stats=Stats.model_validate_json(node["stats"]),
+        )
+        for node in db.all("SELECT * FROM nodes ORDER BY role, name")
+    ]

@@ -1,0 +1,74 @@
+"""Workers without coordinator or network, on a tiny random llama: what tests of workers, liars and validators share."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.config import Config, parse
+from shoal.messages import Assignment
+from shoal.model.dtype import DtypeName
+from shoal.pool.identity import Identity
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.worker import Worker
+
+ALICE, BOB, VALIDATOR = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2, 3))
+RUN, GROUPS = "test-0", 2
+
+
+def config(**sections: Any) -> Config:
+    """Sums that a character tokenizer can write, and submissions of two groups; `sections` say the rest."""
+    base: dict[str, Any] = {
+        "tasks": {"heldout": 16, "prompt": "{question}="},
+        "workers": {"groups_per_submission": GROUPS},
+        "evaluator": {"n": 16, "n_between": 16},
+    }
+    return parse({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
+
+
+@dataclass
+class FakeNode:
+    """As much of a `Node` as a worker touches; keeps what was put."""
+
+    identity: Identity = ALICE
+    invite: Any = field(default_factory=lambda: SimpleNamespace(run=RUN))
+    policy_version: int | None = None
+    tokens: int = 0
+    uploads: dict[str, bytes] = field(default_factory=dict)
+
+    def doing(self, what: str, *, waiting: bool = False) -> None: ...
+
+    def put(self, path: str, data: bytes, answer: Any) -> Any:
+        self.uploads[path] = data
+
+
+def assignment(number: int = 0, *, worker: Identity = ALICE, step: int = 0, version: int = 0) -> Assignment:
+    id = f"{worker.public[:16]}-{number:06d}"
+    return Assignment(
+        id=id,
+        number=number,
+        step=step,
+        policy_version=version,
+        policy_digest="d" * 64,
+        groups=GROUPS,
+        deadline_s=0.0,
+        upload_path=f"/v1/submissions/{id}",
+        max_bytes=1 << 20,
+    )
+
+
+def make_worker(
+    folder: Path,
+    settings: Config,
+    kind: type[Worker] = Worker,
+    *,
+    identity: Identity = ALICE,
+    dtype: DtypeName = "float32",
+    version: int = 0,
+) -> Any:
+    """A worker of `kind` that holds the weights in `folder` and says that they are `version`."""
+    worker = kind(FakeNode(identity), settings, TorchEngine(dtype))  # type: ignore[arg-type]
+    worker.take_weights((folder, SimpleNamespace(version=version)))  # type: ignore[arg-type]
+    return worker
