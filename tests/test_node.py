@@ -11,7 +11,7 @@ import pytest
 
 from shoal import node as node_module
 from shoal.config import Config
-from shoal.messages import VERSION, Claim, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
+from shoal.messages import VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
 from shoal.node import Node, NodeError, RefusedError
 from shoal.pool.identity import Identity, Signed
 from shoal.pool.invite import Invite, make_invite, open_payload
@@ -187,7 +187,7 @@ def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path) -> None:
     node = join(coordinator, tmp_path)
     coordinator.answers["/v1/claims"] = httpx.Response(502, text="<html>bad gateway</html>")
     with pytest.raises(RefusedError, match="POST /v1/claims: HTTP 502"):
-        node.ask("/v1/claims", Claim)
+        node.post("/v1/claims", None, Ok)
 
 
 def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
@@ -196,12 +196,6 @@ def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
     coordinator.answers["/v1/steps"] = '{"ok": true, "more": 1}'
     with pytest.raises(NodeError, match="/v1/steps: unexpected answer"):
         node.post("/v1/steps", None, Ok)
-
-
-def test_null_is_nothing(tmp_path: Path) -> None:
-    coordinator = FakeCoordinator()
-    coordinator.answers["/v1/claims"] = "null"
-    assert join(coordinator, tmp_path).ask("/v1/claims", Claim) is None
 
 
 # --- living ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Everybody imports this; it imports nobody.
     new node      POST /v1/register                     Registration -> Registered
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
-    validator     POST /v1/claims                       -> Claim | null
+    validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; none: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
     validator     GET  /v1/contents/{digest}            -> ContentOwner (who handed in these rollouts first)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
@@ -19,6 +19,7 @@ Everybody imports this; it imports nobody.
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
     anyone        GET  /v1/status                       -> Status
+    anyone        GET  /metrics                         -> the pool's figures, in Prometheus' text format
 """
 
 from enum import StrEnum
@@ -142,9 +143,15 @@ class Reason(StrEnum):
     LOGPROBS = "logprobs"
     SAMPLING = "sampling"  # tokens are not what the seeds yield
     TERMINATION = "termination"  # stopped early
+    DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the stated temperature
+    SPECIAL_TOKENS = "special_tokens"  # a token that only templates use, and that its seed does not yield
 
 
 HARD = frozenset(Reason) - {Reason.UNREADABLE, Reason.BOUNDS}
+
+
+class ClaimRequest(Message):
+    most: int = Field(ge=1, le=1024)
 
 
 class Claim(Message):
@@ -153,6 +160,11 @@ class Claim(Message):
     assignment: Assignment
     worker: str = Hex64
     lease_s: float
+    full: bool = True  # False: the cheap checks only, drawn at random by the worker's trust
+
+
+class Claims(Message):
+    claims: list[Claim]
 
 
 class ContentOwner(Message):
@@ -164,7 +176,7 @@ class GroupResult(Message):
 
     reward_mean: float
     useful: bool  # rewards differ, so that advantages are not all zero
-    tokens: int
+    tokens: int = Field(ge=0, le=LARGEST)
 
 
 class Verdict(Message):
@@ -181,9 +193,9 @@ class Verdict(Message):
 
 
 class Policy(Message):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=LARGEST)
     digest: str = Hex64
-    size_bytes: int = Field(ge=0)
+    size_bytes: int = Field(ge=0, le=LARGEST)
 
 
 class BatchGroup(Message):
@@ -203,16 +215,16 @@ class Batch(Message):
 class StepReport(Message):
     """What the learner did in one step."""
 
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=LARGEST)
     metrics: dict[str, float]
     trained: list[str]  # submission ids
 
 
 class Evaluation(Message):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=LARGEST)
     greedy: float | None
     sampled: float | None
-    n: int = Field(ge=1)
+    n: int = Field(ge=1, le=LARGEST)
     final: bool
 
 

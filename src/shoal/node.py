@@ -119,11 +119,6 @@ class Node:
     def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
         return self._parse(answer, self._request("POST", path, message.model_dump_json().encode() if message else b""))
 
-    def ask(self, path: str, answer: type[M]) -> M | None:
-        """POST for something that may not be there (null)."""
-        response = self._request("POST", path)
-        return None if response.content == b"null" else self._parse(answer, response)
-
     def put(self, path: str, data: bytes, answer: type[M]) -> M:
         return self._parse(answer, self._request("PUT", path, data))
 

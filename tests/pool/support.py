@@ -1,5 +1,6 @@
 """The pool without HTTP, what the other processes would say to it, and a clock that tests set."""
 
+import re
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,17 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.config import Config, parse
-from shoal.messages import Assignment, GroupResult, Heartbeat, HeartbeatAnswer, InvitePayload, Policy, Reason, Verdict
+from shoal.messages import (
+    Assignment,
+    Claim,
+    GroupResult,
+    Heartbeat,
+    HeartbeatAnswer,
+    InvitePayload,
+    Policy,
+    Reason,
+    Verdict,
+)
 from shoal.pool.identity import Identity
 from shoal.pool.ledger import Ledger
 from shoal.pool.state import Pool
@@ -54,6 +65,18 @@ class Desk:
         self.pool.submissions.uploaded(key, task.id, "9" * 64)
         return task
 
+    def claim(self, validator: str = VALIDATOR) -> Claim | None:
+        claims = self.claims(validator, 1)
+        return claims[0] if claims else None
+
+    def claims(self, validator: str, most: int) -> list[Claim]:
+        return self.pool.submissions.claim(validator, most).claims
+
+    def draws(self, *numbers: float) -> None:
+        """What the pool draws from now on, instead of random numbers."""
+        drawn = iter(numbers)
+        self.pool.submissions.trust.random = lambda: next(drawn)
+
     def judge(
         self,
         id: str,
@@ -70,7 +93,7 @@ class Desk:
     def accepted(self, key: str = ALICE, version: int = 0, useful: tuple[bool, ...] = (True, True)) -> Assignment:
         """One submission all the way."""
         task = self.upload(key, version)
-        claim = self.pool.submissions.claim(VALIDATOR)
+        claim = self.claim(VALIDATOR)
         assert claim is not None and claim.assignment.id == task.id
         self.judge(task.id, None, useful)
         return task
@@ -97,7 +120,7 @@ def verdict(id: str, reason: Reason | None, useful: tuple[bool, ...], content: s
     )
 
 
-def config(**coordinator: Any) -> Config:
+def config(*, validator: dict[str, Any] | None = None, **coordinator: Any) -> Config:
     """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
     settings = {"prompts_per_step": 4, "task_deadline_s": 100, "claim_lease_s": 50, "node_timeout_s": 30}
     return parse(
@@ -106,15 +129,16 @@ def config(**coordinator: Any) -> Config:
             "coordinator": settings | coordinator,
             "workers": {"groups_per_submission": 2},
             "learner": {"optimizer_steps_per_step": 1},
+            "validator": validator or {},
         }
     )
 
 
-def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **coordinator: Any) -> Desk:
+def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Desk:
     connection = sqlite3.connect(path, isolation_level=None)
     clock = clock or Clock()
     ledger = Ledger(connection, COORDINATOR, clock=clock)
-    return Desk(Pool(connection, ledger, config(**coordinator), "r", clock), clock)
+    return Desk(Pool(connection, ledger, config(**settings), "r", clock), clock)
 
 
 def advance(desk: Desk, steps: int, version: int = 0) -> None:
@@ -122,3 +146,29 @@ def advance(desk: Desk, steps: int, version: int = 0) -> None:
     for _ in range(steps):
         desk.accepted(version=version)
         desk.accepted(version=version)
+
+
+HELP = re.compile(r"# HELP (shoal_[a-z_]+) [^\n]+")
+TYPE = re.compile(r"# TYPE (shoal_[a-z_]+) (gauge|counter)")
+LABEL = r'[a-z_]+="[^"\\\n]*"'
+SAMPLE = re.compile(r"((shoal_[a-z_]+)(?:\{LABEL(?:,LABEL)*\})?) (\S+)".replace("LABEL", LABEL))
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Every sample by its name and labels. Fails on a line that is not Prometheus' text format."""
+    assert text.endswith("\n")
+    found: dict[str, float] = {}
+    known = ""
+    helped = ""
+    for line in text.splitlines():
+        if match := HELP.fullmatch(line):
+            helped = match[1]
+        elif match := TYPE.fullmatch(line):
+            assert match[1] == helped != known, f"its help comes first, and it comes once: {line}"
+            assert (match[2] == "counter") == match[1].endswith("_total")
+            known = match[1]
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match and match[2] == known and match[1] not in found, line
+            found[match[1]] = float(match[3])
+    return found

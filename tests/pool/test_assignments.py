@@ -36,7 +36,7 @@ def test_rollouts_run_ahead_of_the_learner_by_the_async_level_and_no_further(des
     advance(desk, 2)
     assert desk.task(version=0).step == 2, "step 2 may train on version 0"
     desk.pool.submissions.uploaded(ALICE, desk.task(version=0).id, "9" * 64)
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(f"{ALICE[:16]}-000004")
     desk.accepted(version=0)
     assert desk.beat(version=0).waiting_for == "the learner to publish version 1"
@@ -104,7 +104,7 @@ def test_what_is_uploaded_or_claimed_counts_as_under_way(desk: Desk) -> None:
     desk.upload(ALICE)
     desk.upload(BOB)
     assert "catch up" in desk.beat(ALICE, 0).waiting_for
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     assert "catch up" in desk.beat(ALICE, 0).waiting_for
 
 
@@ -120,7 +120,7 @@ def test_where_few_groups_are_useful_more_is_handed_out(desk: Desk) -> None:
 def test_a_rejected_submission_is_no_longer_under_way(desk: Desk) -> None:
     desk.upload(ALICE)
     desk.upload(BOB)
-    claim = desk.pool.submissions.claim(VALIDATOR)
+    claim = desk.claim(VALIDATOR)
     assert claim is not None
     desk.judge(claim.assignment.id, Reason.UNREADABLE)
     assert desk.task(ALICE).number == 1

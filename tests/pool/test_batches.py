@@ -52,10 +52,10 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     desk.publish(0, 1, 2)
     old = desk.upload(BOB, 0)
     fresh = desk.upload(ALICE, 1)
-    desk.pool.submissions.claim(VALIDATOR)  # Bob's: its verdict is late
+    desk.claim(VALIDATOR)  # Bob's: its verdict is late
     desk.clock.now_s += 51
-    desk.pool.submissions.claim(OTHER_VALIDATOR)
-    claim = desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(OTHER_VALIDATOR)
+    claim = desk.claim(VALIDATOR)
     assert claim is not None and claim.assignment.id == fresh.id
     desk.judge(fresh.id, useful=(True,) * 8)
     assert desk.pool.status().step == 2, "steps 0 and 1 are full: version 0 is too old for step 2"

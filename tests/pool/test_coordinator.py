@@ -18,6 +18,8 @@ from shoal.pool.invite import make_invite
 from shoal.pool.service import ADDRESS, invite_from, serve_forever
 from shoal.pool.signing import SignedAuth, sign_request
 
+from .support import metrics_of
+
 RUN = "test-0"
 LIMIT_BYTES = 1 << 20  # of JSON, and here of submissions too
 CONFIG = parse(
@@ -255,6 +257,18 @@ def test_a_step_that_is_no_number_is_a_bad_request(site: Site) -> None:
     refused(site.clients["learner"].get("/v1/batches/-1"), 400, "no step")
 
 
+def test_metrics_are_open_to_all_and_in_prometheus_format(site: Site) -> None:
+    answer = httpx.get(f"{site.url}/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; charset=utf-8"
+    found = metrics_of(answer.text)
+    assert found["shoal_newest_version"] == 0 and 'shoal_node_silence_seconds{name="relay",role="relay"}' in found
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"{}", b'{"most": 0}', b'{"most": 1025}', b'{"most": "1"}'])
+def test_a_claim_says_how_many_it_wants(site: Site, body: bytes) -> None:
+    refused(site.clients["validator"].post("/v1/claims", content=body), 400)
+
+
 def test_an_unknown_path_is_not_found(site: Site) -> None:
     assert httpx.get(f"{site.url}/v2/run").status_code == 404
     assert httpx.get(f"{site.url}/v1/claims").status_code == 405
@@ -291,7 +305,7 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
             own.register(role, role) for role in ("worker", "validator", "learner", "origin")
         )
         origin.post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1}).raise_for_status()
-        assert validator.post("/v1/claims").content == b"null"
+        assert validator.post("/v1/claims", json={"most": 1}).json() == {"claims": []}
         groups = []
         for _ in range(2):
             task = task_of(worker)
@@ -299,7 +313,7 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
             stored = worker.put(task["upload_path"], content=b"rollouts").raise_for_status().json()
             assert stored["size_bytes"] == 8
             refused(worker.put(task["upload_path"], content=b"rollouts"), 409, "uploaded, not open")
-            claim = validator.post("/v1/claims").raise_for_status().json()
+            (claim,) = validator.post("/v1/claims", json={"most": 4}).raise_for_status().json()["claims"]
             assert claim["assignment"]["id"] == task["id"]
             assert validator.get(task["upload_path"]).content == b"rollouts"
             verdict = {

@@ -31,7 +31,7 @@ def scenario(desk: Desk, die_at: int) -> None:
     desk.publish(0)
     desk.accepted()
     lied = desk.upload(BOB)
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(lied.id, Reason.PROOF)
     desk.accepted()
     desk.pool.learning.trained(StepReport(step=0, metrics={}, trained=[]))
@@ -60,7 +60,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert len(status.metrics) == KINDS[:whole].count("trained")
     if die_at in (5, 6, 8):  # it died with a verdict: the validator asks again, and is heard
-        claim = desk.pool.submissions.claim(VALIDATOR)
+        claim = desk.claim(VALIDATOR)
         assert claim is not None
         desk.contents = 100
         desk.judge(claim.assignment.id)
@@ -82,7 +82,7 @@ def test_a_pool_that_is_reopened_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_failing_ledger_leaves_no_trace_of_the_verdict(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
 
     def full(kind: str, body: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")

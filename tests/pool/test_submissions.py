@@ -5,7 +5,7 @@ import pytest
 from shoal.messages import HARD, Reason
 from shoal.pool.database import PoolError
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Desk, verdict
+from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Desk, open_pool, verdict
 
 # --- uploading -------------------------------------------------------------------------------------------------------
 
@@ -55,25 +55,52 @@ def test_a_file_of_a_version_no_batch_can_take_any_more_is_refused(desk: Desk) -
 
 def test_claims_come_oldest_first_and_one_validator_holds_each(desk: Desk) -> None:
     first, second = desk.upload(ALICE), desk.upload(BOB)
-    one, two = desk.pool.submissions.claim(VALIDATOR), desk.pool.submissions.claim(OTHER_VALIDATOR)
+    one, two = desk.claim(VALIDATOR), desk.claim(OTHER_VALIDATOR)
     assert one is not None and two is not None
     assert (one.assignment.id, one.worker) == (first.id, ALICE)
     assert two.assignment.id == second.id
-    assert desk.pool.submissions.claim("d" * 64) is None
+    assert desk.claim("d" * 64) is None
+
+
+def test_several_are_claimed_at_once_oldest_first_and_of_one_version_only() -> None:
+    desk = open_pool(prompts_per_step=20)
+    for key in (ALICE, BOB, CAROL):
+        desk.join(key)
+    desk.publish(0, 1)
+    tasks = [desk.upload(ALICE, 0), desk.upload(BOB, 1), desk.upload(CAROL, 0)]
+    claims = desk.claims(VALIDATOR, 4)
+    assert [claim.assignment.id for claim in claims] == [tasks[0].id, tasks[2].id]
+    assert {claim.lease_s for claim in claims} == {desk.clock.now_s + 50}
+    assert [claim.assignment.id for claim in desk.claims(OTHER_VALIDATOR, 4)] == [tasks[1].id]
+    assert desk.claims("d" * 64, 4) == []
+
+
+def test_no_more_are_claimed_than_were_asked_for(desk: Desk) -> None:
+    first, second = desk.upload(ALICE), desk.upload(BOB)
+    assert [claim.assignment.id for claim in desk.claims(VALIDATOR, 1)] == [first.id]
+    assert [claim.assignment.id for claim in desk.claims(OTHER_VALIDATOR, 2)] == [second.id]
+
+
+def test_leases_of_several_run_out_together_and_those_that_were_judged_are_kept(desk: Desk) -> None:
+    first, second = desk.upload(ALICE), desk.upload(BOB)
+    desk.claims(VALIDATOR, 2)
+    desk.judge(first.id)
+    desk.clock.now_s += 50.5
+    assert [claim.assignment.id for claim in desk.claims(OTHER_VALIDATOR, 2)] == [second.id]
 
 
 def test_a_restarted_validator_gets_its_claim_again(desk: Desk) -> None:
     desk.upload()
-    one, again = desk.pool.submissions.claim(VALIDATOR), desk.pool.submissions.claim(VALIDATOR)
+    one, again = desk.claim(VALIDATOR), desk.claim(VALIDATOR)
     assert one is not None and again is not None and again.assignment == one.assignment
 
 
 def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_counts(desk: Desk) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
-    assert desk.pool.submissions.claim(OTHER_VALIDATOR) is None
+    desk.claim(VALIDATOR)
+    assert desk.claim(OTHER_VALIDATOR) is None
     desk.clock.now_s += 50.5
-    again = desk.pool.submissions.claim(OTHER_VALIDATOR)
+    again = desk.claim(OTHER_VALIDATOR)
     assert again is not None and again.assignment.id == task.id
     with pytest.raises(PoolError, match="not claimed by this validator") as caught:
         desk.judge(task.id)
@@ -85,7 +112,7 @@ def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_coun
 
 def test_a_verdict_may_come_twice_and_counts_once(desk: Desk) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.pool.submissions.accepted_stored(VALIDATOR, task.id, "8" * 64)
     for _ in range(2):
         desk.pool.submissions.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
@@ -95,7 +122,7 @@ def test_a_verdict_may_come_twice_and_counts_once(desk: Desk) -> None:
 
 def test_accepting_needs_the_accepted_file_that_was_stored(desk: Desk) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     with pytest.raises(PoolError, match="store the accepted file"):
         desk.pool.submissions.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
     desk.pool.submissions.accepted_stored(VALIDATOR, task.id, "7" * 64)
@@ -106,15 +133,15 @@ def test_accepting_needs_the_accepted_file_that_was_stored(desk: Desk) -> None:
 
 def test_only_who_holds_the_claim_stores_the_accepted_file(desk: Desk) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     with pytest.raises(PoolError, match="not claimed"):
         desk.pool.submissions.accepted_stored(OTHER_VALIDATOR, task.id, "8" * 64)
 
 
 def test_rollouts_accepted_before_are_rejected_as_replayed_though_the_validator_did_not_know(desk: Desk) -> None:
     first, second = desk.upload(ALICE), desk.upload(BOB)
-    desk.pool.submissions.claim(VALIDATOR)
-    desk.pool.submissions.claim(OTHER_VALIDATOR)
+    desk.claim(VALIDATOR)
+    desk.claim(OTHER_VALIDATOR)
     desk.judge(first.id, content="5" * 64)
     desk.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
     assert desk.pool.submissions.content_owner("5" * 64).submission == first.id
@@ -130,19 +157,20 @@ def test_nobody_owns_rollouts_that_were_not_judged(desk: Desk) -> None:
 @pytest.mark.parametrize("reason", sorted(HARD))
 def test_a_hard_rejection_evicts_and_slashes(desk: Desk, reason: Reason) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(task.id, reason)
     assert desk.beat().state == "evicted"
     assert desk.kinds()[-2:] == ["rejected", "slashed"]
     body = json.loads(next(desk.pool.db.ledger.entries(kind="slashed")).body)
-    assert body == {"submission": task.id, "worker": ALICE, "step": 0, "file": "9" * 64, "reason": reason}
+    told = {"submission": task.id, "worker": ALICE, "step": 0, "file": "9" * 64, "full": True, "reason": reason}
+    assert body == told
     assert desk.pool.status().slashed == ["worker-a"]
 
 
 @pytest.mark.parametrize("reason", sorted(frozenset(Reason) - HARD))
 def test_a_soft_rejection_costs_the_submission_only(desk: Desk, reason: Reason) -> None:
     task = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(task.id, reason)
     assert desk.kinds()[-1] == "rejected" and "slashed" not in desk.kinds()
     assert desk.task().number == 1
@@ -151,9 +179,9 @@ def test_a_soft_rejection_costs_the_submission_only(desk: Desk, reason: Reason) 
 def test_one_is_slashed_once_and_loses_its_open_task(desk: Desk) -> None:
     desk.upload()
     second = desk.upload()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(f"{ALICE[:16]}-000000", Reason.PROOF)
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(second.id, Reason.PROOF)
     assert desk.kinds().count("slashed") == 1 and desk.kinds().count("rejected") == 2
 
@@ -161,7 +189,7 @@ def test_one_is_slashed_once_and_loses_its_open_task(desk: Desk) -> None:
 def test_an_evicted_worker_cannot_hand_in_the_task_it_still_held(desk: Desk) -> None:
     lied = desk.upload()
     held = desk.task()
-    desk.pool.submissions.claim(VALIDATOR)
+    desk.claim(VALIDATOR)
     desk.judge(lied.id, Reason.PROOF)
     with pytest.raises(PoolError, match="expired"):
         desk.pool.submissions.uploaded(ALICE, held.id, "9" * 64)

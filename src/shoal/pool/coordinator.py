@@ -1,10 +1,12 @@
 """The coordinator's HTTP face: a table of routes, each of which checks who asks and calls the pool for it.
 
-Invariant: nothing but `/healthz`, `/v1/run` and `/v1/status` answers without a fresh signature by a registered key of a
-role that the table names. Called by every node; started by `shoal coordinator`. It also serves the store's folder.
+Invariant: nothing but `/healthz`, `/metrics`, `/v1/run` and `/v1/status` answers without a fresh signature by a
+registered key of a role that the table names. Called by every node; started by `shoal coordinator`. It also serves the
+store's folder.
 """
 
 import asyncio
+import re
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
@@ -26,8 +28,9 @@ from shoal.pool.state import Pool
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
-Handler = Callable[["Request"], Awaitable[BaseModel | bytes | None]]
+Handler = Callable[["Request"], Awaitable[BaseModel | bytes]]
 MAX_JSON_BYTES = 1 << 20
+STEP = re.compile("[0-9]{1,15}")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Coordinator:
                 web.get("/healthz", self._healthz),
                 web.get("/v1/run", self._run),
                 web.get("/v1/status", self._status),
+                web.get("/metrics", self._metrics),
                 web.post("/v1/register", self._signed(self._register, roles=None)),
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, every)),
                 web.put("/v1/submissions/{id}", self._signed(self._put_submission, ("worker",))),
@@ -93,6 +97,9 @@ class Coordinator:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(text=self.pool.status().model_dump_json())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.pool.metrics(), content_type="text/plain", charset="utf-8")
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -131,8 +138,9 @@ class Coordinator:
 
     # --- checking and learning ---------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request) -> BaseModel | None:
-        return self.pool.submissions.claim(request.key)
+    async def _claim(self, request: Request) -> BaseModel:
+        asked = messages.ClaimRequest.model_validate_json(request.body)
+        return self.pool.submissions.claim(request.key, asked.most)
 
     async def _content(self, request: Request) -> BaseModel:
         return self.pool.submissions.content_owner(request.match["digest"])
@@ -142,8 +150,8 @@ class Coordinator:
         return messages.Ok()
 
     async def _batch(self, request: Request) -> BaseModel:
-        if not request.match["step"].isdecimal():
-            raise PoolError(f"{request.match['step']!r} is no step", 400)
+        if not STEP.fullmatch(request.match["step"]):
+            raise PoolError(f"{request.match['step'][:40]!r} is no step", 400)
         return self.pool.batches.of_step(int(request.match["step"]))
 
     def _note(self, model: type[M], note: Callable[[M], None]) -> Handler:
@@ -177,6 +185,8 @@ class Coordinator:
                 if roles is not None and self.pool.members.role(key) not in roles:
                     raise PoolError(f"only {' or '.join(roles)} may ask for {request.path}", 403)
                 answer = await handler(Request(key, body, dict(request.match_info)))
+            except web.RequestPayloadError as error:  # a content-encoding that the body is not in
+                return _error(400, str(error))
             except SignatureError as error:
                 return _error(401, str(error))
             except InviteError as error:
@@ -190,7 +200,7 @@ class Coordinator:
                 return _error(507, str(error))
             if isinstance(answer, bytes):
                 return web.Response(body=answer, content_type="application/vnd.apache.parquet")
-            return web.json_response(text=answer.model_dump_json() if answer else "null")
+            return web.json_response(text=answer.model_dump_json())
 
         return respond
 

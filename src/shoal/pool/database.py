@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS submissions (
     seq INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, worker TEXT NOT NULL, number INTEGER NOT NULL,
     step INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, deadline_s REAL NOT NULL,
     state TEXT NOT NULL, hash TEXT, validator TEXT, lease_s REAL, content TEXT, accepted_hash TEXT,
-    reason TEXT, verdict TEXT);
+    reason TEXT, verdict TEXT, full INTEGER, uploaded_s REAL, judged_s REAL);
 CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq);
 CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content);
 CREATE TABLE IF NOT EXISTS groups (

@@ -4,6 +4,7 @@ Invariant: each public method of a part is one transaction, ledger entries inclu
 are in it. Called by the coordinator's routes, which use the parts (`pool.members.register(...)`).
 """
 
+import random
 import sqlite3
 from collections.abc import Callable
 
@@ -15,8 +16,10 @@ from shoal.pool.database import Database
 from shoal.pool.learning import Learning
 from shoal.pool.ledger import Ledger
 from shoal.pool.members import Members
+from shoal.pool.metrics import read_metrics
 from shoal.pool.status import read_status
 from shoal.pool.submissions import Submissions
+from shoal.pool.trust import Trust
 
 
 class Pool:
@@ -28,8 +31,12 @@ class Pool:
         self.db = Database(connection, ledger, clock)
         self.members = Members(self.db, config, Assignments(self.db, config))
         self.batches = Batches(self.db, config)
-        self.submissions = Submissions(self.db, config, self.batches)
+        trust = Trust(self.db, config, random.SystemRandom().random)
+        self.submissions = Submissions(self.db, config, self.batches, trust)
         self.learning = Learning(self.db)
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run)
+
+    def metrics(self) -> str:
+        return read_metrics(self.db)

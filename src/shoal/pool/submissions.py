@@ -2,23 +2,25 @@
 
 Invariant: a submission is uploaded once, by the worker it was handed to and within its grant; only the validator that
 holds the claim accepts or rejects it; and it is credited exactly when it is accepted.
-Called by the coordinator's routes. Left out: checking less than everything.
+Called by the coordinator's routes.
 """
 
 import sqlite3
 
 from shoal.config import Config
-from shoal.messages import HARD, Claim, ContentOwner, Reason, Verdict
+from shoal.messages import HARD, Claim, Claims, ContentOwner, Reason, Verdict
 from shoal.pool.assignments import as_assignment
 from shoal.pool.batches import Batches
 from shoal.pool.database import Database, PoolError
+from shoal.pool.trust import Trust
 
 
 class Submissions:
-    def __init__(self, db: Database, config: Config, batches: Batches) -> None:
+    def __init__(self, db: Database, config: Config, batches: Batches, trust: Trust) -> None:
         self.db = db
         self.config = config
         self.batches = batches
+        self.trust = trust
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -37,29 +39,43 @@ class Submissions:
     def uploaded(self, worker: str, submission: str, content_hash: str) -> None:
         with self.db.transaction():
             self.may_upload(worker, submission)
-            self.db.change("UPDATE submissions SET state = 'uploaded', hash = ? WHERE id = ?", content_hash, submission)
+            self.db.change(
+                "UPDATE submissions SET state = 'uploaded', hash = ?, uploaded_s = ? WHERE id = ?",
+                content_hash,
+                self.db.clock(),
+                submission,
+            )
 
     # --- the validator's side ----------------------------------------------------------------------------------------
 
-    def claim(self, validator: str) -> Claim | None:
-        """Lease the oldest unchecked submission to a validator; one whose lease ran out is handed out again."""
+    def claim(self, validator: str, most: int) -> Claims:
+        """Lease the oldest unchecked submission, and up to `most` of the same version; a lease that ran out is given anew.
+
+        Which of them are prefilled is drawn here, after upload, so that no worker can know it.
+        """
         with self.db.transaction():
-            row = self.db.one(
+            now_s = self.db.clock()
+            rows = self.db.all(
                 "SELECT * FROM submissions WHERE state = 'uploaded' OR (state = 'validating' AND"
-                " (lease_s < ? OR validator = ?)) ORDER BY seq LIMIT 1",
-                self.db.clock(),
+                " (lease_s < ? OR validator = ?)) ORDER BY seq",
+                now_s,
                 validator,
             )
-            if row is None:
-                return None
-            lease_s = self.db.clock() + self.config.coordinator.claim_lease_s
-            self.db.change(
-                "UPDATE submissions SET state = 'validating', validator = ?, lease_s = ? WHERE id = ?",
-                validator,
-                lease_s,
-                row["id"],
-            )
-        return Claim(assignment=as_assignment(row, self.config), worker=row["worker"], lease_s=lease_s)
+            rows = [row for row in rows if row["version"] == rows[0]["version"]][:most]
+            lease_s = now_s + self.config.coordinator.claim_lease_s
+            claims = []
+            for row in rows:
+                full = row["full"] if row["full"] is not None else self.trust.draw(row["worker"])
+                self.db.change(
+                    "UPDATE submissions SET state = 'validating', validator = ?, lease_s = ?, full = ? WHERE id = ?",
+                    validator,
+                    lease_s,
+                    full,
+                    row["id"],
+                )
+                assignment = as_assignment(row, self.config)
+                claims.append(Claim(assignment=assignment, worker=row["worker"], lease_s=lease_s, full=bool(full)))
+        return Claims(claims=claims)
 
     def content_owner(self, content: str) -> ContentOwner:
         """Which judged submission first held these rollouts."""
@@ -92,14 +108,21 @@ class Submissions:
                 raise PoolError(f"{row['id']}: store the accepted file before accepting it")
             state = "rejected" if reason else "accepted"
             self.db.change(
-                "UPDATE submissions SET state = ?, reason = ?, content = ?, verdict = ? WHERE id = ?",
+                "UPDATE submissions SET state = ?, reason = ?, content = ?, verdict = ?, judged_s = ? WHERE id = ?",
                 state,
                 reason,
                 verdict.content,
                 verdict.model_dump_json(),
+                self.db.clock(),
                 row["id"],
             )
-            entry = {"submission": row["id"], "worker": row["worker"], "step": row["step"], "file": row["hash"]}
+            entry = {
+                "submission": row["id"],
+                "worker": row["worker"],
+                "step": row["step"],
+                "file": row["hash"],
+                "full": bool(row["full"]),
+            }
             if reason is None:
                 self.batches.credit(row["id"], row["version"], verdict.groups)
                 tokens = sum(group.tokens for group in verdict.groups)
@@ -117,11 +140,25 @@ class Submissions:
         return verdict.reason
 
     def _evict(self, worker: str) -> bool:
-        """Take a worker's membership and its open task away; False where that was done before."""
+        """Take a worker's membership, its open task and what of its work was believed unchecked and is not yet in a batch.
+
+        What a validator holds to be believed unchecked goes back into the queue, to be drawn anew: in full, after a
+        rejection. False where that was done before.
+        """
         if self.db.one("SELECT evicted FROM nodes WHERE key = ?", worker)["evicted"]:
             return False
         self.db.change("UPDATE nodes SET evicted = 1 WHERE key = ?", worker)
         self.db.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
+        self.db.change(
+            "UPDATE groups SET stale = 1 WHERE useful AND batch IS NULL AND submission IN"
+            " (SELECT id FROM submissions WHERE worker = ? AND NOT full)",
+            worker,
+        )
+        self.db.change(
+            "UPDATE submissions SET state = 'uploaded', validator = NULL, full = NULL"
+            " WHERE worker = ? AND state = 'validating' AND NOT full",
+            worker,
+        )
         return True
 
     def _row(self, submission: str) -> sqlite3.Row:
