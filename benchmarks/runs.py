@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="name of a file in configs/, without .toml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    every = [kind for kind in get_args(Cheat) if kind]
+    every = get_args(Cheat)
     parser.add_argument("--cheats", nargs="*", choices=every, help="a run for each of these lies (none named: for all)")
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
     arguments, more = parser.parse_known_args()

@@ -29,6 +29,16 @@ def test_a_dry_run_prints_the_resolved_config(small: str, tmp_path: Path, capsys
     assert (config.learner.loss.beta, config.model.name) == (0.5, "./here")
 
 
+def test_files_are_laid_over_a_config_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.toml").write_text(f"[validator]\nbatch = {number}\n")
+    above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
+    assert main(["run", small, "--dry-run", *above]) == DONE
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    config = load(tmp_path / "printed.toml")
+    assert (config.run.steps, config.validator.batch) == (3, 2)
+
+
 def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main(["run", small, "--dry-run"])
@@ -40,6 +50,8 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
     [
         (["run", "{small}", "--set", "learner.lrr=1"], USAGE, "did you mean 'learner.lr'?"),
         (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
+        (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
+        (["verify", "nowhere.parquet", "--config", "{small}"], FAILED, "nowhere.parquet"),
         (["prepare", "{small}", "--set", "tasks.operand_max=3"], USAGE, "raise tasks.operand_max"),
         (["prepare", "{small}", "--set", "model.name=./nowhere"], FAILED, "no model at"),
         (["prepare", "{small}", "--set", "model.name=bundled:large"], FAILED, "there are 'bundled:smollm2"),

@@ -154,7 +154,7 @@ def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path:
         (["learner.lr=inf"], "learner.lr: "),
         (["sampling.group_size=1"], "sampling.group_size: "),
         (["run.steps=1.5"], "run.steps: "),
-        (["workers.cheat=lying"], "workers.cheat: "),
+        (["workers.cheat=lying"], "workers.cheat.0: "),
         (["model=small"], "write it as section.key=value"),
     ],
 )
@@ -191,6 +191,43 @@ def test_what_is_no_toml_is_refused_with_its_name(tmp_path: Path, content: bytes
 def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not readable as TOML"):
         load(tmp_path)
+
+
+# --- files laid over it ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_laid_over_another_changes_what_it_names_and_no_more(tmp_path: Path) -> None:
+    base, above, top = (tmp_path / name for name in ("base.toml", "above.toml", "top.toml"))
+    base.write_text("[run]\nsteps = 3\n[learner]\nlr = 1e-5\n[learner.loss]\nbeta = 0.5\nepsilon = 0.1\n")
+    above.write_text("[learner.loss]\nbeta = 0.25\n[validator]\nproof_exponent_mean = 4.5\n[run]\nsteps = 4\n")
+    top.write_text("[run]\nsteps = 5\n")
+    config = load(base, ["validator.batch=2"], [above, top])
+    assert (config.run.steps, config.validator.proof_exponent_mean, config.validator.batch) == (5, 4.5, 2)
+    assert (config.learner.lr, config.learner.loss.beta, config.learner.loss.epsilon) == (1e-5, 0.25, 0.1)
+    assert load(base, ["run.steps=6"], [top]).run.steps == 6, "an override wins over all files"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[validator]\nproof_exponents = 1\n", "did you mean 'validator.proof_exponent_mean'"),
+        ("[validatr]\nbatch = 1\n", "did you mean 'validator'"),
+        ("[validator]\nbatch = 0\n", "validator.batch"),
+        ("validator = 3\n", "validator"),
+        ("[validator\n", "not readable as TOML"),
+    ],
+)
+def test_a_fault_in_a_file_laid_over_is_refused_naming_it(tmp_path: Path, text: str, message: str) -> None:
+    above = tmp_path / "limits.toml"
+    above.write_text(text)
+    with pytest.raises(ConfigError, match="limits.toml") as caught:
+        load(written(tmp_path, "[validator]\nbatch = 2\n"), [], [above])
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_laid_over_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.toml"):
+        load(written(tmp_path, ""), [], [tmp_path / "nowhere.toml"])
 
 
 def test_a_config_cannot_be_changed() -> None:

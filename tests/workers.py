@@ -1,4 +1,4 @@
-"""Workers without coordinator or network, on a tiny random llama: what tests of workers, liars and validators share."""
+"""Producers without coordinator or network, on a tiny random llama: what tests of workers, liars and validators share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +11,9 @@ from shoal.config import Config, parse
 from shoal.messages import Assignment
 from shoal.model.dtype import DtypeName
 from shoal.pool.identity import Identity
+from shoal.rollout.produce import Producer
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.rollout.worker import Worker
+from shoal.store.rollouts import Rollout
 
 ALICE, BOB, VALIDATOR = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2, 3))
 RUN, GROUPS = "test-0", 2
@@ -30,7 +31,7 @@ def config(**sections: Any) -> Config:
 
 @dataclass
 class FakeNode:
-    """As much of a `Node` as a worker touches; keeps what was put."""
+    """As much of a `Node` as a worker or a validator touches; keeps what was put."""
 
     identity: Identity = ALICE
     invite: Any = field(default_factory=lambda: SimpleNamespace(run=RUN))
@@ -59,16 +60,29 @@ def assignment(number: int = 0, *, worker: Identity = ALICE, step: int = 0, vers
     )
 
 
-def make_worker(
+def make_producer(
     folder: Path,
     settings: Config,
-    kind: type[Worker] = Worker,
+    kind: type[Producer] = Producer,
     *,
     identity: Identity = ALICE,
     dtype: DtypeName = "float32",
     version: int = 0,
 ) -> Any:
-    """A worker of `kind` that holds the weights in `folder` and says that they are `version`."""
-    worker = kind(FakeNode(identity), settings, TorchEngine(dtype))  # type: ignore[arg-type]
-    worker.take_weights((folder, SimpleNamespace(version=version)))  # type: ignore[arg-type]
-    return worker
+    """A producer of `kind` that holds the weights in `folder`, told that they are `version`."""
+    producer = kind(settings, RUN, identity, TorchEngine(dtype))
+    producer.load(folder, version)
+    return producer
+
+
+def produced(producer: Producer, asked: Assignment) -> list[Rollout]:
+    """The rows of what it would hand in for `asked`, before they are signed."""
+    plans = producer.plan(asked)
+    groups = producer.complete([producer.prompt(plan) for plan in plans], [plan.seeds for plan in plans])
+    return producer.rollouts(plans, groups)
+
+
+def signed(producer: Producer, asked: Assignment, rows: list[Rollout]) -> bytes:
+    """The file of these rows for `asked`, which names the prompts that `asked` has, whatever the producer worked on."""
+    honest = Producer.plan(producer, asked)
+    return producer.sign(asked, [producer.prompt(plan) for plan in honest], rows)

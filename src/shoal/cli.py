@@ -4,9 +4,11 @@
     shoal coordinator CONFIG --dir DIR   the same roles one by one; each of the others needs only an invite
     shoal invite DIR --role R --name N
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
+    shoal verify FILE --run DIR          one submission checked by hand, each check in words
+    shoal calibrate CONFIG               measure honest work here, and write the validator's limits
     shoal prepare CONFIG, shoal sft      fetch, convert or train the model beforehand
 
-Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 3 evicted from the pool.
+Exit status: 0 done, 1 failed (verify: rejected), 2 wrong usage or configuration (verify: unreadable), 3 evicted.
 """
 
 import argparse
@@ -57,6 +59,22 @@ def _parser() -> argparse.ArgumentParser:
     sft = commands.add_parser("sft", help="train bundled:tiny by supervised warm-up")
     sft.set_defaults(command=_sft)
 
+    verify = commands.add_parser("verify", help="check one submission by hand")
+    verify.add_argument("file", type=Path, help="a submission, as Parquet")
+    verify.add_argument("--run", type=Path, help="folder of a run that `shoal run` made: its config and weights")
+    verify.add_argument("--config", type=Path, help="instead of --run: the resolved config")
+    verify.add_argument("--weights", type=Path, help="folder of the policy version the file names")
+    verify.set_defaults(command=_verify)
+
+    calibrate = commands.add_parser("calibrate", help="measure honest work, write the validator's limits")
+    _takes_config(calibrate)
+    calibrate.add_argument(
+        "--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json"
+    )
+    calibrate.add_argument("--submissions", type=int, default=8, help="for each condition")
+    calibrate.add_argument("--weights", type=Path, help="a policy version to measure on (default: the config's model)")
+    calibrate.set_defaults(command=_calibrate)
+
     coordinator = commands.add_parser("coordinator", help="the pool's control plane")
     _takes_config(coordinator)
     _is_process(coordinator)
@@ -95,6 +113,15 @@ ROLES = {
 def _takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a TOML file, see configs/")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        dest="overlays",
+        help="more TOML, laid over it",
+    )
 
 
 def _is_process(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +159,39 @@ def _sft(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    from shoal.model import dtype
+    from shoal.store.rollouts import RolloutFileError
+    from shoal.validator import by_hand
+
+    path = arguments.config or (arguments.run / "config.toml" if arguments.run else None)
+    if path is None:
+        raise ConfigError("say which run the file is of: --run DIR, or --config CONFIG and --weights FOLDER")
+    config = config_module.load(path)
+    data = arguments.file.read_bytes()
+    try:
+        header = by_hand.read_header(data, config)
+        weights = arguments.weights or by_hand.find_weights(arguments.run or path.parent, header.policy_version)
+        picked, _ = dtype.pick(config.model.dtype, config.model.device)
+        status, lines = by_hand.verify(data, header, config, weights, picked)
+    except RolloutFileError as error:
+        sys.stdout.write(f"unreadable: {error}\n")
+        return by_hand.UNREADABLE
+    sys.stdout.write("\n".join(lines) + "\n")
+    return status
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from shoal.calibrate import calibrate
+
+    def say(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    calibrate(_config(arguments), arguments.out, arguments.submissions, arguments.weights, say)
+    return DONE
+
+
 def _coordinator(arguments: argparse.Namespace) -> int:
     stop = _begin("coordinator", arguments)
     from shoal.pool.service import serve_forever
@@ -160,7 +220,8 @@ def _node(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> Config:
     seed = getattr(arguments, "seed", None)
-    return config_module.load(arguments.config, arguments.overrides + ([] if seed is None else [f"run.seed={seed}"]))
+    overrides = arguments.overrides + ([] if seed is None else [f"run.seed={seed}"])
+    return config_module.load(arguments.config, overrides, arguments.overlays)
 
 
 def _begin(name: str, arguments: Any) -> threading.Event:

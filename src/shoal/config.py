@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-Cheat = Literal["", "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"]
+Cheat = Literal["older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"]
 
 
 Tokens = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_list(value: object) -> object:
+    """One lie may be written without brackets."""
+    return [value] if isinstance(value, str) and value else value or []
 
 
 class ConfigError(Exception):
@@ -125,12 +130,13 @@ class RelaySection(Section):
 class WorkerSection(Section):
     count: int = Field(default=2, ge=1, description="local workers `shoal run` starts")
     groups_per_submission: int = Field(default=4, ge=1)
-    cheat: Cheat = Field(
-        default="", description="one more worker, which lies in this way (for tests and demonstrations)"
+    cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
+        default=[], description="for each, one more worker, which lies in this way (for tests and demonstrations)"
     )
 
 
 class ValidatorSection(Section):
+    count: int = Field(default=1, ge=1, description="local validators `shoal run` starts")
     row_tokens: int = Field(
         default=4096, ge=16, description="positions in one row of the prefill; more where one rollout needs more"
     )
@@ -138,9 +144,23 @@ class ValidatorSection(Section):
     proof_mantissa_mean: float = Field(default=2.4, gt=0, description="mantissa error, likewise")
     logprob_error_mean: float = Field(default=0.1, gt=0, description="nats, over a submission's tokens")
     sampling_margin: float = Field(default=0.75, gt=0, description="nats a token may score under its seed's winner")
-    sampling_mismatch_frac: float = Field(default=0.02, ge=0, description="share of tokens beyond that margin")
+    sampling_mismatch_frac: float = Field(default=0.001, ge=0, description="share of tokens beyond that margin")
     sampling_margin_mean: float = Field(default=0.02, gt=0, description="nats, over a submission's tokens")
     eos_probability: float = Field(default=0.1, ge=0, le=1)
+    distribution_evidence: float = Field(
+        default=16.0,
+        gt=0,
+        description="nats for other sampling; by chance at most e^-16 of honest submissions have more",
+    )
+    batch: int = Field(default=4, ge=1, description="submissions of one version prefilled together")
+    check_floor: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="least share of a trusted worker's submissions that are prefilled; 1: all. Where it is less, the"
+        " others' logprobs are the worker's own claim",
+    )
+    trust_after: int = Field(default=32, ge=1, description="submissions found honest, in a row, that halve the share")
 
 
 class EvaluatorSection(Section):
@@ -182,18 +202,35 @@ class Config(Section):
         return self
 
 
-def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides. Raises ConfigError."""
+def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | None = None) -> Config:
+    """Read a TOML file, lay others over it (calibrated limits, say), apply `section.key=value` overrides.
+
+    Raises ConfigError.
+    """
+    values = _read(path)
+    for overlay in overlays or []:
+        _lay_over(values, _read(overlay))
+    for override in overrides or []:
+        _apply(values, override)
+    return parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         known = sorted(str(p) for p in Path("configs").glob("*.toml"))
         raise ConfigError(f"no config at {path}" + (f"; there are {', '.join(known)}" if known else "")) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
-    for override in overrides or []:
-        _apply(values, override)
-    return parse(values, source=str(path))
+
+
+def _lay_over(values: dict[str, Any], above: dict[str, Any]) -> None:
+    for name, value in above.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _lay_over(values[name], value)
+        else:
+            values[name] = value
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:

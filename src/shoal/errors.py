@@ -8,6 +8,7 @@ def explained(error: Exception) -> bool:
 
 EXPLAINED = {
     "BatchError",
+    "CalibrationError",
     "ChildError",
     "ConfigError",
     "DivergedError",

@@ -48,23 +48,23 @@ def learner(arguments: Namespace, stop: threading.Event) -> str:
 
 
 def worker(arguments: Namespace, stop: threading.Event) -> str:
-    from shoal.rollout.worker import Worker
+    from shoal.rollout.produce import Producer
 
-    return run_worker(arguments, stop, Worker)
+    return run_worker(arguments, stop, Producer)
 
 
 def run_worker(arguments: Namespace, stop: threading.Event, kind: type) -> str:
-    """`kind` is the honest `Worker`, or one of `shoal.testing.cheats`."""
+    """`kind` is the honest `Producer`, or one of `shoal.testing.cheats`."""
     from shoal.rollout.torch_engine import TorchEngine
-    from shoal.rollout.worker import follow
+    from shoal.rollout.worker import Worker, follow
 
     node, config, dtype = _join(arguments)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         engine = TorchEngine(dtype, config.model.device)
+        producer = kind(config, node.invite.run, node.identity, engine)
         with follow(node, config, arguments.dir / "weights", publisher) as follower:
-            ended: str = kind(node, config, engine).run(follower, stop)
-            return ended
+            return Worker(node, producer).run(follower, stop)
 
 
 def validator(arguments: Namespace, stop: threading.Event) -> str:

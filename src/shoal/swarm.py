@@ -140,11 +140,13 @@ class Swarm:
         add("origin", "origin", "--watch", str(self.out / "learner" / "versions"))
         for i in range(self.config.relays.count):
             add("relay", f"relay-{i}")
-        add("validator", "validator")
+        for i in range(self.config.validator.count):
+            add("validator", f"validator-{i}" if self.config.validator.count > 1 else "validator")
         for i in range(self.config.workers.count):
             add("worker", f"worker-{i}")
-        if self.config.workers.cheat:
-            add("worker", "cheater", cheat=self.config.workers.cheat)
+        lies = self.config.workers.cheat
+        for i, lie in enumerate(lies):
+            add("worker", f"cheater-{i}" if len(lies) > 1 else "cheater", cheat=lie)
         add("evaluator", "evaluator")
 
     def _add(self, name: str, *command: str, threads: int) -> Child:

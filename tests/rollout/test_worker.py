@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from shoal import toploc
-from shoal.config import Config
 from shoal.messages import Assignment, HeartbeatAnswer, Stored
 from shoal.node import RefusedError
+from shoal.rollout.produce import Producer
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.rollout.worker import Worker, follow
-from shoal.store.rollouts import RolloutFile, read_submission
-from shoal.tasks.prompt import completion_text
+from shoal.store.rollouts import read_submission
 
-from ..workers import ALICE, RUN, FakeNode, assignment, config, make_worker
+from ..workers import ALICE, RUN, FakeNode, assignment, config
 
 CONFIG = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6, "group_size": 3})
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,13 +74,12 @@ FINISHED = HeartbeatAnswer(state="finished", newest_version=0, relays=[])
 EVICTED = HeartbeatAnswer(state="evicted", newest_version=0, relays=[])
 
 
-def work(node: ScriptedNode, follower: FakeFollower, kind: type[Worker] = Worker, config: Config = CONFIG) -> str:
-    worker = kind(node, config, TorchEngine("float32"))  # type: ignore[arg-type]
-    return worker.run(follower, threading.Event())  # type: ignore[arg-type]
+def worker(node: ScriptedNode, kind: type[Producer] = Producer) -> Worker:
+    return Worker(node, kind(CONFIG, RUN, ALICE, TorchEngine("float32")))  # type: ignore[arg-type]
 
 
-def read(data: bytes) -> RolloutFile[Any]:
-    return read_submission(data, max_rows=6, max_tokens=6)
+def work(node: ScriptedNode, follower: FakeFollower, kind: type[Producer] = Producer) -> str:
+    return worker(node, kind).run(follower, threading.Event())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("last", [FINISHED, EVICTED])
@@ -92,56 +89,16 @@ def test_it_works_until_it_is_told_that_it_is_over(tiny_folder: Path, last: Hear
     follower.bring(tiny_folder, 0)
     assert work(node, follower) == last.state
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
+    files = [read_submission(data, max_rows=6, max_tokens=6) for data in node.uploads.values()]
+    assert [file.header.submission for file in files] == [0, 1], "each file is of the task that it is handed in for"
+    assert node.tokens == sum(len(row.tokens) for file in files for row in file.rows)
 
 
 def test_a_stopped_worker_asks_for_nothing(tiny_folder: Path) -> None:
     stop = threading.Event()
     stop.set()
     node = ScriptedNode([])
-    assert Worker(node, CONFIG, TorchEngine("float32")).run(FakeFollower(), stop) == "stopped"  # type: ignore[arg-type]
-
-
-def test_a_submission_is_what_was_asked_for(tiny_folder: Path) -> None:
-    node = ScriptedNode([running(task(5, version=3)), FINISHED])
-    follower = FakeFollower()
-    follower.bring(tiny_folder, 3)
-    work(node, follower)
-    file = read(node.uploads[task(5).upload_path])
-    header = file.header
-    assert (header.run, header.step, header.submission, header.policy_version) == (RUN, 5, 5, 3)
-    assert header.signer == header.worker == ALICE.public
-    assert [row.group for row in file.rows] == [0, 0, 0, 1, 1, 1]
-    assert len({row.seed for row in file.rows}) == 6
-    worker = make_worker(tiny_folder, CONFIG, version=9)
-    for row in file.rows:
-        chosen = next(task for task in worker.tasks.train if task.id == row.task)
-        grade = worker.tasks.grade(chosen, completion_text(worker.tokenizer, row.tokens))
-        length_cost = 0.0003 * abs(row.target_length - len(row.tokens))
-        assert row.reward == pytest.approx(grade - length_cost, abs=1e-6)
-        assert row.target_length in (4, 6) and len(row.logprobs) == len(row.tokens)
-    assert node.tokens == sum(len(row.tokens) for row in file.rows)
-
-
-def test_the_same_task_twice_is_the_same_file(tiny_folder: Path) -> None:
-    files = []
-    for _ in range(2):
-        node = ScriptedNode([running(task(1)), FINISHED])
-        follower = FakeFollower()
-        follower.bring(tiny_folder, 0)
-        work(node, follower)
-        files.append(node.uploads[task(1).upload_path])
-    assert read(files[0]).rows == read(files[1]).rows, "a worker that restarts has no second draw"
-
-
-def test_proofs_are_of_the_tokens_states(tiny_folder: Path) -> None:
-    worker = make_worker(tiny_folder, CONFIG)
-    plans = worker.plan(task(0))
-    rows = worker.generate(task(0))
-    groups = worker.engine.generate(
-        [worker._prompt(plan) for plan in plans], [plan.seeds for plan in plans], worker.sampling
-    )
-    for row, completion in zip(rows, [c for group in groups for c in group], strict=True):
-        assert row.proofs == toploc.build(completion.hidden_TH)
+    assert worker(node).run(FakeFollower(), stop) == "stopped"  # type: ignore[arg-type]
 
 
 def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) -> None:
@@ -156,6 +113,28 @@ def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) 
     work(node, follower)
     assert node.asked_with == [0, 0, 1, 1]
     assert [line for line in node.said if line.startswith("loading")] == ["loading version 0", "loading version 1"]
+
+
+def test_the_same_version_is_loaded_once(tiny_folder: Path) -> None:
+    node = ScriptedNode([running(task(0)), running(task(1)), FINISHED])
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0)
+    work(node, follower)
+    assert [line for line in node.said if line.startswith("loading")] == ["loading version 0"]
+
+
+class NotReady(Producer):
+    def load(self, folder: Path, version: int) -> int | None:
+        super().load(folder, version)
+        return None
+
+
+def test_it_says_that_it_has_what_its_producer_says(tiny_folder: Path) -> None:
+    node = ScriptedNode([running(waiting_for="weights"), FINISHED])
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0)
+    work(node, follower, NotReady)
+    assert node.asked_with == [None, None]
 
 
 def test_before_the_first_weights_it_says_that_it_has_none(tiny_folder: Path) -> None:

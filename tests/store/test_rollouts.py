@@ -248,7 +248,14 @@ def test_other_metadata_is_refused(change: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("schema_version", 2), ("step", -1), ("step", "4"), ("worker", "x"), ("more", 1), ("run", "r" * 101)],
+    [
+        ("schema_version", SCHEMA_VERSION + 1),
+        ("step", -1),
+        ("step", "4"),
+        ("worker", "x"),
+        ("more", 1),
+        ("run", "r" * 101),
+    ],
 )
 def test_a_header_of_other_fields_is_refused(name: str, value: Any) -> None:
     table, metadata = opened(DATA)

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 
 from shoal.config import Cheat
-from shoal.rollout.worker import Worker
+from shoal.rollout.produce import Producer
+from shoal.rollout.torch_engine import TorchEngine
 from shoal.store.rollouts import Rollout, read_submission
 from shoal.testing.cheats import (
     CHEATS,
@@ -22,19 +22,19 @@ from shoal.testing.cheats import (
     round_to_4_bits_,
 )
 
-from ..workers import assignment, config, make_worker
+from ..workers import ALICE, RUN, assignment, config, make_producer, produced
 
 CONFIG = config(sampling={"max_tokens": 12, "group_size": 4})
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def worker(kind: type[Worker], folder: Path, version: int = 0) -> Any:
-    return make_worker(folder, CONFIG, kind, version=version)
+def producer(kind: type[Producer], folder: Path, version: int = 0) -> Any:
+    return make_producer(folder, CONFIG, kind, version=version)
 
 
 @pytest.fixture
 def honest(tiny_folder: Path) -> list[Rollout]:
-    return worker(Worker, tiny_folder).generate(assignment())  # type: ignore[no-any-return]
+    return produced(producer(Producer, tiny_folder), assignment())
 
 
 def names(rows: list[Rollout]) -> list[tuple[int, str, int, int]]:
@@ -46,7 +46,7 @@ def test_every_kind_of_the_config_has_a_worker() -> None:
 
 
 def test_forged_reward_changes_rewards_alone(tiny_folder: Path, honest: list[Rollout]) -> None:
-    lied = worker(ForgedReward, tiny_folder).generate(assignment())
+    lied = produced(producer(ForgedReward, tiny_folder), assignment())
     assert [row.reward for row in lied] == [1.0] * 8 != [row.reward for row in honest]
     assert [replace(row, reward=0.0) for row in lied] == [replace(row, reward=0.0) for row in honest]
 
@@ -54,9 +54,9 @@ def test_forged_reward_changes_rewards_alone(tiny_folder: Path, honest: list[Rol
 def test_wrong_temperature_names_the_right_tasks_and_draws_other_tokens(
     tiny_folder: Path, honest: list[Rollout]
 ) -> None:
-    liar = worker(WrongTemperature, tiny_folder)
+    liar = producer(WrongTemperature, tiny_folder)
     stated = liar.sampling
-    lied = liar.generate(assignment())
+    lied = produced(liar, assignment())
     assert names(lied) == names(honest)
     assert [row.tokens for row in lied] != [row.tokens for row in honest]
     assert liar.sampling == stated, "the second submission is not at a quarter"
@@ -65,11 +65,11 @@ def test_wrong_temperature_names_the_right_tasks_and_draws_other_tokens(
 def test_quantized_weights_round_every_linear_layer_of_each_version(
     tiny_folders: tuple[Path, Path], honest: list[Rollout]
 ) -> None:
-    liar, true = worker(QuantizedWeights, tiny_folders[0]), worker(Worker, tiny_folders[0])
-    assert names(liar.generate(assignment())) == names(honest)
+    liar, true = producer(QuantizedWeights, tiny_folders[0]), producer(Producer, tiny_folders[0])
+    assert names(produced(liar, assignment())) == names(honest)
     for version, folder in enumerate(tiny_folders):
         for one in (liar, true):
-            one.take_weights((folder, SimpleNamespace(version=version)))
+            assert one.load(folder, version) == version
         for (name, lied), stated in zip(
             liar.engine.model.named_parameters(), true.engine.model.parameters(), strict=True
         ):
@@ -80,27 +80,24 @@ def test_quantized_weights_round_every_linear_layer_of_each_version(
             assert torch.equal(lied, expected), name
             assert torch.equal(lied, stated) != linear, name
     once = [weight.clone() for weight in liar.engine.model.parameters()]
-    liar.take_weights((tiny_folders[1], SimpleNamespace(version=1)))
+    liar.load(tiny_folders[1], 1)
     assert all(map(torch.equal, once, liar.engine.model.parameters())), "the same version is not rounded twice"
 
 
 def test_older_weights_ask_for_no_task_until_they_are_far_enough_behind(tiny_folders: tuple[Path, Path]) -> None:
-    liar = worker(OlderWeights, tiny_folders[0], version=3)
-    said = [liar.node.policy_version]
-    for version in range(3, 3 + VERSIONS_BEHIND + 2):
-        liar.take_weights((tiny_folders[1], SimpleNamespace(version=version)))
-        said.append(liar.node.policy_version)
-    assert said == [None] * (VERSIONS_BEHIND + 1) + [7, 8]
-    first = worker(Worker, tiny_folders[0])
-    assert liar.generate(assignment()) == first.generate(assignment()), "it still has the weights that it loaded first"
+    liar = OlderWeights(CONFIG, RUN, ALICE, TorchEngine("float32"))
+    said = [liar.load(tiny_folders[0], 3)]
+    said += [liar.load(tiny_folders[1], version) for version in range(4, 3 + VERSIONS_BEHIND + 2)]
+    assert said == [None] * VERSIONS_BEHIND + [7, 8]
+    first = producer(Producer, tiny_folders[0])
+    lied = produced(liar, assignment())
+    assert lied == produced(first, assignment()), "it still has the weights that it loaded first"
 
 
-def test_a_replayed_submission_is_the_first_file_for_every_later_task(tiny_folder: Path, honest: list[Rollout]) -> None:
-    liar = worker(ReplayedSubmission, tiny_folder)
-    for number in (0, 0, 1, 2):
-        liar.hand_in(assignment(number), liar.generate(assignment(number)))
-    (path_1, file_1), (path_2, file_2) = liar.node.uploads.items()
-    assert (path_1, path_2) == (assignment(1).upload_path, assignment(2).upload_path), "its own task gets nothing"
-    assert file_1 == file_2
-    file = read_submission(file_1, max_rows=8, max_tokens=12)
-    assert file.header.submission == 0 and names(file.rows) == names(honest)
+def test_a_replayed_submission_is_one_file_for_every_task(tiny_folder: Path) -> None:
+    liar = producer(ReplayedSubmission, tiny_folder)
+    files = {liar.submission(assignment(number)) for number in (4, 5, 6)}
+    assert len(files) == 1
+    file = read_submission(files.pop(), max_rows=8, max_tokens=12)
+    assert file.header.submission == 4 + 999, "a task that nobody gave it"
+    assert names(file.rows) == names(produced(producer(Producer, tiny_folder), assignment(4 + 999)))

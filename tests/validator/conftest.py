@@ -2,19 +2,26 @@ from pathlib import Path
 
 import pytest
 
-from shoal.rollout.worker import Worker
+from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
+from shoal.validator.service import Validator
 
-from .support import ASKED, SETTINGS, make_worker
+from ..workers import produced
+from .support import ASKED, SETTINGS, make_producer, make_validator
 
 
 @pytest.fixture(scope="module")
-def worker(one_thread: None, tiny_folder: Path) -> Worker:
+def worker(one_thread: None, tiny_folder: Path) -> Producer:
     """An honest one."""
-    return make_worker(tiny_folder, SETTINGS)  # type: ignore[no-any-return]
+    return make_producer(tiny_folder, SETTINGS)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def honest(worker: Worker) -> list[Rollout]:
+def honest(worker: Producer) -> list[Rollout]:
     """What it generated for the task it was given."""
-    return worker.generate(ASKED)
+    return produced(worker, ASKED)
+
+
+@pytest.fixture(scope="module")
+def validator(one_thread: None, tiny_folder: Path) -> Validator:
+    return make_validator(tiny_folder, SETTINGS)

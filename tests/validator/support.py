@@ -1,7 +1,7 @@
 """A validator and honest or lying workers in one process: no coordinator, no network, a tiny random llama."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,17 @@ from typing import Any
 from shoal.config import Config
 from shoal.messages import Assignment, Claim, ContentOwner, Verdict
 from shoal.model.dtype import DtypeName
-from shoal.model.load import eos_ids, load_model, load_tokenizer
 from shoal.pool.identity import Identity
 from shoal.rollout.engine import Completion
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.rollout.worker import Worker
-from shoal.store.rollouts import Rollout
+from shoal.validator.case import Case
+from shoal.validator.judge import Judge
 from shoal.validator.service import Validator
 
 from .. import workers
 from ..workers import ALICE, VALIDATOR, FakeNode
 
-EOS, GROUP_SIZE, MAX_TOKENS = 1, 4, 40
+EOS, USER, GROUP_SIZE, MAX_TOKENS = 1, 2, 4, 40  # USER: a special token that is no end
 Edit = Callable[[Completion], Completion]
 
 
@@ -35,8 +34,9 @@ def config(**sections: Any) -> Config:
 
 
 SETTINGS = config()
+LENIENT = config(validator={"sampling_mismatch_frac": 0.02, "sampling_margin_mean": 0.02})  # of one token: 0.4 % here
 assignment = partial(workers.assignment, step=3, version=2)
-make_worker = partial(workers.make_worker, version=2)
+make_producer = partial(workers.make_producer, version=2)
 ASKED = assignment()
 
 
@@ -45,28 +45,42 @@ class ValidatorsNode(FakeNode):
     """As much of a `Node` as a validator touches besides."""
 
     identity: Identity = VALIDATOR
+    files: dict[str, bytes] = field(default_factory=dict)  # submission -> what was uploaded
     owner: str | None = None
 
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
         return ContentOwner(submission=self.owner)
 
+    def get_bytes(self, path: str) -> bytes:
+        return self.files[path.removeprefix("/v1/submissions/")]
+
 
 def make_validator(folder: Path, settings: Config, dtype: DtypeName = "float32", version: int = 2) -> Validator:
     """A validator that holds the weights in `folder` as `version`."""
     validator = Validator(ValidatorsNode(policy_version=version), settings, folder, "", dtype)  # type: ignore[arg-type]
-    validator.model = load_model(folder, dtype)
-    validator.tokenizer, validator.eos_ids = load_tokenizer(folder), eos_ids(folder)
+    validator.judge.load(folder)
     return validator
 
 
-def signed(worker: Worker, asked: Assignment, rows: list[Rollout]) -> bytes:
-    """The file this worker hands in for `asked`."""
-    worker.hand_in(asked, rows)
-    return worker.node.uploads.popitem()[1]  # type: ignore[attr-defined]
+def claim(asked: Assignment = ASKED, worker: Identity = ALICE, *, full: bool = True) -> Claim:
+    return Claim(assignment=asked, worker=worker.public, lease_s=0.0, full=full)
+
+
+def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Verdict, bytes | None]:
+    """What the validator says of one file."""
+    validator.node.files[claim.assignment.id] = data  # type: ignore[attr-defined]
+    return validator.check([claim])[0]
 
 
 def judged(validator: Validator, asked: Assignment, data: bytes, worker: Identity = ALICE) -> Verdict:
-    return validator.check(Claim(assignment=asked, worker=worker.public, lease_s=0.0), data)[0]
+    return checked(validator, claim(asked, worker), data)[0]
+
+
+def case_of(judge: Judge, asked: Assignment, data: bytes) -> Case:
+    """A file that is readable, opened."""
+    case = judge.open(asked, ALICE.public, data)
+    assert isinstance(case, Case), case
+    return case
 
 
 class Edited:

@@ -17,52 +17,54 @@ from shoal.model.load import load_model, save_model
 from shoal.model.sampling import choose, gumbel_noise, replay_margins, token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.rollout.engine import Completion, Sampling
-from shoal.rollout.worker import Worker
+from shoal.rollout.produce import Producer
 from shoal.store import rollouts as rollout_file
-from shoal.store.rollouts import Header, Rollout, read_submission
+from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout
 from shoal.tasks.derive import GroupPlan, plan_groups
 from shoal.testing.cheats import QuantizedWeights, WrongTemperature, round_to_4_bits_
-from shoal.validator.checks import CHECKS, Case, compute, examine
+from shoal.validator.case import Case
+from shoal.validator.checks import DEAR, distribution, endings, special_tokens, termination
 from shoal.validator.service import Validator
 
-from ..workers import ALICE, BOB, GROUPS, RUN
+from ..workers import ALICE, BOB, RUN, produced, signed
 from .support import (
     ASKED,
     EOS,
     GROUP_SIZE,
+    LENIENT,
     MAX_TOKENS,
     SETTINGS,
+    USER,
     Edited,
     assignment,
+    case_of,
     config,
     judged,
+    make_producer,
     make_validator,
-    make_worker,
-    signed,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def validator(tiny_folder: Path) -> Validator:
-    return make_validator(tiny_folder, SETTINGS)
-
-
 @pytest.fixture
-def refused(worker: Worker, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
+def refused(worker: Producer, validator: Validator) -> Callable[[list[Rollout]], Verdict]:
     """The verdict on these rows, signed by Alice for the task she was given."""
     return lambda rows: judged(validator, ASKED, signed(worker, ASKED, rows))
 
 
 @pytest.fixture
-def edited(tiny_folder: Path, validator: Validator) -> Callable[[Callable[[Completion], Completion]], Verdict]:
-    """The verdict on work whose completions were changed before proofs were built and rewards were computed."""
+def edited(tiny_folder: Path) -> Callable[[Callable[[Completion], Completion]], Verdict]:
+    """The verdict on work whose completions were changed before proofs were built and rewards were computed.
+
+    Its limits let one odd token pass, as they do in a submission of thousands.
+    """
+    validator = make_validator(tiny_folder, LENIENT)
 
     def judge(edit: Callable[[Completion], Completion]) -> Verdict:
-        liar = make_worker(tiny_folder, SETTINGS)
+        liar = make_producer(tiny_folder, SETTINGS)
         liar.engine = Edited(liar.engine, edit)  # type: ignore[arg-type]
-        return judged(validator, ASKED, signed(liar, ASKED, liar.generate(ASKED)))
+        return judged(validator, ASKED, liar.submission(ASKED))
 
     return judge
 
@@ -88,39 +90,39 @@ def first_only(edit: Callable[[Completion], Completion]) -> Callable[[Completion
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_honest_work_is_accepted(worker: Worker, validator: Validator, number: int) -> None:
+def test_honest_work_is_accepted(worker: Producer, validator: Validator, number: int) -> None:
     asked = assignment(number, step=number)
-    verdict = judged(validator, asked, signed(worker, asked, worker.generate(asked)))
+    verdict = judged(validator, asked, worker.submission(asked))
     assert verdict.reason is None, verdict.detail
     assert verdict.evidence["margin_max"] < 1e-3
 
 
 def test_honest_work_without_length_targets_is_accepted(tiny_folder: Path) -> None:
     settings = config(tasks={"length_targets": []})
-    worker = make_worker(tiny_folder, settings)
-    verdict = judged(make_validator(tiny_folder, settings), ASKED, signed(worker, ASKED, worker.generate(ASKED)))
+    worker = make_producer(tiny_folder, settings)
+    verdict = judged(make_validator(tiny_folder, settings), ASKED, worker.submission(ASKED))
     assert verdict.reason is None, verdict.detail
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_honest_work_at_another_stated_temperature_is_accepted(tiny_folder: Path, temperature: float) -> None:
     settings = config(sampling={"temperature": temperature})
-    worker = make_worker(tiny_folder, settings)
-    verdict = judged(make_validator(tiny_folder, settings), ASKED, signed(worker, ASKED, worker.generate(ASKED)))
+    worker = make_producer(tiny_folder, settings)
+    verdict = judged(make_validator(tiny_folder, settings), ASKED, worker.submission(ASKED))
     assert verdict.reason is None, verdict.detail
 
 
 def test_work_within_bounds_is_checked_though_it_is_longer_than_a_row(tiny_folder: Path) -> None:
     settings = config(validator={"row_tokens": MAX_TOKENS + 1})
-    worker = make_worker(tiny_folder, settings)
-    verdict = judged(make_validator(tiny_folder, settings), ASKED, signed(worker, ASKED, worker.generate(ASKED)))
+    worker = make_producer(tiny_folder, settings)
+    verdict = judged(make_validator(tiny_folder, settings), ASKED, worker.submission(ASKED))
     assert verdict.reason is None, verdict.detail
 
 
 def test_a_reward_of_thousands_is_not_a_lie_for_being_a_float32(tiny_folder: Path) -> None:
     settings = config(tasks={"length_targets": [32_003], "length_penalty": 0.7})
-    worker = make_worker(tiny_folder, settings)
-    verdict = judged(make_validator(tiny_folder, settings), ASKED, signed(worker, ASKED, worker.generate(ASKED)))
+    worker = make_producer(tiny_folder, settings)
+    verdict = judged(make_validator(tiny_folder, settings), ASKED, worker.submission(ASKED))
     assert verdict.reason is None, verdict.detail
 
 
@@ -130,13 +132,13 @@ def test_honest_work_in_another_dtype_is_accepted_with_room_to_spare(
     tiny_folder: Path, tmp_path: Path, dtypes: Any, sharper: float, record_property: Callable[[str, object], None]
 ) -> None:
     folder = sharpened(tiny_folder, tmp_path / "model", sharper)
-    worker = make_worker(folder, SETTINGS, dtype=dtypes[0])
+    worker = make_producer(folder, SETTINGS, dtype=dtypes[0])
     validator = make_validator(folder, SETTINGS, dtype=dtypes[1])
     worst = {"exponent_mismatches": 0.0, "mantissa_mean": 0.0, "logprob_error": 0.0, "margin_max": 0.0, "beyond": 0.0}
     for number in range(3):
         asked = assignment(number)
-        case = case_of(validator, worker, asked, worker.generate(asked))
-        assert examine(case) is None
+        case = case_of(validator.judge, asked, worker.submission(asked))
+        assert validator.judge.examine([case]) == [None]
         assert case.prefill is not None
         chunks = toploc.verify_many(
             list(case.prefill.hidden_NH.split(case.prefill.lengths)), [row.proofs for row in case.rows]
@@ -169,58 +171,40 @@ def sharpened(folder: Path, to: Path, factor: float) -> Path:
     return to
 
 
-def case_of(validator: Validator, worker: Worker, asked: Any, rows: list[Rollout]) -> Case:
-    """What `Validator.check` examines, for tests that look at what was recomputed."""
-    data = signed(worker, asked, rows)
-    file = read_submission(data, max_rows=GROUPS * GROUP_SIZE, max_tokens=MAX_TOKENS)
-    return Case(
-        config=validator.config,
-        run=RUN,
-        worker=ALICE.public,
-        assignment=asked,
-        header=file.header,
-        rows=file.rows,
-        plans=worker.plan(asked),
-        tasks=validator.tasks,
-        tokenizer=validator.tokenizer,
-        model=validator.model,
-        eos_ids=validator.eos_ids,
-        content_owner=None,
-    )
-
-
-def test_a_check_that_needs_the_prefill_says_so(validator: Validator, worker: Worker, honest: list[Rollout]) -> None:
-    case = case_of(validator, worker, ASKED, honest)
-    for check in CHECKS[CHECKS.index(compute) + 1 :]:
-        with pytest.raises(RuntimeError, match="compute"):
-            check(case)
+def test_a_check_that_needs_the_prefill_says_so(validator: Validator, worker: Producer, honest: list[Rollout]) -> None:
+    case, rules = case_of(validator.judge, ASKED, signed(worker, ASKED, honest)), validator.judge.rules
+    assert rules is not None
+    for check in DEAR:
+        with pytest.raises(RuntimeError, match="prefill must run"):
+            check(rules, case)
 
 
 # --- other weights ---------------------------------------------------------------------------------------------------
 
 
-class Perturbed(Worker):
+class Perturbed(Producer):
     """Weights that are off by one part in twenty, as after some fine-tuning of one's own."""
 
-    def take_weights(self, newest: Any) -> None:
-        super().take_weights(newest)
+    def load(self, folder: Path, version: int) -> int | None:
+        super().load(folder, version)
         torch.manual_seed(5)
         with torch.no_grad():
             for weight in self.engine.model.parameters():  # type: ignore[attr-defined]
                 weight.mul_(1 + 0.05 * torch.randn_like(weight))
+        return version
 
 
 @pytest.mark.parametrize("kind", [Perturbed, QuantizedWeights])
-def test_other_weights_fail_the_proof(tiny_folder: Path, validator: Validator, kind: type[Worker]) -> None:
-    liar = make_worker(tiny_folder, SETTINGS, kind)
-    verdict = judged(validator, ASKED, signed(liar, ASKED, liar.generate(ASKED)))
+def test_other_weights_fail_the_proof(tiny_folder: Path, validator: Validator, kind: type[Producer]) -> None:
+    liar = make_producer(tiny_folder, SETTINGS, kind)
+    verdict = judged(validator, ASKED, liar.submission(ASKED))
     assert verdict.reason is Reason.PROOF
-    assert verdict.evidence["failed"] > 0
+    assert verdict.evidence["proofs_failed"] > 0
 
 
 def test_weights_of_another_version_fail_the_proof(tiny_folders: tuple[Path, Path], validator: Validator) -> None:
-    liar = make_worker(tiny_folders[1], SETTINGS)
-    verdict = judged(validator, ASKED, signed(liar, ASKED, liar.generate(ASKED)))
+    liar = make_producer(tiny_folders[1], SETTINGS)
+    verdict = judged(validator, ASKED, liar.submission(ASKED))
     assert verdict.reason is Reason.PROOF
 
 
@@ -303,34 +287,34 @@ def test_proofs_of_another_rollout(honest: list[Rollout], refused: Callable[...,
     swapped = with_row(with_row(honest, a, proofs=honest[b].proofs), b, proofs=honest[a].proofs)
     verdict = refused(swapped)
     assert verdict.reason is Reason.PROOF
-    assert verdict.evidence["failed"] == 4
+    assert verdict.evidence["proofs_failed"] == 4
 
 
 # --- other tasks -----------------------------------------------------------------------------------------------------
 
 
-class OtherTasks(Worker):
+class OtherTasks(Producer):
     """Takes easier tasks than it was given."""
 
     def plan(self, asked: Any) -> list[GroupPlan]:
         return [replace(plan, task_index=(plan.task_index + 1) % len(self.tasks.train)) for plan in super().plan(asked)]
 
 
-class CherryPicked(Worker):
+class CherryPicked(Producer):
     """Works on the tasks of a submission with a luckier number."""
 
     def plan(self, asked: Any) -> list[GroupPlan]:
         return super().plan(asked.model_copy(update={"number": 17}))
 
 
-class GroundSeeds(Worker):
+class GroundSeeds(Producer):
     """Tries seeds until one gives a right answer, and says so."""
 
     def plan(self, asked: Any) -> list[GroupPlan]:
         return [replace(plan, seeds=tuple(seed + 1 for seed in plan.seeds)) for plan in super().plan(asked)]
 
 
-class OtherTargets(Worker):
+class OtherTargets(Producer):
     """Prefers short answers."""
 
     def plan(self, asked: Any) -> list[GroupPlan]:
@@ -338,10 +322,18 @@ class OtherTargets(Worker):
 
 
 @pytest.mark.parametrize("kind", [OtherTasks, CherryPicked, GroundSeeds, OtherTargets])
-def test_work_that_was_not_asked_for(tiny_folder: Path, validator: Validator, kind: type[Worker]) -> None:
-    liar = make_worker(tiny_folder, SETTINGS, kind)
-    verdict = judged(validator, ASKED, signed(liar, ASKED, liar.generate(ASKED)))
+def test_work_that_was_not_asked_for(tiny_folder: Path, validator: Validator, kind: type[Producer]) -> None:
+    liar = make_producer(tiny_folder, SETTINGS, kind)
+    verdict = judged(validator, ASKED, signed(liar, ASKED, produced(liar, ASKED)))
     assert verdict.reason is Reason.TASKS
+
+
+@pytest.mark.parametrize("kind", [OtherTasks, CherryPicked, OtherTargets])
+def test_work_that_was_not_asked_for_under_its_true_prompts(
+    tiny_folder: Path, validator: Validator, kind: type[Producer]
+) -> None:
+    verdict = judged(validator, ASKED, make_producer(tiny_folder, SETTINGS, kind).submission(ASKED))
+    assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
 
 
 @pytest.mark.parametrize(
@@ -366,8 +358,8 @@ def test_rows_missing_moved_or_doubled(
 
 
 def test_the_right_seeds_named_and_others_used(tiny_folder: Path, validator: Validator) -> None:
-    liar = make_worker(tiny_folder, SETTINGS, GroundSeeds)
-    rows = [replace(row, seed=row.seed - 1) for row in liar.generate(ASKED)]
+    liar = make_producer(tiny_folder, SETTINGS, GroundSeeds)
+    rows = [replace(row, seed=row.seed - 1) for row in produced(liar, ASKED)]
     verdict = judged(validator, ASKED, signed(liar, ASKED, rows))
     assert verdict.reason is Reason.SAMPLING
     assert verdict.evidence["mismatch_frac"] > 0.3
@@ -377,22 +369,21 @@ def test_the_right_seeds_named_and_others_used(tiny_folder: Path, validator: Val
 
 
 def test_a_lower_temperature(tiny_folder: Path, validator: Validator) -> None:
-    liar = make_worker(tiny_folder, SETTINGS, WrongTemperature)
-    verdict = judged(validator, ASKED, signed(liar, ASKED, liar.generate(ASKED)))
+    liar = make_producer(tiny_folder, SETTINGS, WrongTemperature)
+    verdict = judged(validator, ASKED, liar.submission(ASKED))
     assert verdict.reason is Reason.SAMPLING
 
 
-class Greedy(Worker):
+class Greedy(Producer):
     """Takes the likeliest token every time."""
 
-    def generate(self, asked: Any) -> list[Rollout]:
-        self.sampling = Sampling(0.0, MAX_TOKENS, (EOS,))
-        return super().generate(asked)
+    def complete(self, prompts: Any, seeds: Any) -> list[list[Completion]]:
+        return self.engine.generate(prompts, seeds, Sampling(0.0, MAX_TOKENS, (EOS,)))
 
 
 def test_greedy_decoding(tiny_folder: Path, validator: Validator) -> None:
-    liar = make_worker(tiny_folder, SETTINGS, Greedy)
-    verdict = judged(validator, ASKED, signed(liar, ASKED, liar.generate(ASKED)))
+    liar = make_producer(tiny_folder, SETTINGS, Greedy)
+    verdict = judged(validator, ASKED, liar.submission(ASKED))
     assert verdict.reason is Reason.SAMPLING
 
 
@@ -400,9 +391,9 @@ def test_a_small_models_tokens_proven_with_the_right_weights(
     tiny_folders: tuple[Path, Path], validator: Validator
 ) -> None:
     """Speculation: another model writes, the stated one only reads along to make proofs and logprobs."""
-    liar = make_worker(tiny_folders[1], SETTINGS)
-    rows = liar.generate(ASKED)
-    read = [read_along(validator.model, prompt_of(liar, i), row.tokens) for i, row in enumerate(rows)]
+    liar = make_producer(tiny_folders[1], SETTINGS)
+    rows = produced(liar, ASKED)
+    read = [read_along(validator.judge.model, prompt_of(liar, i), row.tokens) for i, row in enumerate(rows)]
     proofs = toploc.build_many([hidden_TH for hidden_TH, _ in read])
     rows = [replace(row, proofs=proofs[i], logprobs=read[i][1].tolist()) for i, row in enumerate(rows)]
     verdict = judged(validator, ASKED, signed(liar, ASKED, rows))
@@ -416,8 +407,8 @@ def read_along(model: Any, prompt: list[int], tokens: list[int]) -> tuple[torch.
     return hidden_TH, token_logprobs(model.lm_head(hidden_TH), torch.tensor(tokens))
 
 
-def prompt_of(worker: Worker, number: int) -> list[int]:
-    return worker._prompt(worker.plan(ASKED)[number // GROUP_SIZE])
+def prompt_of(worker: Producer, number: int) -> list[int]:
+    return worker.prompt(worker.plan(ASKED)[number // GROUP_SIZE])
 
 
 # --- ending early or late --------------------------------------------------------------------------------------------
@@ -440,37 +431,139 @@ def test_every_completion_ended_early(edited: Callable[..., Verdict]) -> None:
     assert verdict.reason is Reason.SAMPLING, "one token in ten is not what its seed yields"
 
 
-class NeverEnds(Worker):
+class NeverEnds(Producer):
     """Goes on after its end token."""
 
-    def generate(self, asked: Any) -> list[Rollout]:
-        self.sampling = Sampling(1.0, MAX_TOKENS, ())
-        return super().generate(asked)
+    def complete(self, prompts: Any, seeds: Any) -> list[list[Completion]]:
+        return self.engine.generate(prompts, seeds, Sampling(1.0, MAX_TOKENS, ()))
 
 
 def test_tokens_after_the_end(tiny_folder: Path, validator: Validator) -> None:
-    liar = make_worker(tiny_folder, SETTINGS, NeverEnds)
+    liar = make_producer(tiny_folder, SETTINGS, NeverEnds)
     asked = next(asked for number in range(20) if ended_early(liar, validator, asked := assignment(number)))
-    verdict = judged(validator, asked, signed(liar, asked, liar.generate(asked)))
+    verdict = judged(validator, asked, liar.submission(asked))
     assert verdict.reason is Reason.TERMINATION
     assert "goes on after an end token" in verdict.detail
 
 
-def ended_early(worker: Worker, validator: Validator, asked: Any) -> bool:
-    return any(EOS in row.tokens[:-1] for row in worker.generate(asked))
+def ended_early(worker: Producer, validator: Validator, asked: Any) -> bool:
+    return any(EOS in row.tokens[:-1] for row in produced(worker, asked))
+
+
+# --- special tokens and ends, one token at a time --------------------------------------------------------------------
+
+
+def last_is(token: int) -> Callable[[Completion], Completion]:
+    """Change the last token, which no state of the completion has seen."""
+    return lambda c: Completion([*c.tokens[:-1], token], c.logprobs, c.hidden_TH)
+
+
+def test_a_special_token_that_its_seed_does_not_yield(edited: Callable[..., Verdict]) -> None:
+    verdict = edited(first_only(last_is(USER)))
+    assert verdict.reason is Reason.SPECIAL_TOKENS and f"special token {USER}" in verdict.detail
+
+
+def test_any_other_token_in_its_place_is_numerics(edited: Callable[..., Verdict]) -> None:
+    verdict = edited(first_only(last_is(20)))
+    assert verdict.reason is None and verdict.evidence["margin_max"] > LENIENT.validator.sampling_margin
+
+
+@pytest.fixture
+def case(validator: Validator, worker: Producer, honest: list[Rollout]) -> Case:
+    """Honest work with a prefill of it that a test may change."""
+    case = case_of(validator.judge, ASKED, signed(worker, ASKED, honest))
+    validator.judge.prefill([case])
+    return case
+
+
+def at(case: Case, **figures: float) -> Case:
+    """With these figures at the last token of the first rollout."""
+    prefill = case.computed()
+    changed = {name: tensor.clone() for name, tensor in vars(prefill).items() if name in figures}
+    for name, tensor in changed.items():
+        tensor[prefill.lengths[0] - 1] = figures[name]
+    return replace(case, prefill=replace(prefill, **changed))  # type: ignore[arg-type]
+
+
+def ending(case: Case, token: int) -> Case:
+    """With this token at the end of the first rollout."""
+    row = case.rows[0]
+    return replace(case, rows=[replace(row, tokens=[*row.tokens[:-1], token]), *case.rows[1:]])
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob", "margin", "found"),
+    [
+        (EOS, -0.5, 5.0, False),  # likely
+        (EOS, -9.0, 0.0, False),  # yielded
+        (EOS, -9.0, 0.7, False),  # within numerical reach of being yielded
+        (EOS, -9.0, 5.0, True),
+        (EOS, -2.4, 5.0, True),  # of probability 0.09
+        (20, -9.0, 5.0, False),  # no end token
+    ],
+)
+def test_an_end_is_likely_or_yielded(
+    validator: Validator, case: Case, token: int, logprob: float, margin: float, found: bool
+) -> None:
+    assert validator.judge.rules is not None
+    assert termination(validator.judge.rules, case) is None
+    finding = termination(validator.judge.rules, at(ending(case, token), logprobs_N=logprob, margins_N=margin))
+    assert (finding is not None) == found
+
+
+@pytest.mark.parametrize(
+    ("token", "margin", "found"), [(USER, 0.0, False), (USER, 0.7, False), (USER, 0.8, True), (EOS, 0.8, False)]
+)
+def test_a_special_token_is_yielded(validator: Validator, case: Case, token: int, margin: float, found: bool) -> None:
+    assert validator.judge.rules is not None
+    assert special_tokens(validator.judge.rules, case) is None
+    finding = special_tokens(validator.judge.rules, at(ending(case, token), margins_N=margin))
+    assert (finding is not None) == found
+
+
+def test_tokens_that_are_likelier_than_samples_are_found_though_they_are_what_seeds_yield(
+    validator: Validator, case: Case
+) -> None:
+    assert validator.judge.rules is not None
+    prefill = case.computed()
+    assert distribution(validator.judge.rules, case) is None
+    case.prefill = replace(prefill, evidence_NA=prefill.evidence_NA + torch.tensor([0.0, 0.0, 1.0, 0.0]))
+    finding = distribution(validator.judge.rules, case)
+    assert finding is not None and finding.reason is Reason.DISTRIBUTION and "truncated" in finding.detail
+    assert case.evidence["distribution_evidence"] > validator.judge.rules.config.validator.distribution_evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tokens: [*tokens[:9], EOS, *tokens[10:]], "goes on after an end token"),
+        (lambda tokens: [20] * 9, "stops after 9 tokens"),
+        (lambda tokens: [*[20] * 9, EOS], ""),
+        (lambda tokens: [20] * MAX_TOKENS, ""),
+        (lambda tokens: [EOS], ""),
+    ],
+)
+def test_a_completion_runs_to_its_end_and_no_further(
+    validator: Validator, case: Case, change: Callable[[list[int]], list[int]], words: str
+) -> None:
+    assert validator.judge.rules is not None
+    full = next(i for i, row in enumerate(case.rows) if len(row.tokens) == MAX_TOKENS)
+    case.rows = with_row(case.rows, full, tokens=change(case.rows[full].tokens))
+    finding = endings(validator.judge.rules, replace(case, prefill=None))  # which it does not need
+    assert words in finding.detail if finding else words == ""
 
 
 # --- whose file, for what --------------------------------------------------------------------------------------------
 
 
-def test_a_file_made_for_another_task(worker: Worker, validator: Validator, honest: list[Rollout]) -> None:
+def test_a_file_made_for_another_task(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     later = assignment(1)
     verdict = judged(validator, later, signed(worker, ASKED, honest))
     assert verdict.reason is Reason.REPLAYED
 
 
 def test_the_same_rollouts_signed_again_for_another_task(
-    tiny_folder: Path, worker: Worker, honest: list[Rollout]
+    tiny_folder: Path, worker: Producer, honest: list[Rollout]
 ) -> None:
     validator = make_validator(tiny_folder, SETTINGS)
     validator.node.owner = ASKED.id  # type: ignore[attr-defined]
@@ -480,20 +573,20 @@ def test_the_same_rollouts_signed_again_for_another_task(
 
 
 def test_the_same_rollouts_signed_again_are_caught_even_where_nobody_knows_their_owner(
-    worker: Worker, validator: Validator, honest: list[Rollout]
+    worker: Producer, validator: Validator, honest: list[Rollout]
 ) -> None:
     later = assignment(1)
     verdict = judged(validator, later, signed(worker, later, honest))
     assert verdict.reason is Reason.TASKS
 
 
-def test_a_file_that_was_judged_before_for_the_same_task_is_no_replay(tiny_folder: Path, worker: Worker) -> None:
+def test_a_file_that_was_judged_before_for_the_same_task_is_no_replay(tiny_folder: Path, worker: Producer) -> None:
     validator = make_validator(tiny_folder, SETTINGS)
     validator.node.owner = ASKED.id  # type: ignore[attr-defined]
-    assert judged(validator, ASKED, signed(worker, ASKED, worker.generate(ASKED))).reason is None
+    assert judged(validator, ASKED, worker.submission(ASKED)).reason is None
 
 
-def test_someone_elses_file(worker: Worker, validator: Validator, honest: list[Rollout]) -> None:
+def test_someone_elses_file(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     verdict = judged(validator, assignment(worker=BOB), signed(worker, ASKED, honest), worker=BOB)
     assert verdict.reason is Reason.SIGNATURE
 
@@ -501,7 +594,7 @@ def test_someone_elses_file(worker: Worker, validator: Validator, honest: list[R
 def test_someone_elses_rollouts_under_ones_own_signature(
     tiny_folder: Path, validator: Validator, honest: list[Rollout]
 ) -> None:
-    thief, asked = make_worker(tiny_folder, SETTINGS, identity=BOB), assignment(worker=BOB)
+    thief, asked = make_producer(tiny_folder, SETTINGS, identity=BOB), assignment(worker=BOB)
     verdict = judged(validator, asked, signed(thief, asked, honest), worker=BOB)
     assert verdict.reason is Reason.TASKS, "seeds are bound to the worker's key"
 
@@ -510,19 +603,27 @@ def test_someone_elses_rollouts_under_ones_own_signature(
     "said", [{"step": 4}, {"policy_version": 1}, {"policy_digest": "e" * 64}, {"step": 4, "policy_version": 3}]
 )
 def test_another_step_or_version_in_the_header(
-    worker: Worker, validator: Validator, honest: list[Rollout], said: dict[str, Any]
+    worker: Producer, validator: Validator, honest: list[Rollout], said: dict[str, Any]
 ) -> None:
     verdict = judged(validator, ASKED, signed(worker, ASKED.model_copy(update=said), honest))
     assert verdict.reason is Reason.CONTEXT
 
 
+def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
+    prompts = [worker.prompt(plan) for plan in worker.plan(ASKED)]
+    for other in (prompts[::-1], prompts[:1], [[*prompts[0], 5], prompts[1]], []):
+        verdict = judged(validator, ASKED, worker.sign(ASKED, other, honest))
+        assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
+    assert judged(validator, ASKED, worker.sign(ASKED, prompts, honest)).reason is None
+
+
 def test_another_run_in_the_header(tiny_folder: Path, validator: Validator, honest: list[Rollout]) -> None:
-    liar = make_worker(tiny_folder, SETTINGS)
-    liar.node.invite.run = "other-0"
+    liar = make_producer(tiny_folder, SETTINGS)
+    liar.run = "other-0"
     assert judged(validator, ASKED, signed(liar, ASKED, honest)).reason is Reason.CONTEXT
 
 
-def test_tokens_changed_after_signing(worker: Worker, validator: Validator, honest: list[Rollout]) -> None:
+def test_tokens_changed_after_signing(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     data = signed(worker, ASKED, honest)
     changed = with_row(honest, 0, tokens=[honest[0].tokens[0] ^ 1, *honest[0].tokens[1:]])
     table = pa.Table.from_pylist([vars(row) for row in changed], schema=rollout_file.SUBMISSION)
@@ -537,14 +638,14 @@ def test_tokens_changed_after_signing(worker: Worker, validator: Validator, hone
     assert verdict.reason is Reason.SIGNATURE and "not those that were signed" in verdict.detail
 
 
-def test_a_header_that_names_another_signer(worker: Worker, validator: Validator, honest: list[Rollout]) -> None:
+def test_a_header_that_names_another_signer(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     """Bob signs, and the header says that Alice did."""
 
     class Impostor(type(BOB)):  # type: ignore[misc]
         public = ALICE.public
 
     header = Header(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         run=RUN,
         step=ASKED.step,
         policy_version=ASKED.policy_version,
@@ -585,6 +686,6 @@ def test_replayed_margins_are_zero_for_what_was_sampled_and_the_gap_for_anything
     logits_NV = torch.randn(16, 64)
     seeds, positions = list(range(16)), [3] * 16
     tokens_N, _ = choose(logits_NV, seeds, positions, 1.0)
-    assert float(replay_margins(logits_NV, tokens_N, seeds, positions, 1.0).max()) == 0
+    assert float(replay_margins(logits_NV, tokens_N, seeds, positions).max()) == 0
     second_N = (logits_NV + gumbel_noise(seeds, positions, 64)).topk(2).indices[:, 1]
-    assert float(replay_margins(logits_NV, second_N, seeds, positions, 1.0).min()) > 0
+    assert float(replay_margins(logits_NV, second_N, seeds, positions).min()) > 0

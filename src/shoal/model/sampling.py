@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS_AT_ONCE = 4  # rows of noise made together: a few hundred kB, so that the hash runs in cache
+ROWS_AT_ONCE = 2  # rows of noise made together: a few hundred kB, so that the hash runs in cache
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int) -> int:
@@ -41,8 +41,8 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
         rows = slice(start, start + ROWS_AT_ONCE)
         bits = _fmix32_(_fmix32_(ids_1V + low_N1[rows]).bitwise_xor_(high_N1[rows]))
         bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF)
-        uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-23)
-        noise_NV[rows] = uniform.log_().neg_().log_().neg_()
+        uniform = noise_NV[rows].copy_(bits).add_(0.5).mul_(2.0**-23)
+        uniform.log_().neg_().log_().neg_()
     return noise_NV
 
 
@@ -62,16 +62,14 @@ def choose(
     return tokens_N, token_logprobs(scaled_NV, tokens_N)
 
 
-def replay_margins(
-    logits_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int], temperature: float
-) -> Tensor:
+def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """How far each claimed token is from being the one that the seed yields. Returns margins_N, float32, >= 0, in nats.
 
-    0 where the token is the argmax of these logits plus its noise; otherwise by how much another token's score exceeds
-    its own: what numerics would have had to shift for the claim to be honest.
+    0 where the token is the argmax of scaled_NV (logits / temperature) plus its noise; otherwise by how much another
+    token's score exceeds its own: what numerics would have had to shift for the claim to be honest.
     """
-    noise_NV = gumbel_noise(seeds, positions, logits_NV.shape[-1]).to(logits_NV.device)
-    scores_NV = noise_NV.add_(logits_NV.float() / temperature)
+    noise_NV = gumbel_noise(seeds, positions, scaled_NV.shape[-1]).to(scaled_NV.device)
+    scores_NV = noise_NV.add_(scaled_NV.float())
     return scores_NV.amax(-1) - scores_NV.gather(-1, tokens_N[:, None])[:, 0]
 
 
@@ -98,10 +96,12 @@ def _mix64(seeds_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
 
 
 def _fmix32_(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser, in place; int32 wraps, and the masks make its right shifts logical."""
-    x ^= (x >> 16) & 0xFFFF
-    x *= -2048144789  # 0x85EBCA6B
-    x ^= (x >> 13) & 0x7FFFF
-    x *= -1028477387  # 0xC2B2AE35
-    x ^= (x >> 16) & 0xFFFF
+    """MurmurHash3's 32-bit finaliser of an int32 tensor on the CPU, in place. numpy's uint32 shifts without masks."""
+    bits = x.numpy().view(np.uint32)
+    shifted = bits >> 16
+    bits ^= shifted
+    bits *= np.uint32(0x85EBCA6B)
+    bits ^= np.right_shift(bits, 13, out=shifted)
+    bits *= np.uint32(0xC2B2AE35)
+    bits ^= np.right_shift(bits, 16, out=shifted)
     return x

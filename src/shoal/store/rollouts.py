@@ -10,6 +10,7 @@ Called by worker (writes), validator (reads, writes) and learner (reads).
 """
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.pool.identity import Identity, verify
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PROOF_BYTES = 258
 MAX_HEADER_BYTES = 4_096
 MAX_LIST_VALUES = 50_000_000  # tokens, logprobs or proofs of one file: what a reader may be made to hold
@@ -72,7 +73,8 @@ class Header(BaseModel):
     worker: str = Field(pattern=r"^[0-9a-f]{64}$")
     submission: int = Field(ge=0)
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
-    content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows
+    prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # of a submission: digest of its prompts
+    content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows, proofs among them
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,14 @@ def write_accepted(header: Header, rows: list[AcceptedRollout], identity: Identi
 def read_accepted(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFile[AcceptedRollout]:
     """Rows of an accepted file under the signature of the validator it names. Raises RolloutFileError."""
     return RolloutFile(*_read(data, ACCEPTED, AcceptedRollout, max_rows, max_tokens, domain="accepted"))
+
+
+def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+    """BLAKE3 of the groups' prompts as token ids, one after the other with their lengths."""
+    digest = blake3()
+    for prompt in prompts:
+        digest.update(len(prompt).to_bytes(4, "little") + np.asarray(prompt, dtype="<i4").tobytes())
+    return digest.hexdigest()
 
 
 def content_digest(table: pa.Table) -> str:

@@ -1,4 +1,4 @@
-"""Workers that lie, each in one way, by changing one method of the honest worker.
+"""Workers that lie, each in one way, by changing one method of the honest producer.
 
 Started by `shoal run` where `workers.cheat` names one; never imported by the worker itself. Each kind lies from its first
 submission on, so every submission it hands in must be rejected.
@@ -6,6 +6,8 @@ submission on, so every submission it hands in must be rejected.
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,75 +16,64 @@ from shoal import process
 from shoal.config import Cheat
 from shoal.messages import Assignment
 from shoal.roles import run_worker
-from shoal.rollout.engine import Sampling
+from shoal.rollout.engine import Completion
+from shoal.rollout.produce import Producer
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.rollout.worker import Worker
-from shoal.shardcast import Manifest
 from shoal.store.rollouts import Rollout
+from shoal.tasks.derive import GroupPlan
 
 VERSIONS_BEHIND = 4
 
 
-class OlderWeights(Worker):
+class OlderWeights(Producer):
     """Generates with the first version it ever loaded, and says it has the newest."""
 
-    def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
-        if newest is None or newest[1].version == self.node.policy_version:
-            return
+    def load(self, folder: Path, version: int) -> int | None:
         if self.tokenizer is None:
-            self.first_version = newest[1].version
-            super().take_weights(newest)
-        is_a_lie = newest[1].version >= self.first_version + VERSIONS_BEHIND
-        self.node.policy_version = newest[1].version if is_a_lie else None  # None: asks for no task yet
+            self.first_version = version
+            super().load(folder, version)
+        is_a_lie = version >= self.first_version + VERSIONS_BEHIND
+        return version if is_a_lie else None  # None: asks for no task yet
 
 
-class QuantizedWeights(Worker):
+class QuantizedWeights(Producer):
     """Generates with weights rounded to 4 bits (symmetric, one scale for 32 values), to save memory."""
 
-    def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
-        before = self.node.policy_version
-        super().take_weights(newest)
-        if self.node.policy_version != before and isinstance(self.engine, TorchEngine):
-            for module in self.engine.model.base_model.layers.modules():
-                if isinstance(module, torch.nn.Linear):
-                    round_to_4_bits_(module.weight.data)
+    def load(self, folder: Path, version: int) -> int | None:
+        super().load(folder, version)
+        assert isinstance(self.engine, TorchEngine)
+        for module in self.engine.model.base_model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                round_to_4_bits_(module.weight.data)
+        return version
 
 
-class ForgedReward(Worker):
+class ForgedReward(Producer):
     """Claims that every answer was right."""
 
-    def generate(self, assignment: Assignment) -> list[Rollout]:
-        return [Rollout(**vars(rollout) | {"reward": 1.0}) for rollout in super().generate(assignment)]
+    def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
+        return [replace(rollout, reward=1.0) for rollout in super().rollouts(plans, groups)]
 
 
-class WrongTemperature(Worker):
+class WrongTemperature(Producer):
     """Samples at half the stated temperature, for surer answers."""
 
-    def generate(self, assignment: Assignment) -> list[Rollout]:
-        stated = self.sampling
-        self.sampling = Sampling(stated.temperature / 2, stated.max_tokens, stated.eos_ids)
-        rollouts = super().generate(assignment)
-        self.sampling = stated
-        return rollouts
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        return self.engine.generate(prompts, seeds, replace(self.sampling, temperature=self.sampling.temperature / 2))
 
 
-class ReplayedSubmission(Worker):
-    """Generates once, and hands that one file in for every later task."""
+class ReplayedSubmission(Producer):
+    """Generates once, for a task nobody gave it, and hands that one file in for every task."""
 
     file: bytes | None = None
-    made_for = ""
 
-    def generate(self, assignment: Assignment) -> list[Rollout]:
-        return super().generate(assignment) if self.file is None else []
-
-    def upload(self, assignment: Assignment, data: bytes) -> None:
+    def submission(self, assignment: Assignment) -> bytes:
         if self.file is None:
-            self.file, self.made_for = data, assignment.id  # held back: handed in for its own task it would be honest
-        elif assignment.id != self.made_for:
-            super().upload(assignment, self.file)
+            self.file = super().submission(assignment.model_copy(update={"number": assignment.number + 999}))
+        return self.file
 
 
-CHEATS: dict[Cheat, type[Worker]] = {
+CHEATS: dict[Cheat, type[Producer]] = {
     "older_weights": OlderWeights,
     "quantized_weights": QuantizedWeights,
     "forged_reward": ForgedReward,

@@ -1,0 +1,111 @@
+"""What an assignment asks for, made and signed: prompts, completions, rewards, proofs, one Parquet file. No network.
+
+Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
+Called by the worker's loop. Each method is one place where a worker could lie, and the liars of the tests do.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal import tasks, toploc
+from shoal.config import Config
+from shoal.messages import Assignment
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.pool.identity import Identity
+from shoal.rollout.engine import Completion, Engine, Sampling
+from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
+from shoal.tasks.derive import GroupPlan, plan_groups
+from shoal.tasks.prompt import completion_text, prompt_tokens, reward
+
+PROOF_CHUNK_TOKENS = 32
+
+
+class Producer:
+    def __init__(self, config: Config, run: str, identity: Identity, engine: Engine) -> None:
+        self.config = config
+        self.run = run
+        self.identity = identity
+        self.engine = engine
+        self.tasks = tasks.load(config.tasks)
+        self.tokenizer: Any = None
+        self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
+        self.tokens = 0  # generated so far
+
+    def load(self, folder: Path, version: int) -> int | None:
+        """Take a version's weights. Returns the version to tell the coordinator (None: not ready for tasks)."""
+        self.engine.load(folder)
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(folder)
+            self.sampling = Sampling(self.sampling.temperature, self.sampling.max_tokens, eos_ids(folder))
+        return version
+
+    def submission(self, assignment: Assignment) -> bytes:
+        """The whole signed file."""
+        plans = self.plan(assignment)
+        prompts = [self.prompt(plan) for plan in plans]
+        groups = self.complete(prompts, [plan.seeds for plan in plans])
+        self.tokens += sum(len(completion.tokens) for group in groups for completion in group)
+        return self.sign(assignment, prompts, self.rollouts(plans, groups))
+
+    def plan(self, assignment: Assignment) -> list[GroupPlan]:
+        return plan_groups(
+            run=self.run,
+            step=assignment.step,
+            policy_digest=assignment.policy_digest,
+            worker=self.identity.public,
+            submission=assignment.number,
+            groups=assignment.groups,
+            group_size=self.config.sampling.group_size,
+            n_tasks=len(self.tasks.train),
+            length_targets=self.config.tasks.length_targets,
+        )
+
+    def prompt(self, plan: GroupPlan) -> list[int]:
+        task = self.tasks.train[plan.task_index]
+        return prompt_tokens(self.tokenizer, self.config.tasks, task, plan.target_length)
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        return self.engine.generate(prompts, seeds, self.sampling)
+
+    def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
+        """Every row of the file, group by group, rewarded and proven."""
+        proofs = iter(self.prove([completion for group in groups for completion in group]))
+        return [
+            self.rollout(number, plan, seed, completion, next(proofs))
+            for number, (plan, group) in enumerate(zip(plans, groups, strict=True))
+            for seed, completion in zip(plan.seeds, group, strict=True)
+        ]
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
+
+    def rollout(self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]) -> Rollout:
+        task = self.tasks.train[plan.task_index]
+        grade = self.tasks.grade(task, completion_text(self.tokenizer, completion.tokens))
+        alpha = self.config.tasks.length_penalty
+        return Rollout(
+            group=group,
+            task=task.id,
+            target_length=plan.target_length,
+            seed=seed,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            reward=reward(grade, len(completion.tokens), plan.target_length, alpha),
+            proofs=proofs,
+        )
+
+    def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
+        """Bind the rows, proofs among them, to run, step, policy, worker, submission and prompts with one signature."""
+        header = Header(
+            schema_version=SCHEMA_VERSION,
+            run=self.run,
+            step=assignment.step,
+            policy_version=assignment.policy_version,
+            policy_digest=assignment.policy_digest,
+            worker=self.identity.public,
+            submission=assignment.number,
+            signer=self.identity.public,
+            prompts=prompts_digest(prompts),
+        )
+        return write_submission(header, rollouts, self.identity)

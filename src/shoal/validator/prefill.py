@@ -1,0 +1,66 @@
+"""One forward of the claimed version over several submissions at once; all dear checks read what comes out of it.
+
+The groups of all submissions are packed into rows of `row_tokens`, each group's prompt computed once.
+Invariant: what is computed of a submission does not depend on what it is packed with, but for rounding.
+Called by `judge`. Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.model.sampling import replay_margins
+from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
+from shoal.validator.case import Case, Prefill
+from shoal.validator.distribution import token_evidence
+
+VOCABULARY_ROWS = 256  # tokens whose logits are in memory together: the output head's weights are read once for them
+CACHED_ROWS = 16  # of those, how many are scored together: what passes over a few MB finds them in cache
+
+
+@torch.inference_mode()
+def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> None:
+    """Fill in each case's `prefill`. All must be of the version that `model` holds."""
+    hidden_NH = hidden_states(model, cases, row_tokens)
+    rows = [row for case in cases for row in case.rows]
+    tokens_N = torch.tensor([token for row in rows for token in row.tokens], device=hidden_NH.device)
+    seeds = [row.seed for row in rows for _ in row.tokens]
+    positions = [position for row in rows for position in range(len(row.tokens))]
+    logprobs, margins, evidence = [], [], []
+    for start in range(0, len(tokens_N), CACHED_ROWS):
+        within = start % VOCABULARY_ROWS
+        if within == 0:
+            logits_WV = model.lm_head(hidden_NH[start : start + VOCABULARY_ROWS])
+        span = slice(start, start + CACHED_ROWS)
+        scaled_CV = logits_WV[within : within + CACHED_ROWS].float().div_(temperature)
+        margins.append(replay_margins(scaled_CV, tokens_N[span], seeds[span], positions[span]))
+        logp_C, evidence_CA = token_evidence(scaled_CV, tokens_N[span])
+        logprobs.append(logp_C)
+        evidence.append(evidence_CA)
+    sizes = [sum(len(row.tokens) for row in case.rows) for case in cases]
+    per_case = (
+        torch.split(tensor.cpu(), sizes)
+        for tensor in (hidden_NH.to(torch.bfloat16), torch.cat(logprobs), torch.cat(margins), torch.cat(evidence))
+    )
+    for case, (hidden, logprobs_N, margins_N, evidence_NA) in zip(cases, zip(*per_case, strict=True), strict=True):
+        case.prefill = Prefill(hidden, logprobs_N, margins_N, evidence_NA, [len(row.tokens) for row in case.rows])
+
+
+def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.Tensor:
+    """Final hidden states of every completion token, in order. Returns hidden_NH."""
+    longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
+    width = max(row_tokens, longest)  # what is within bounds must be checkable
+    trees = [
+        part
+        for case in cases
+        for group, prompt in enumerate(case.prompts)
+        for part in split(Tree(prompt, [row.tokens for row in case.rows if row.group == group]), width)
+    ]
+    device = next(model.parameters()).device
+    return torch.cat(
+        [
+            forward_hidden(model, pack([trees[i] for i in row], width).to(device))
+            for row in assign_rows([tree.n_tokens for tree in trees], width, in_order=True)
+        ]
+    )

@@ -1,0 +1,65 @@
+"""What a producer makes of an assignment: the tasks, the rewards, the proofs and the header that follow from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal import toploc
+from shoal.rollout.produce import Producer
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.store.rollouts import RolloutFile, prompts_digest, read_submission
+from shoal.tasks.prompt import completion_text
+
+from ..workers import ALICE, RUN, assignment, config, make_producer, produced
+
+CONFIG = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6, "group_size": 3})
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def read(data: bytes) -> RolloutFile[Any]:
+    return read_submission(data, max_rows=6, max_tokens=6)
+
+
+def test_a_submission_is_what_was_asked_for(tiny_folder: Path) -> None:
+    producer = make_producer(tiny_folder, CONFIG, version=3)
+    asked = assignment(5, step=5, version=3)
+    file = read(producer.submission(asked))
+    header = file.header
+    assert (header.run, header.step, header.submission, header.policy_version) == (RUN, 5, 5, 3)
+    assert header.policy_digest == asked.policy_digest
+    assert header.signer == header.worker == ALICE.public
+    assert header.prompts == prompts_digest([producer.prompt(plan) for plan in producer.plan(asked)])
+    assert [row.group for row in file.rows] == [0, 0, 0, 1, 1, 1]
+    assert len({row.seed for row in file.rows}) == 6
+    for row in file.rows:
+        chosen = next(task for task in producer.tasks.train if task.id == row.task)
+        grade = producer.tasks.grade(chosen, completion_text(producer.tokenizer, row.tokens))
+        length_cost = 0.0003 * abs(row.target_length - len(row.tokens))
+        assert row.reward == pytest.approx(grade - length_cost, abs=1e-6)
+        assert row.target_length in (4, 6) and len(row.logprobs) == len(row.tokens)
+    assert producer.tokens == sum(len(row.tokens) for row in file.rows)
+
+
+def test_the_same_task_twice_is_the_same_file(tiny_folder: Path) -> None:
+    files = [make_producer(tiny_folder, CONFIG).submission(assignment(1, step=1)) for _ in range(2)]
+    assert read(files[0]).rows == read(files[1]).rows, "a worker that restarts has no second draw"
+
+
+def test_proofs_are_of_the_tokens_states(tiny_folder: Path) -> None:
+    producer = make_producer(tiny_folder, CONFIG)
+    plans = producer.plan(assignment())
+    groups = producer.engine.generate(
+        [producer.prompt(plan) for plan in plans], [plan.seeds for plan in plans], producer.sampling
+    )
+    for row, completion in zip(produced(producer, assignment()), [c for group in groups for c in group], strict=True):
+        assert row.proofs == toploc.build(completion.hidden_TH)
+
+
+def test_a_newer_version_is_told_and_generated_with(tiny_folders: tuple[Path, Path]) -> None:
+    producer = Producer(CONFIG, RUN, ALICE, TorchEngine("float32"))
+    made = []
+    for version, folder in enumerate(tiny_folders):
+        assert producer.load(folder, version) == version
+        made.append(produced(producer, assignment()))
+    assert made[0] != made[1] == produced(make_producer(tiny_folders[1], CONFIG), assignment())

@@ -1,0 +1,110 @@
+"""`shoal verify`: an exit status that a script can use, and a line for each check that a person can read."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import config as config_module
+from shoal.cli import DONE, FAILED, USAGE, main
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout
+from shoal.testing.cheats import QuantizedWeights
+from shoal.validator.by_hand import ACCEPTED, REJECTED, UNREADABLE, find_weights
+from shoal.validator.checks import CHEAP, DEAR
+
+from ..workers import produced, signed
+from .support import ASKED, config, make_producer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of what `shoal run` leaves behind as `shoal verify` reads."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.toml").write_text(config_module.dumps(config(model={"dtype": "float32"})))
+    shutil.copytree(tiny_folder, folder / "learner" / "versions" / "v000002")
+    return folder
+
+
+@pytest.fixture
+def verify(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Status and lines for a file of these bytes."""
+
+    def verify(data: bytes) -> tuple[int, list[str]]:
+        (tmp_path / "file.parquet").write_bytes(data)
+        status = main(["verify", str(tmp_path / "file.parquet"), "--run", str(run)])
+        return status, capsys.readouterr().out.splitlines()
+
+    return verify
+
+
+def answers(lines: list[str]) -> dict[str, str]:
+    return {line.split()[1]: line.split()[0] for line in lines if line[:3] in ("yes", "NO ")}
+
+
+def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
+    status, lines = verify(worker.submission(ASKED))
+    assert (status, lines[-1]) == (ACCEPTED, "accepted")
+    assert answers(lines) == {check.__name__: "yes" for check in [*CHEAP, *DEAR]}
+    for check in [*CHEAP, *DEAR]:
+        assert any((check.__doc__ or "?") in line for line in lines), "in words"
+    assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "with what was measured"
+
+
+def test_every_cheap_lie_is_named_and_the_model_is_left_alone(verify, worker: Producer, honest: list[Rollout]) -> None:  # type: ignore[no-untyped-def]
+    lied = [replace(row, reward=1.0, seed=row.seed + 1) for row in honest]
+    status, lines = verify(signed(worker, ASKED, lied))
+    assert status == REJECTED and "was not checked" in lines[-1]
+    no = [name for name, answer in answers(lines).items() if answer == "NO"]
+    assert no == ["derived_tasks", "rewards"] and len(answers(lines)) == len(CHEAP)
+    assert any("reward: rollout 0 claims 1" in line for line in lines)
+
+
+def test_a_lie_about_the_weights_is_rejected(verify, tiny_folder: Path) -> None:  # type: ignore[no-untyped-def]
+    status, lines = verify(make_producer(tiny_folder, config(), QuantizedWeights).submission(ASKED))
+    assert (status, lines[-1]) == (REJECTED, "rejected")
+    assert answers(lines)["proof"] == "NO" and len(answers(lines)) == len(CHEAP) + len(DEAR)
+
+
+@pytest.mark.parametrize("cut", [0, 100, -1])
+def test_a_damaged_file_is_unreadable(verify, worker: Producer, cut: int) -> None:  # type: ignore[no-untyped-def]
+    status, lines = verify(worker.submission(ASKED)[:cut])
+    assert status == UNREADABLE and len(lines) == 1 and lines[0].startswith("unreadable: ")
+
+
+def test_a_submission_number_that_no_coordinator_gives_is_no_traceback(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
+    asked = ASKED.model_copy(update={"number": 10**6})
+    status, lines = verify(signed(worker, asked, produced(worker, asked)))
+    assert status == ACCEPTED, lines
+
+
+def test_what_it_needs_and_does_not_have_is_said(
+    run: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.parquet"
+    file.write_bytes(worker.submission(ASKED.model_copy(update={"policy_version": 7})))
+    assert main(["verify", str(file), "--run", str(run)]) == FAILED
+    assert "no longer holds version 7" in capsys.readouterr().err
+    assert main(["verify", str(file)]) == USAGE
+    assert "--run DIR" in capsys.readouterr().err
+
+
+def test_a_config_and_weights_do_instead_of_a_run(
+    run: Path, tiny_folder: Path, worker: Producer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.parquet"
+    file.write_bytes(worker.submission(ASKED))
+    arguments = ["--config", str(run / "config.toml"), "--weights", str(tiny_folder)]
+    assert main(["verify", str(file), *arguments]) == DONE
+    assert capsys.readouterr().out.endswith("accepted\n")
+
+
+def test_weights_are_found_where_any_node_of_the_run_keeps_them(tmp_path: Path) -> None:
+    kept = tmp_path / "worker-1" / "weights" / "v000003"
+    kept.mkdir(parents=True)
+    assert find_weights(tmp_path, 3) == kept
+    with pytest.raises(FileNotFoundError, match="--weights"):
+        find_weights(tmp_path, 4)

@@ -1,0 +1,104 @@
+"""Several submissions are judged together as each would be alone; what is not prefilled gets every cheap check."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.messages import Reason
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout, read_accepted
+from shoal.testing.cheats import QuantizedWeights
+from shoal.validator.case import Case
+from shoal.validator.judge import Judge
+from shoal.validator.service import Validator
+
+from ..workers import RUN, VALIDATOR, produced, signed
+from .support import ASKED, SETTINGS, assignment, case_of, make_producer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def judge(validator: Validator) -> Judge:
+    return validator.judge
+
+
+@pytest.fixture(scope="module")
+def files(tiny_folder: Path, worker: Producer) -> list[bytes]:
+    """For the first four tasks: honest, of quantised weights, honest, with forged rewards."""
+    forged = [replace(row, reward=1.0) for row in produced(worker, assignment(3))]
+    return [
+        worker.submission(assignment(0)),
+        make_producer(tiny_folder, SETTINGS, QuantizedWeights).submission(assignment(1)),
+        worker.submission(assignment(2)),
+        signed(worker, assignment(3), forged),
+    ]
+
+
+def opened(judge: Judge, files: list[bytes]) -> list[Case]:
+    return [case_of(judge, assignment(number), data) for number, data in enumerate(files)]
+
+
+def test_together_is_as_one_by_one(judge: Judge, files: list[bytes]) -> None:
+    together, alone = opened(judge, files), opened(judge, files)
+    found = judge.examine(together)
+    assert found == [judge.examine([case])[0] for case in alone]
+    assert [finding and finding.reason for finding in found] == [None, Reason.PROOF, None, Reason.REWARD]
+    assert together[3].prefill is None, "what a cheap check found is not prefilled"
+    for one, other in zip(together[:3], alone[:3], strict=True):
+        assert one.rewards == other.rewards
+        assert one.evidence == pytest.approx(other.evidence, abs=1e-3)
+        a, b = one.computed(), other.computed()
+        assert a.lengths == b.lengths == [len(row.tokens) for row in one.rows]
+        torch.testing.assert_close(a.logprobs_N, b.logprobs_N, atol=1e-4, rtol=0)
+        torch.testing.assert_close(a.margins_N, b.margins_N, atol=1e-4, rtol=0)
+        torch.testing.assert_close(a.evidence_NA, b.evidence_NA, atol=1e-3, rtol=0)
+        torch.testing.assert_close(a.hidden_NH.float(), b.hidden_NH.float(), atol=0.05, rtol=0.02)
+
+
+def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
+    judge: Judge, files: list[bytes], worker: Producer
+) -> None:
+    cases = opened(judge, files)
+    found = judge.examine(cases, cheaply=[True, True, False, True])
+    assert [finding and finding.reason for finding in found] == [None, None, None, Reason.REWARD]
+    assert [case.prefill is None for case in cases] == [True, True, False, True]
+    claimed = [row.logprobs for row in cases[0].rows]
+    accepted = read_accepted(judge.accepted_file(cases[0], VALIDATOR), max_rows=8, max_tokens=4096)
+    assert [row.logprobs for row in accepted.rows] == claimed
+    assert [row.reward for row in accepted.rows] == pytest.approx(cases[0].rewards)
+    checked = read_accepted(judge.accepted_file(cases[2], VALIDATOR), max_rows=8, max_tokens=4096)
+    own = [logprob for row in checked.rows for logprob in row.logprobs]
+    assert own == cases[2].computed().logprobs_N.tolist()
+
+
+def test_nothing_to_judge_is_no_error(judge: Judge, files: list[bytes]) -> None:
+    assert judge.examine([]) == []
+    assert judge.examine(opened(judge, files)[3:]) != [None], "nothing is left to prefill"
+
+
+def test_cheap_lies_are_found_without_weights_running(
+    judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cases: object) -> None:
+        raise AssertionError("a forward for what the file itself shows")
+
+    monkeypatch.setattr(judge, "prefill", fail)
+    first = honest[0]
+    cut = replace(first, tokens=first.tokens[:5], logprobs=first.logprobs[:5], proofs=first.proofs[:1])
+    for rows, reason in [
+        ([cut, *honest[1:]], Reason.TERMINATION),
+        ([replace(first, seed=first.seed + 1), *honest[1:]], Reason.TASKS),
+        ([replace(first, reward=first.reward + 1), *honest[1:]], Reason.REWARD),
+        ([replace(first, proofs=[]), *honest[1:]], Reason.BOUNDS),
+    ]:
+        for cheaply in (None, [True]):
+            [finding] = judge.examine([case_of(judge, ASKED, signed(worker, ASKED, rows))], cheaply=cheaply)
+            assert finding is not None and finding.reason is reason
+
+
+def test_a_judge_without_weights_says_so(files: list[bytes]) -> None:
+    with Judge(SETTINGS, RUN, "float32") as judge, pytest.raises(RuntimeError, match="load"):
+        judge.open(ASKED, "a" * 64, files[0])
