@@ -1,0 +1,271 @@
+"""The attack matrix: what a validator finds in honest work and in every lie of `shoal.testing.attacks`.
+
+    python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
+    python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some, beside what the results hold
+    python benchmarks/attacks.py configs/tiny.toml --plot                        docs/images/trust.png
+
+DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
+(`shoal run CONFIG --set learner.keep_versions=100`); the validator judges by the newest. The same workers and tasks are
+given to every attack. Each submission goes through the whole pipeline; then every check is run by itself, whatever the
+others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
+
+Writes benchmarks/results/<label>.json after each attack, and the table as .md beside it. Exit status 1 if honest work was
+rejected.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from machine import describe
+
+from shoal import config, toploc
+from shoal.calibrate import RUN
+from shoal.config import Config
+from shoal.messages import Assignment
+from shoal.model.dtype import pick
+from shoal.pool.identity import Identity
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.testing.attacks import ATTACKS, Attack, Lab
+from shoal.validator.by_hand import offline_assignment
+from shoal.validator.case import Case, Finding
+from shoal.validator.checks import CHEAP, DEAR, PROOF_CHUNK_TOKENS
+from shoal.validator.judge import Judge
+
+HERE = Path(__file__).parent
+WORKERS = 8
+PAPER_NAME, PUBLIC_NAME = "proof, thresholds of the paper", "proof, public thresholds"
+THRESHOLDS = {PAPER_NAME: toploc.BFLOAT16, PUBLIC_NAME: toploc.Thresholds(60, 40, 40)}
+LIMITS = {  # statistic -> its limit in [validator]
+    "proof_exponent_mean": "proof_exponent_mean",
+    "proof_mantissa_mean": "proof_mantissa_mean",
+    "logprob_error_mean": "logprob_error_mean",
+    "margin_mean": "sampling_margin_mean",
+    "mismatch_frac": "sampling_mismatch_frac",
+    "distribution_evidence": "distribution_evidence",
+}
+HEAD = (
+    "| attack | rejected | first check to fire | proof check alone | TOPLOC at 60/40/40 alone |\n"
+    "| --- | --- | --- | --- | --- |\n"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--versions", type=Path, help="folder of consecutive policy versions v000000, v000001, ...")
+    parser.add_argument("--n", type=int, default=200, help="submissions of each attack")
+    parser.add_argument("--groups", type=int, help="groups of a submission (default: the config's)")
+    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), help="some of the attacks")
+    parser.add_argument("--label", help="name of the results file (default: attacks-CONFIG)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--with", dest="overlays", type=Path, nargs="+", default=[], help="TOML over the config")
+    parser.add_argument("--plot", action="store_true", help="draw docs/images/trust.png from the results; run nothing")
+    arguments = parser.parse_args()
+    path = HERE / "results" / f"{arguments.label or 'attacks-' + arguments.config.stem}.json"
+    if arguments.plot:
+        plot(json.loads(path.read_text()), HERE.parent / "docs" / "images" / "trust.png")
+        return 0
+    if arguments.versions is None:
+        parser.error("--versions is needed to run attacks")
+    torch.set_num_threads(arguments.threads)
+    settings = config.load(arguments.config, overlays=arguments.overlays)
+    if arguments.groups:
+        section = settings.workers.model_copy(update={"groups_per_submission": arguments.groups})
+        settings = settings.model_copy(update={"workers": section})
+    folders = sorted(folder for folder in arguments.versions.iterdir() if folder.name.startswith("v"))
+    lab = Lab(folders, neighbour=identity(WORKERS))
+    dtype, _ = pick(settings.model.dtype, settings.model.device)
+    result = json.loads(path.read_text()) if path.exists() else {"attacks": {}}
+    result |= {
+        "model": settings.model.name,
+        "dtype": dtype,
+        "machine": describe(),
+        "groups": settings.workers.groups_per_submission,
+        "versions": len(folders),
+        "limits": {name: getattr(settings.validator, limit) for name, limit in LIMITS.items()},
+    }
+    path.parent.mkdir(exist_ok=True)
+    with Judge(settings, RUN, dtype) as judge:
+        judge.load(folders[-1])
+        engine = TorchEngine(dtype, settings.model.device)  # every attacker loads its weights into it anew
+        sys.stdout.write(HEAD)
+        for name in arguments.only or ATTACKS:
+            attacker = ATTACKS[name](settings, RUN, identity(0), engine, lab)
+            attacker.load(folders[-1], len(folders) - 1)
+            result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n)
+            result["attacks"] = {known: result["attacks"][known] for known in ATTACKS if known in result["attacks"]}
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            rows = {known: row(known, found) for known, found in result["attacks"].items()}
+            path.with_suffix(".md").write_text(HEAD + "".join(rows.values()))
+            sys.stdout.write(rows[name])
+            sys.stdout.flush()
+    return int(bool(result["attacks"].get("honest", {}).get("rejected")))
+
+
+@dataclass
+class Tally:
+    """What was found in the submissions of one attack."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: Counter[str] = field(default_factory=Counter)  # check that fired first
+    alone: Counter[str] = field(default_factory=Counter)  # each check by itself
+    evidence: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, judge: Judge, cases: Sequence[Case], findings: Sequence[Finding | None]) -> None:
+        """Take the pipeline's findings, then run every check on every case by itself."""
+        assert judge.rules is not None
+        unseen = [case for case in cases if case.prefill is None]  # the cheap checks had settled these
+        if unseen:
+            judge.prefill(unseen)
+        for case, finding in zip(cases, findings, strict=True):
+            fired = [check.__name__ for check in (*CHEAP, *DEAR) if check(judge.rules, case)]
+            self.alone.update(fired)
+            self.alone.update(by_thresholds(case))
+            if finding is not None:
+                self.reasons[finding.reason] += 1
+                self.first[fired[0]] += 1
+            for name, value in case.evidence.items():
+                self.evidence.setdefault(name, []).append(value)
+
+
+def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[str, Any]:
+    """Make and judge `n` submissions, a batch at a time."""
+    tally, making_s, judging_s = Tally(), 0.0, 0.0
+    for start in range(0, n, settings.validator.batch):
+        opened: list[Case | Finding] = []
+        for number in range(start, min(start + settings.validator.batch, n)):
+            asked, data, seconds = make(attacker, settings, number)
+            making_s += seconds
+            opened.append(judge.open(asked, attacker.identity.public, data))
+        cases = [case for case in opened if isinstance(case, Case)]
+        for finding in (finding for finding in opened if isinstance(finding, Finding)):
+            tally.reasons[finding.reason] += 1
+            tally.first["open"] += 1
+        begun = time.perf_counter()
+        findings = judge.examine(cases)
+        judging_s += time.perf_counter() - begun
+        tally.add(judge, cases, findings)
+    return {
+        "n": n,
+        "rejected": sum(tally.reasons.values()),
+        "reasons": dict(tally.reasons),
+        "first": dict(tally.first),
+        "alone": dict(tally.alone),
+        "evidence": {
+            name: {"min": min(values), "median": statistics.median(values), "max": max(values)}
+            for name, values in tally.evidence.items()
+        },
+        "making_s": round(making_s / n, 3),  # of one submission
+        "judging_s": round(judging_s / n, 3),
+    }
+
+
+def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, bytes, float]:
+    """One file, by one of several workers in turn; and the seconds that it took."""
+    attacker.identity = identity(number % WORKERS)
+    asked = offline_assignment(settings, attacker.identity.public, number)
+    begun = time.perf_counter()
+    data = attacker.submission(asked)
+    return asked, data, time.perf_counter() - begun
+
+
+def by_thresholds(case: Case) -> list[str]:
+    """Which thresholds some proof of the submission exceeds: all of TOPLOC without Shoal's limits on the mean."""
+    prefill = case.computed()
+    hiddens = list(torch.split(prefill.hidden_NH, prefill.lengths))
+    try:
+        rollouts = toploc.verify_many(hiddens, [row.proofs for row in case.rows], chunk_tokens=PROOF_CHUNK_TOKENS)
+    except toploc.ProofError:
+        return list(THRESHOLDS)
+    chunks = [chunk for rollout in rollouts for chunk in rollout]
+    return [name for name, limits in THRESHOLDS.items() if not all(map(limits.passes, chunks))]
+
+
+def identity(number: int) -> Identity:
+    """The same key whenever it is asked for."""
+    seed = hashlib.sha256(f"shoal/attacks/{number}".encode()).digest()
+    return Identity(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def command() -> str:
+    """The command line, without the place of the versions on this machine."""
+    words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    return " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in words)])
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    n = found["n"]
+    ordered = sorted(found["first"].items(), key=lambda pair: -pair[1])
+    first = ", ".join(check if count == n else f"{check} ({share(count, n)})" for check, count in ordered) or "none"
+    proof, public = (share(found["alone"].get(check, 0), n) for check in ("proof", PUBLIC_NAME))
+    return f"| {name} | {found['rejected']} of {n} ({share(found['rejected'], n)}) | {first} | {proof} | {public} |\n"
+
+
+def share(count: int, n: int) -> str:
+    """In percent; neither 0 nor 100 where it is not exactly that."""
+    percent = 100 * count / n
+    return f"{percent:.0f} %" if percent in (0, 100) or 1 <= percent <= 99 else f"{percent:.1f} %"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Each statistic's honest range and limit, and where every attack lies."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    honest = result["attacks"]["honest"]["evidence"]
+    names = [name for name in result["attacks"] if name != "honest"]
+    figure, panels = pyplot.subplots(1, len(LIMITS), figsize=(17, 0.27 * len(names) + 2), sharey=True)
+    for panel, (statistic, limit) in zip(panels, result["limits"].items(), strict=True):
+        floor = 10 ** math.floor(math.log10(limit) - 3)  # stands for zero, which a log axis has not
+        panel.set_xscale("log")
+        worst = max(honest[statistic]["max"], 1.2 * floor)
+        panel.axvspan(floor, worst, color="tab:green", alpha=0.2, lw=0, label="honest, up to its worst")
+        panel.axvline(limit, color="black", lw=1.2, ls="--", label="limit")
+        for y, name in enumerate(names):
+            found = result["attacks"][name]["evidence"].get(statistic)
+            if found is None:
+                continue
+            low, middle, high = (max(found[key], floor) for key in ("min", "median", "max"))
+            color = "tab:red" if low > limit else "tab:orange" if high > limit else "tab:gray"
+            panel.plot([low, high], [y, y], color=color, lw=2.5, solid_capstyle="round")
+            panel.plot(middle, y, "o", color=color, ms=4)
+        panel.set_xlim(left=floor)
+        panel.set_title(statistic, fontsize=10)
+        panel.grid(axis="both", alpha=0.25)
+        panel.tick_params(labelsize=8)
+    panels[0].set_yticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=9)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    for color, text in (
+        ("tab:red", "attack: every submission beyond the limit"),
+        ("tab:orange", "some"),
+        ("tab:gray", "none"),
+    ):
+        panels[0].plot([], [], "-o", color=color, ms=4, lw=2.5, label=text)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9, frameon=False)
+    figure.suptitle(
+        f"{result['model']}, {result['dtype']}: what a validator measures, least to greatest of "
+        f"{result['attacks']['honest']['n']} submissions; the dot is the median; the left edge stands for zero",
+        fontsize=11,
+    )
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""A million damaged inputs for what reads bytes from strangers: proofs, submissions, requests to the coordinator.
+
+    python benchmarks/fuzz.py [--proofs 900000] [--files 100000] [--requests 20000] [--seed 0]
+
+Fails where anything but the documented refusals happens, where a case takes longer than DEADLINE_S, or where a part's
+memory grows by more than GROWTH_BYTES after its first tenth. Writes benchmarks/results/fuzz.json. A part's seed is a hash of
+`--seed` and its name, so one part alone meets the same cases, but for keys, nonces and the clock.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from machine import describe
+
+from shoal.testing.fuzz import CRASH, Note, fuzz_proofs
+from shoal.testing.fuzz_files import fuzz_files
+from shoal.testing.fuzz_http import fuzz_requests
+
+HERE = Path(__file__).parent
+DEADLINE_S = 60.0  # without a case ending: the stack is printed and the process ends
+GROWTH_BYTES = 64 << 20
+MOST_CRASHES = 100  # written out; all are counted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--proofs", type=int, default=900_000)
+    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    memory = Path("/dev/shm")  # the databases are synced to disk at every request, and no disk is tested here
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        parts: dict[str, tuple[int, Callable[[Random, int, Note], None]]] = {
+            "proofs": (arguments.proofs, fuzz_proofs),
+            "files": (arguments.files, fuzz_files),
+            "requests": (arguments.requests, lambda *given: fuzz_requests(*given, Path(folder))),
+        }
+        result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe()}
+        result["parts"] = {
+            name: run(name, Random(f"{arguments.seed} {name}"), *part) for name, part in parts.items() if part[0]
+        }
+    result["cases"] = sum(part["cases"] for part in result["parts"].values())
+    result["failed"] = sum(part["crashes"] + part["grew"] for part in result["parts"].values())
+    path = HERE / "results" / "fuzz.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(1 if result["failed"] else 0)
+
+
+def run(name: str, random: Random, cases: int, part: Callable[[Random, int, Note], None]) -> dict[str, Any]:
+    """How the cases of one part ended, how fast, and what memory this process held after a tenth of them and after all."""
+    outcomes: Counter[str] = Counter()
+    crashes: list[str] = []
+    watched_s = warm_bytes = done = 0.0
+    slowest_s, last_s = 0.0, time.perf_counter()
+
+    def note(outcome: str) -> None:
+        nonlocal watched_s, warm_bytes, done, slowest_s, last_s
+        now_s = time.perf_counter()
+        slowest_s, last_s = max(slowest_s, now_s - last_s), now_s
+        if outcome.startswith(CRASH):
+            crashes.append(outcome)
+            outcome = CRASH
+        outcomes[outcome] += 1
+        done += 1
+        if done == max(cases // 10, 1):
+            warm_bytes = rss_bytes()
+        if now_s - watched_s > 1:
+            watched_s = now_s
+            faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+
+    started_s = time.perf_counter()
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    part(random, cases, note)
+    faulthandler.cancel_dump_traceback_later()
+    seconds, end_bytes = time.perf_counter() - started_s, rss_bytes()
+    measured = {
+        "cases": int(done),
+        "crashes": len(crashes),
+        "readers_ended": sum(n for outcome, n in outcomes.items() if outcome.startswith("file that")),
+        "outcomes": dict(outcomes.most_common()),
+        "seconds": round(seconds, 1),
+        "cases_per_s": round(done / seconds, 1),
+        "slowest_s": round(slowest_s, 3),
+        "rss_bytes_after_a_tenth": int(warm_bytes),
+        "rss_bytes_at_the_end": end_bytes,
+        "grew": end_bytes > warm_bytes + GROWTH_BYTES,
+        "first_crashes": crashes[:MOST_CRASHES],
+    }
+    grown_mib = (end_bytes - warm_bytes) / 2**20
+    sys.stdout.write(
+        f"{name}: {int(done)} cases in {seconds:.0f} s, {len(crashes)} crashes, {measured['readers_ended']} readers ended, "
+        f"slowest {slowest_s:.2f} s, memory {grown_mib:+.0f} MiB\n"
+    )
+    for crash in crashes[:5]:
+        sys.stdout.write(f"  {crash[:400]}\n")
+    sys.stdout.flush()
+    return measured
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
