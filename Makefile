@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
-BENCHMARKS ?= benchmarks/calibration.py benchmarks/asynchrony.py
+BENCHMARKS ?= benchmarks/asynchrony.py benchmarks/validation_speed.py benchmarks/fuzz.py
 
 # Which torch: `cpu`, or `cuda` (`make setup TORCH=cuda`; later targets keep what was chosen last).
 # On Linux what PyPI calls 2.13.0 is the CUDA build, so the CPU build is asked for by its name, 2.13.0+cpu: first
