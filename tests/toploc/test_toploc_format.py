@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.toploc import BFLOAT16, ChunkResult, build, build_many, to_base64, verify
+from shoal.toploc.chunk import peaks
 from shoal.toploc.proof import injective_modulus
 
 PRIME = 65497
@@ -152,7 +153,7 @@ def test_either_choice_among_ties_verifies_under_the_other() -> None:
     bits_X[tied] = 15900
     hidden_TH = bits_X.view(torch.bfloat16).reshape(32, 64)
 
-    ours = set(hidden_TH.flatten().abs().topk(128).indices.tolist())
+    ours = set(peaks([hidden_TH], chunk_tokens=32, top_k=128).index_BK.flatten().tolist())
     other = [*range(120), *[i for i in tied if i not in ours][:8]]
     other_bits = bits_X[other].tolist()
     assert len(ours & set(other)) == 120

@@ -1,21 +1,23 @@
 """Chunks: hidden states cut every `chunk_tokens` tokens, each piece reduced to its top_k largest magnitudes.
 
-Invariant: chunk c covers tokens [c * chunk_tokens, (c+1) * chunk_tokens); only a sequence's last one may be
-shorter.
-Called by `build` and `verify`, which therefore cut and pick alike. Leaves out any rule for ties: which of
-several equal magnitudes torch.topk takes at the k-th place is unspecified and may differ between devices.
-That is harmless as long as few values tie there: the entries that differ evaluate at random and count as
-mismatches, the rest agree.
+Invariant: the first prefill_tokens tokens, if any, are one chunk however many they are; after them chunk c covers
+chunk_tokens tokens, and only a sequence's last one may be shorter.
+Called by `build` and `verify`, which therefore cut and pick alike. Leaves out any rule for ties at the k-th place:
+who picks others, as the public package does, still verifies, for the entries that differ evaluate at random and
+count as mismatches, and few values tie there.
 
-Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, K = top_k.
+Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk,
+K = top_k.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shoal.toploc.largest import MAGNITUDE, largest
 from shoal.toploc.proof import ProofError
 
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
@@ -23,7 +25,7 @@ _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 
 @dataclass(frozen=True)
 class Peaks:
-    """Every chunk's top_k entries, on the CPU: `index_BK` in the flattened chunk and raw 16-bit `bits_BK`."""
+    """Every chunk's top_k entries, where the hidden states are: index in the flattened chunk and raw 16 bits."""
 
     index_BK: Tensor
     bits_BK: Tensor
@@ -31,45 +33,71 @@ class Peaks:
     mantissa_bits: int
 
 
-def peaks(hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int) -> Peaks:
+def peaks(
+    hiddens: Sequence[Tensor], *, chunk_tokens: int, top_k: int, prefill_tokens: int | Sequence[int] = 0
+) -> Peaks:
     """Cut every (T, H) tensor into chunks and take each one's top_k entries by magnitude.
 
     float32 is rounded to bfloat16 first; bfloat16 and float16 are taken as they are. Raises ProofError where
     no proof exists (no tokens, or fewer than top_k values in a chunk) and ValueError for what is the caller's
-    own fault: rank, dtype, mixed dtypes, non-finite values, counts below one, no sequences.
+    own fault: rank, dtype, mixed dtypes or devices, non-finite values, counts out of range, no sequences.
     """
     if chunk_tokens < 1 or top_k < 1:
         raise ValueError(f"chunk_tokens and top_k must be at least 1, got {chunk_tokens} and {top_k}")
     if not hiddens:
         raise ValueError("no sequences")
+    prefills = [prefill_tokens] * len(hiddens) if isinstance(prefill_tokens, int) else prefill_tokens
+    if len(prefills) != len(hiddens):
+        raise ValueError(f"{len(hiddens)} sequences but prefill_tokens for {len(prefills)}")
     rounded = [_sixteen_bit(hidden_TH, sequence) for sequence, hidden_TH in enumerate(hiddens)]
-    dtypes = {hidden_TH.dtype for hidden_TH in rounded}
-    if len(dtypes) > 1:
-        raise ValueError(f"sequences differ in dtype: {sorted(map(str, dtypes))}")
+    if len({hidden_TH.dtype for hidden_TH in rounded}) > 1:
+        raise ValueError(f"sequences differ in dtype: {[str(hidden_TH.dtype) for hidden_TH in rounded]}")
+    if len({hidden_TH.device for hidden_TH in rounded}) > 1:
+        raise ValueError(f"sequences differ in device: {[str(hidden_TH.device) for hidden_TH in rounded]}")
 
-    indices, values, counts = [], [], []
-    for sequence, hidden_TH in enumerate(rounded):
-        tokens, width = hidden_TH.shape
-        shortest = (tokens % chunk_tokens or chunk_tokens) * width
-        if tokens == 0 or shortest < top_k:
-            reason = f"{shortest} values in a chunk: choose a top_k of at most {width} (now {top_k})"
-            raise ProofError("no tokens" if tokens == 0 else reason, sequence=sequence)
-        whole = tokens - tokens % chunk_tokens
-        parts = [hidden_TH[:whole].reshape(-1, chunk_tokens * width), hidden_TH[whole:].reshape(1, -1)]
-        for part_BX in parts:
-            if part_BX.numel():
-                index_BK = part_BX.abs().topk(top_k, dim=1).indices
-                indices.append(index_BK)
-                values.append(part_BX.gather(1, index_BK))
-        counts.append(-(-tokens // chunk_tokens))
+    # Chunks of one size are searched together, whichever sequences they are from.
+    pieces: dict[int, list[Tensor]] = defaultdict(list)
+    places: dict[int, list[int]] = defaultdict(list)
+    counts: list[int] = []
+    for sequence, (hidden_TH, prefill) in enumerate(zip(rounded, prefills, strict=True)):
+        cut = _cut(hidden_TH, chunk_tokens, top_k, prefill, sequence)
+        first = sum(counts)
+        for bits_BX in cut:
+            pieces[bits_BX.shape[1]].append(bits_BX)
+            places[bits_BX.shape[1]] += range(first, first + len(bits_BX))
+            first += len(bits_BX)
+        counts.append(first - sum(counts))
 
-    value_BK = torch.cat(values).cpu()
-    # topk ranks NaN and infinity first, so looking at the peaks is enough.
-    finite_B = value_BK.isfinite().all(dim=1)
+    index_BK = torch.empty(sum(counts), top_k, dtype=torch.int64, device=rounded[0].device)
+    bits_BK = torch.empty_like(index_BK)
+    for size, same in pieces.items():
+        bits_BX = same[0] if len(same) == 1 else torch.cat(same)
+        index_BK[places[size]] = found_BK = largest(bits_BX, top_k)
+        bits_BK[places[size]] = bits_BX.gather(1, found_BK).long() & 0xFFFF
+    mantissa_bits = _MANTISSA_BITS[rounded[0].dtype]
+    # Infinity and NaN, all ones in the exponent, come first, so looking at the peaks is enough.
+    finite_B = ((bits_BK & MAGNITUDE) < MAGNITUDE >> mantissa_bits << mantissa_bits).all(dim=1)
     if not bool(finite_B.all()):
         raise ValueError(f"hidden states are not finite in chunk {int(finite_B.int().argmin())} of the batch")
-    bits_BK = value_BK.view(torch.int16).to(torch.int64) & 0xFFFF
-    return Peaks(torch.cat(indices).cpu(), bits_BK, counts, _MANTISSA_BITS[value_BK.dtype])
+    return Peaks(index_BK, bits_BK, counts, mantissa_bits)
+
+
+def _cut(hidden_TH: Tensor, chunk_tokens: int, top_k: int, prefill: int, sequence: int) -> list[Tensor]:
+    """The raw bits of one sequence's chunks in order, neighbours of one size together as (B, X) int16."""
+    tokens, width = hidden_TH.shape
+    if not 0 <= prefill <= tokens:
+        raise ValueError(f"sequence {sequence}: prefill_tokens is {prefill}, of {tokens} tokens")
+    if tokens == 0:
+        raise ProofError("no tokens", sequence=sequence)
+    remainder = (tokens - prefill) % chunk_tokens
+    parts = torch.split(hidden_TH.view(torch.int16), [prefill, tokens - prefill - remainder, remainder])
+    sizes = [prefill * width, chunk_tokens * width, remainder * width]
+    present = [(part, size) for part, size in zip(parts, sizes, strict=True) if len(part)]
+    shortest = min(size for _, size in present)
+    if shortest < top_k:
+        reason = f"{shortest} values in a chunk: choose a top_k of at most {shortest} (now {top_k})"
+        raise ProofError(reason, sequence=sequence)
+    return [part.reshape(-1, size) for part, size in present]
 
 
 def _sixteen_bit(hidden_TH: Tensor, sequence: int) -> Tensor:

@@ -1,11 +1,13 @@
-"""Arithmetic in GF(65497): batched polynomial interpolation and evaluation.
+"""Arithmetic in GF(65497): batched polynomial interpolation and evaluation, on any device with float64.
 
-Invariant: every tensor going in and out holds int64 in [0, PRIME); products stay below 2^32, so int64 never
-overflows.
-Called by `build` (interpolate) and `verify` (evaluate). Leaves out subquadratic algorithms: at 128 points a
-loop over points whose body works on the whole batch costs milliseconds.
+Invariant: everything inside is whole numbers in float64. Residues are below 2^16, products below 2^32, and no sum
+has more than a few hundred products, so all stay far below 2^50, up to which `_reduce` is exact: no result
+depends on rounding, on the order of summation or on the device.
+Called by `build` (interpolate) and `verify` (evaluate). Leaves out subquadratic algorithms: at 128 points these
+are a few matrix products.
 
-Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points.
+Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points; powers
+of x go up in steps of one (A of them) and in steps of A (G of them), A · G >= K.
 """
 
 from functools import cache
@@ -16,10 +18,43 @@ from torch import Tensor
 PRIME = 65497
 
 
+def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
+    """Coefficients (B, K), ascending powers, of the polynomials of degree < K through the points of each row.
+
+    int64 in [0, PRIME) in and out. Raises ValueError if a row repeats an x.
+
+    Lagrange: the sum over i of w_i · M(X) / (X − x_i), where M is the product of all (X − x_i) and
+    w_i = y_i / M'(x_i). As M(X) / (X − x) = sum over j > k of M_j · x^(j−k−1) · X^k, coefficient k is the sum over
+    j > k of M_j · S_(j−k−1), where S_m = sum over i of w_i · x_i^m.
+    """
+    points = x_BK.shape[1]
+    step_BKA, stride_BKG = _powers(x_BK.double(), points)
+    above_BK = torch.nn.functional.pad(_from_roots(x_BK.double())[:, 1:], (0, 1), value=1)  # M_1 .. M_K
+    slope_BK = _combine(_reduce(above_BK * torch.arange(1, points + 1, device=x_BK.device)), step_BKA, stride_BKG)
+    if bool((slope_BK == 0).any()):
+        raise ValueError("interpolation points must be distinct within a row")
+    weight_BK = (y_BK * inverse(slope_BK.long()) % PRIME).double()
+    moments_BGA = _reduce(stride_BKG * weight_BK[:, :, None]).transpose(1, 2) @ step_BKA
+    moments_BK = _reduce(moments_BGA).flatten(1)[:, :points]
+    return _reduce(_product(above_BK, moments_BK.flip(1))[:, points - 1 : -1]).long()
+
+
+def evaluate(coefficients_BK: Tensor, x_BN: Tensor) -> Tensor:
+    """Values (B, N) of row b's polynomial at row b's points; int64 in [0, PRIME) in and out."""
+    return _combine(coefficients_BK.double(), *_powers(x_BN.double(), coefficients_BK.shape[1])).long()
+
+
+def inverse(value: Tensor) -> Tensor:
+    """The multiplicative inverse of each entry of an int64 tensor of any shape. ZeroDivisionError for a zero."""
+    if bool((value == 0).any()):
+        raise ZeroDivisionError(f"zero has no inverse in GF({PRIME})")
+    return _inverse_table(value.device)[value]
+
+
 @cache
-def _inverse_table() -> Tensor:
+def _inverse_table(device: torch.device) -> Tensor:
     """inverse[a] = a^(PRIME-2) by repeated squaring (Fermat); inverse[0] = 0."""
-    power = torch.arange(PRIME, dtype=torch.int64, device="cpu")
+    power = torch.arange(PRIME, dtype=torch.int64, device=device)
     table = torch.ones_like(power)
     exponent = PRIME - 2
     while exponent:
@@ -30,46 +65,58 @@ def _inverse_table() -> Tensor:
     return table
 
 
-def inverse(value: Tensor) -> Tensor:
-    """The multiplicative inverse of each entry of `value`, any shape. Raises ZeroDivisionError for a zero."""
-    if bool((value == 0).any()):
-        raise ZeroDivisionError(f"zero has no inverse in GF({PRIME})")
-    return _inverse_table()[value]
+def _reduce(value: Tensor) -> Tensor:
+    """value mod PRIME for whole 0 <= value < 2^50.
 
-
-def interpolate(x_BK: Tensor, y_BK: Tensor) -> Tensor:
-    """Coefficients (B, K), ascending powers, of the polynomials of degree < K through the points of each row.
-
-    Newton's divided differences, then expansion into powers of x. Raises ValueError if a row repeats an x.
+    The half keeps (value + 0.5) / PRIME at least 2^-17 away from the next whole number, and the two roundings
+    move it by less than 2^-18: the floor is that of the exact quotient.
     """
-    x_sorted_BK = x_BK.sort(dim=1).values
-    if bool((x_sorted_BK[:, 1:] == x_sorted_BK[:, :-1]).any()):
-        raise ValueError("interpolation points must be distinct within a row")
+    quotient = torch.add(value, 0.5).mul_(1 / PRIME).floor_()
+    return torch.add(value, quotient, alpha=-PRIME)
+
+
+def _powers(x_BN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """x^0 .. x^(A−1) as (B, N, A), and x^0, x^A .. x^((G−1)·A) as (B, N, G), with A · G >= count."""
+    steps = 1 << (count.bit_length() // 2)
+    step_BNA = _geometric(x_BN, steps)
+    return step_BNA, _geometric(_reduce(step_BNA[:, :, -1] * x_BN), -(-count // steps))
+
+
+def _geometric(x_BN: Tensor, count: int) -> Tensor:
+    """x^0 .. x^(count−1) along a new last dimension, doubling how many there are."""
+    power_BNC = torch.ones_like(x_BN)[:, :, None]
+    while (have := power_BNC.shape[2]) < count:
+        next_BN1 = _reduce(power_BNC[:, :, -1:] * x_BN[:, :, None])
+        power_BNC = torch.cat([power_BNC, _reduce(power_BNC[:, :, : count - have] * next_BN1)], dim=2)
+    return power_BNC
+
+
+def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> Tensor:
+    """Values (B, N): x^(g·A+a) is stride_g · step_a, so the inner sums over a are one matrix product."""
+    steps, strides = step_BNA.shape[2], stride_BNG.shape[2]
+    padding = steps * strides - coefficients_BK.shape[1]
+    coefficients_BGA = torch.nn.functional.pad(coefficients_BK, (0, padding)).view(-1, strides, steps)
+    inner_BNG = _reduce(step_BNA @ coefficients_BGA.transpose(1, 2))
+    return _reduce((inner_BNG * stride_BNG).sum(2))
+
+
+def _from_roots(x_BK: Tensor) -> Tensor:
+    """The product of all (X − x_i) without its leading X^K, (B, K) ascending: pairs, pairs of pairs, ..."""
     points = x_BK.shape[1]
-    # The loops below run over points; rows of the transposed layout are contiguous.
-    x_KB = x_BK.T.contiguous()
-    newton_KB = y_BK.T.contiguous().clone()
-    table = _inverse_table()
-    for k in range(1, points):
-        rise = newton_KB[k:] - newton_KB[k - 1 : -1]
-        # A negative difference -d indexes from the end: table[PRIME - d], which is the inverse of -d.
-        newton_KB[k:] = (rise * table[x_KB[k:] - x_KB[:-k]]).remainder_(PRIME)
-
-    power_KB = torch.zeros_like(newton_KB)
-    power_KB[0] = newton_KB[-1]
-    for k in range(points - 2, -1, -1):  # power = power · (X − x_k) + newton_k
-        filled = points - 1 - k
-        scaled = power_KB[:filled] * x_KB[k]
-        power_KB[1 : filled + 1] = power_KB[:filled].clone()
-        power_KB[0] = newton_KB[k]
-        power_KB[:filled] -= scaled
-        power_KB[: filled + 1].remainder_(PRIME)
-    return power_KB.T.contiguous()
+    padding = (1 << (points - 1).bit_length()) - points  # that many factors X, which shift the product up
+    lower_BFC = torch.nn.functional.pad(_reduce(PRIME - x_BK), (0, padding))[:, :, None]  # F factors X^C + lower
+    while (degree := lower_BFC.shape[2]) < points + padding:
+        left, right = lower_BFC[:, 0::2], lower_BFC[:, 1::2]
+        product = _product(left, right)
+        product[:, :, degree:] += left + right
+        lower_BFC = _reduce(product)
+    return lower_BFC[:, 0, padding:]
 
 
-def evaluate(coefficients_BK: Tensor, x_BN: Tensor) -> Tensor:
-    """Values (B, N) of row b's polynomial at row b's points, by Horner's rule."""
-    value_BN = torch.zeros_like(x_BN)
-    for coefficient_B in coefficients_BK.flip(1).unbind(1):
-        value_BN.mul_(x_BN).add_(coefficient_B[:, None]).remainder_(PRIME)
-    return value_BN
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Unreduced products (..., 2C), the last coefficient zero, of polynomials (..., C)."""
+    count = left.shape[-1]
+    product = left.new_zeros(*left.shape[:-1], 2 * count)
+    for power in range(count):
+        product[..., power : power + count].addcmul_(left[..., power : power + 1], right)
+    return product

@@ -65,7 +65,7 @@ def injective_modulus(index_BK: Tensor) -> Tensor:
 
 def serialise(modulus_B: Tensor, coefficients_BK: Tensor) -> list[bytes]:
     """One proof per row."""
-    words = torch.cat([modulus_B[:, None], coefficients_BK], dim=1).numpy().astype(">u2")
+    words = torch.cat([modulus_B[:, None], coefficients_BK], dim=1).cpu().numpy().astype(">u2")
     return [row.tobytes() for row in words]
 
 

@@ -27,15 +27,23 @@ _LEADING = 8
 
 
 def verify(
-    hidden_TH: Tensor, proofs: Sequence[bytes], *, chunk_tokens: int = 32, top_k: int = 128
+    hidden_TH: Tensor,
+    proofs: Sequence[bytes],
+    *,
+    chunk_tokens: int = 32,
+    top_k: int = 128,
+    prefill_tokens: int = 0,
 ) -> list[ChunkResult]:
     """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
 
-    `chunk_tokens`, `top_k` and the dtype (float32 counts as bfloat16) must be the prover's. Raises ProofError
-    if a proof is malformed or their number is not that of the chunks; ValueError if `hidden_TH` itself is
-    unusable, which is no evidence against the prover.
+    `chunk_tokens`, `top_k`, `prefill_tokens` and the dtype (float32 counts as bfloat16) must be the prover's.
+    Raises ProofError if a proof is malformed or their number is not that of the chunks; ValueError if `hidden_TH`
+    itself is unusable, which is no evidence against the prover.
     """
-    return verify_many([hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k)[0]
+    (results,) = verify_many(
+        [hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens
+    )
+    return results
 
 
 def verify_many(
@@ -44,15 +52,16 @@ def verify_many(
     *,
     chunk_tokens: int = 32,
     top_k: int = 128,
+    prefill_tokens: int | Sequence[int] = 0,
 ) -> list[list[ChunkResult]]:
-    """`verify` for each sequence, the arithmetic done for all chunks at once.
+    """`verify` for each sequence, the arithmetic done for all chunks at once, where the hidden states are.
 
     The first malformed proof raises for the whole call; ProofError.sequence says whose it was, so that a
     caller who mixes provers can leave it out and call again.
     """
     if len(hiddens) != len(proofs):
         raise ValueError(f"{len(hiddens)} sequences but proofs for {len(proofs)}")
-    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k)
+    own = peaks(hiddens, chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens)
     parsed = []
     for sequence, (expected, given) in enumerate(zip(own.chunks_per_sequence, proofs, strict=True)):
         if len(given) != expected:
@@ -60,8 +69,8 @@ def verify_many(
             reason = f"{fault}: {len(given)} proofs for {expected} chunks"
             raise ProofError(reason, sequence=sequence, proof=min(len(given), expected))
         parsed.append(parse(given, top_k=top_k, sequence=sequence))
-    modulus_B = torch.cat([modulus for modulus, _ in parsed])
-    coefficients_BK = torch.cat([coefficients for _, coefficients in parsed])
+    modulus_B = torch.cat([modulus for modulus, _ in parsed]).to(own.index_BK.device)
+    coefficients_BK = torch.cat([coefficients for _, coefficients in parsed]).to(own.index_BK.device)
 
     proven_BK = evaluate(coefficients_BK, own.index_BK % modulus_B[:, None])
     low_degree_B = (coefficients_BK[:, -_LEADING:] == 0).all(dim=1)

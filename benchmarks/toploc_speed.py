@@ -1,0 +1,150 @@
+"""Proofs per second: shoal.toploc against the public package toploc 0.1.6, in turn on the same hidden states.
+
+    python benchmarks/toploc_speed.py --public PATH
+
+PATH is a folder with the public package, compiled against this torch (about 25 minutes of one core):
+
+    pip download toploc==0.1.6 --no-binary :all: --no-deps
+    pip wheel --no-build-isolation --no-deps toploc-0.1.6.tar.gz && python -m zipfile -e toploc-0.1.6-*.whl PATH
+
+Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. One
+process per number of threads, confined to as many cores before it imports anything, for the public package starts a
+thread per core that it sees. Its fastest ways are taken: whole chunks given to build (also, as its documentation
+has it, one token at a time), one tensor to verify. Threads
+wait without spinning (OMP_WAIT_POLICY): else whatever else the machine does costs torch's, ours above all, many times
+the work, for they wait for each other at every operation.
+
+The hidden states are real but for their width: SmolLM2-135M's (576 wide), after the final norm, of 1024 tokens of this
+repository's source. A row of 4096 is what eight neighbouring layers make of one token, side by side; four such groups
+of layers give 4096 rows. At 576 it's the outputs of the last four layers.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).parent
+ROUNDS = 21
+CHUNK, TOP_K = 32, 128
+WIDTHS = (4096, 576)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="shoal.toploc against the public package")
+    parser.add_argument("--public", type=Path, required=True, help="a folder with the public package, compiled")
+    parser.add_argument("--states", type=Path, help=argparse.SUPPRESS)  # these two: one measuring process
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.states:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+        json.dump(measure(arguments.public, arguments.states, arguments.threads), sys.stdout)
+        return
+
+    from machine import describe
+
+    found: dict[str, Any] = {"command": "python benchmarks/toploc_speed.py --public PATH", "machine": describe()}
+    with tempfile.TemporaryDirectory() as folder:
+        states = Path(folder) / "states.pt"
+        make_states(states)
+        for threads in (1, 2):
+            own = [sys.executable, __file__, "--public", str(arguments.public)]
+            run = subprocess.run(
+                [*own, "--states", str(states), "--threads", str(threads)],
+                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            found[f"{threads} threads"] = rows = json.loads(run.stdout)
+            for shape, row in rows.items():
+                sys.stdout.write(f"{threads} threads, {shape}: {json.dumps({k: row[k] for k in row if k != 'ms'})}\n")
+    path = HERE / "results" / "toploc_speed.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def make_states(path: Path) -> None:
+    """{width: (4096, width) bfloat16} into a file."""
+    import torch
+
+    from shoal.model.load import load_model, load_tokenizer
+    from shoal.model.sources import SMOLLM2, resolve
+
+    folder = resolve(SMOLLM2)
+    text = "\n".join(path.read_text() for path in sorted((HERE.parent / "src").rglob("*.py")))
+    tokens_BT = torch.tensor(load_tokenizer(folder).encode(text)[:1024]).view(2, 512)
+    model = load_model(folder).base_model
+    with torch.inference_mode():
+        *raw, last = model(tokens_BT, output_hidden_states=True).hidden_states
+        layers = [last, *(model.norm(hidden) for hidden in reversed(raw))]  # the last one has passed the norm
+    layers = [hidden.flatten(0, 1).bfloat16() for hidden in layers]
+    wide = torch.cat([torch.cat(layers[group : group + 8], dim=1) for group in (0, 7, 14, 21)])
+    torch.save({4096: wide[:, :4096].clone(), 576: torch.cat(layers[:4]).clone()}, path)
+
+
+def measure(public_path: Path, states: Path, threads: int) -> dict[str, Any]:
+    sys.path.insert(0, str(public_path))
+    import torch
+
+    import toploc as public  # type: ignore[import-not-found]
+
+    torch.set_num_threads(threads)
+    loaded = torch.load(states, weights_only=True)
+    return {f"4096 x {width} bfloat16": compare(public, loaded[width]) for width in WIDTHS}
+
+
+def compare(public: Any, hidden_TH: Any) -> dict[str, Any]:
+    from shoal import toploc
+
+    chunks, tokens = list(hidden_TH.split(CHUNK)), list(hidden_TH.split(1))
+    theirs = public.build_proofs_bytes(chunks, 1, TOP_K, skip_prefill=True)
+    ours = toploc.build(hidden_TH)
+    contenders: dict[str, Callable[[], Any]] = {
+        "build": lambda: toploc.build(hidden_TH),
+        "public build": lambda: public.build_proofs_bytes(chunks, 1, TOP_K, skip_prefill=True),
+        "public build, token by token": lambda: public.build_proofs_bytes(tokens, CHUNK, TOP_K, skip_prefill=True),
+        "verify": lambda: toploc.verify(hidden_TH, ours),
+        "public verify": lambda: public.verify_proofs_bytes(hidden_TH, theirs, CHUNK, TOP_K, skip_prefill=True),
+    }
+    ms: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            ms[name].append(round((time.perf_counter() - start) * 1e3, 3))
+
+    ratios = {
+        name: spread([a / b for a, b in zip(ms[f"public {name}"], ms[name], strict=True)])
+        for name in ("build", "verify")
+    }
+    crossed = {
+        "ours by public": public.verify_proofs_bytes(hidden_TH, ours, CHUNK, TOP_K, skip_prefill=True),
+        "public by ours": toploc.verify(hidden_TH, theirs),
+    }
+    mismatches = {
+        "ours by public": max(result.exp_mismatches for result in crossed["ours by public"]),
+        "public by ours": max(result.exponent_mismatches for result in crossed["public by ours"]),
+    }
+    return {
+        "median_ms": {name: spread(values) for name, values in ms.items()},
+        "public_over_ours": ratios,
+        "chunks": len(ours),
+        "chunks_with_equal_bytes": sum(a == b for a, b in zip(ours, theirs, strict=True)),
+        "most_exponent_mismatches": mismatches,
+        "ms": ms,
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+if __name__ == "__main__":
+    main()
