@@ -10,9 +10,9 @@ PATH is a folder with the public package, compiled against this torch (about 25 
 Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. One
 process per number of threads, confined to as many cores before it imports anything, for the public package starts a
 thread per core that it sees. Its fastest ways are taken: whole chunks given to build (also, as its documentation
-has it, one token at a time), one tensor to verify. Threads
-wait without spinning (OMP_WAIT_POLICY): else whatever else the machine does costs torch's, ours above all, many times
-the work, for they wait for each other at every operation.
+has it, one token at a time), one tensor to verify. OpenMP's threads wait without spinning (OMP_WAIT_POLICY=passive):
+torch's wait for each other at every operation, and with spinning a busy neighbour makes two threads many times slower
+than one, our many small operations above all.
 
 The hidden states are real but for their width: SmolLM2-135M's (576 wide), after the final norm, of 1024 tokens of this
 repository's source. A row of 4096 is what eight neighbouring layers make of one token, side by side; four such groups

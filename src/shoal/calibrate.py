@@ -38,7 +38,7 @@ RUN = "calibration"
 MARGIN = 1.5  # limit = MARGIN * worst honest figure, but not under the floor below
 LIMITS = {  # statistic -> (limit's name in [validator], floor)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0),
-    "proof_mantissa_mean": ("proof_mantissa_mean", 1.0),
+    "proof_mantissa_mean": ("proof_mantissa_mean", 0.5),
     "logprob_error_mean": ("logprob_error_mean", 0.02),
     "margin_max": ("sampling_margin", 0.75),
     "margin_mean": ("sampling_margin_mean", 0.005),
@@ -70,11 +70,14 @@ class Checking:
 def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Checking]]:
     """What is tried: both dtypes, small and large batches, tight and loose packing, one thread and all.
 
-    bf16 is left out where this machine only emulates it, a hundred times slower than fp32.
+    A config that fixes model.dtype for all machines gets that dtype alone, and tighter limits for it. bf16 is left out
+    where this machine only emulates it, a hundred times slower than fp32.
     """
     groups, row_tokens = config.workers.groups_per_submission, config.validator.row_tokens
     dtypes: list[DtypeName] = ["float32", "bfloat16"]
-    if measure_gflops(torch.bfloat16, config.model.device) < 0.1 * measure_gflops(torch.float32, config.model.device):
+    if config.model.dtype != "auto":
+        dtypes = [config.model.dtype]
+    elif measure_gflops(torch.bfloat16, config.model.device) < 0.1 * measure_gflops(torch.float32, config.model.device):
         dtypes.remove("bfloat16")
     return (
         [Generation(dtype, *shape) for dtype in dtypes for shape in ((groups, 1), (1, cores))],
