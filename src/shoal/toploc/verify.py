@@ -6,6 +6,9 @@ Called by the validator with its own prefill of the worker's tokens. Leaves out 
 (`result.Thresholds`) and agreement of indices as such: an entry only the verifier picked is a random value
 here, and shows as a mismatch.
 
+The public package, given one tensor, finds the same figures (but for the median, see ChunkResult). Given a list of
+activations, prefill first, it forgets the modulus and fails honest proofs, its own too, wherever that is not 65497.
+
 Paper: TOPLOC section 3 (verification) and 4 (error metrics).
 """
 
