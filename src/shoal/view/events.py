@@ -33,7 +33,8 @@ class Events:
     def _membership(self, status: Status) -> Iterator[str]:
         for node in status.nodes:
             age_s = status.now_s - node.seen_s
-            silent = age_s > SILENT_S and status.state == "running"
+            trained = status.newest_version == status.steps  # from here on nodes end as they finish
+            silent = age_s > SILENT_S and status.state == "running" and not trained
             now = "evicted" if node.evicted else "silent" if silent else "here"
             pid, before = self._nodes.get(node.name, (0, ""))
             self._nodes[node.name] = (node.stats.pid or pid, now)
