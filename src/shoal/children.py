@@ -114,5 +114,5 @@ class Children:
 def environment(threads: int) -> dict[str, str]:
     """A child's environment: its share of the cores, and memory that goes back to the system in large pieces only."""
     counts = {v: str(threads) for v in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    reuse = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}  # fewer page faults
+    reuse = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # fewer page faults
     return os.environ | reuse | counts | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}

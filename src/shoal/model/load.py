@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from shoal.model.dtype import DtypeName
 
 WEIGHTS = "model.safetensors"
+OPENED_FOR = 16  # tensors: what was read of a mapped file counts as this process's memory until it is closed
 
 
 class UnsupportedModelError(Exception):
@@ -45,7 +46,7 @@ def load_weights_(model: Any, folder: Path) -> None:
     """Copy a published version's weights into `model`, in place, tensor by tensor (no second copy in memory)."""
     own = model.state_dict()
     tied = tied_names(model)
-    with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
         names = set(file.keys())
         missing, unknown = set(own) - names - tied, names - set(own)
         if missing or unknown:
@@ -54,8 +55,11 @@ def load_weights_(model: Any, folder: Path) -> None:
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(own[name].shape):
                 raise ValueError(f"{folder / WEIGHTS}: {name} is {shape}, not {tuple(own[name].shape)}")
-        for name in names:
-            own[name].copy_(file.get_tensor(name))
+    ordered = sorted(names)
+    for start in range(0, len(ordered), OPENED_FOR):
+        with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
+            for name in ordered[start : start + OPENED_FOR]:
+                own[name].copy_(file.get_tensor(name))
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
