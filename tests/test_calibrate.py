@@ -36,7 +36,7 @@ def _always_both_dtypes() -> Iterator[None]:
 def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibration") / "made"
     said: list[str] = []
-    calibrate(CONFIG, folder, 1, tiny_folder, said.append)
+    calibrate(CONFIG, folder, 1, [tiny_folder], said.append)
     assert len(said) == 4 + len(LIMITS) + 1, "a line for each way to generate, for each limit, and what they would do"
     return folder
 

@@ -7,16 +7,19 @@ times a margin, becomes the limit.
     limits.toml     [validator] limits, for `--with`
     measured.json   every submission's figures, by condition
 
+Measure the policy as it is at first, when it is least sure and logprobs differ most, and a trained one.
 Called by `shoal calibrate`. Left out: other machines. Run it on each kind that will join, and lay the widest limits over
 the config.
 """
 
+import itertools
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
@@ -85,16 +88,21 @@ def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Check
     )
 
 
-def calibrate(config: Config, out: Path, submissions: int, weights: Path | None, say: Callable[[str], None]) -> None:
-    """Measure, and write both files. Raises CalibrationError where honest work fails a check without a limit."""
-    folder = weights or resolve(config.model.name)
+def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Path], say: Callable[[str], None]) -> None:
+    """Measure on each of `weights` (none: the config's model), and write both files.
+
+    Raises CalibrationError where honest work fails a check without a limit.
+    """
+    folders = list(weights) or [resolve(config.model.name)]
     generations, checkings = conditions(config, torch.get_num_threads())
     identity = Identity.generate()
-    measured = []
+    measured: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        judges = [stack.enter_context(_judge(config, checking, folder)) for checking in checkings]
-        for generation in generations:
+        judges = [stack.enter_context(_judge(config, checking)) for checking in checkings]
+        for folder, generation in itertools.product(folders, generations):
             producer = _producer(config, generation, identity, folder)
+            for judge in judges:
+                judge.load(folder)
             for number in range(submissions):
                 asked = offline_assignment(config, identity.public, number)
                 with _threads(generation.threads):
@@ -102,11 +110,10 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Path | None,
                 for checking, judge in zip(checkings, judges, strict=True):
                     with _threads(checking.threads):
                         figures = honest_figures(judge, asked, identity.public, data)
-                    measured.append(
-                        {"worker": vars(generation), "validator": vars(checking), "number": number} | figures
-                    )
-            say(f"{generation}: {submissions} submissions under {len(checkings)} validators")
-    worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}  # type: ignore[arg-type]
+                    what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
+                    measured.append(what | {"number": number} | figures)
+            say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
+    worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}
     limits = {limit: round(max(MARGIN * worst[name], floor), 4) for name, (limit, floor) in LIMITS.items()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.json").write_text(
@@ -118,8 +125,8 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Path | None,
     )
     for name, (limit, _) in LIMITS.items():
         say(f"validator.{limit} = {limits[limit]:g}  (worst honest {worst[name]:.4g})")
-    failed = sum(row["failed_checks"] > 0 for row in measured)  # type: ignore[operator]
-    rollouts = sum(int(row["rollouts"]) for row in measured)  # type: ignore[call-overload]
+    failed = sum(row["failed_checks"] > 0 for row in measured)
+    rollouts = sum(int(row["rollouts"]) for row in measured)
     say(
         f"under the config's own limits {failed} of {len(measured)} judgements ({rollouts} rollouts) would have rejected"
     )
@@ -142,11 +149,9 @@ def _machine() -> dict[str, str | int]:
     return {"platform": platform.platform(), "cores": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def _judge(config: Config, checking: Checking, folder: Path) -> Judge:
+def _judge(config: Config, checking: Checking) -> Judge:
     section = config.validator.model_copy(update={"row_tokens": checking.row_tokens})
-    judge = Judge(config.model_copy(update={"validator": section}), RUN, checking.dtype)
-    judge.load(folder)
-    return judge
+    return Judge(config.model_copy(update={"validator": section}), RUN, checking.dtype)
 
 
 def _producer(config: Config, generation: Generation, identity: Identity, folder: Path) -> Producer:

@@ -72,7 +72,13 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("calibration"), help="folder of limits.toml and measured.json"
     )
     calibrate.add_argument("--submissions", type=int, default=8, help="for each condition")
-    calibrate.add_argument("--weights", type=Path, help="a policy version to measure on (default: the config's model)")
+    calibrate.add_argument(
+        "--weights",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="policy versions to measure on (default: the config's model)",
+    )
     calibrate.set_defaults(command=_calibrate)
 
     coordinator = commands.add_parser("coordinator", help="the pool's control plane")
