@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import config as config_module
-from shoal.calibrate import LIMITS, MARGIN, RUN, CalibrationError, calibrate, honest_figures
+from shoal.calibrate import LIMITS, RUN, CalibrationError, calibrate, honest_figures
 from shoal.cli import FAILED, main
 from shoal.rollout.produce import Producer
 from shoal.rollout.torch_engine import TorchEngine
@@ -46,10 +46,10 @@ def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) 
     base.write_text(config_module.dumps(CONFIG))
     resolved = config_module.load(base, [], [out / "limits.toml"])
     measured = json.loads((out / "measured.json").read_text())
-    for statistic, (limit, floor) in LIMITS.items():
+    for statistic, (limit, floor, margin) in LIMITS.items():
         worst = max(row[statistic] for row in measured["rows"])
         assert worst == measured["worst"][statistic]
-        assert getattr(resolved.validator, limit) == pytest.approx(max(MARGIN * worst, floor), abs=1e-4)
+        assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
     assert resolved.validator.row_tokens == CONFIG.validator.row_tokens, "it says nothing of the rest"
 
 

@@ -38,13 +38,14 @@ from shoal.validator.checks import CHEAP, DEAR, first
 from shoal.validator.judge import Judge
 
 RUN = "calibration"
-MARGIN = 1.5  # limit = MARGIN * worst honest figure, but not under the floor below
-LIMITS = {  # statistic -> (limit's name in [validator], floor)
-    "proof_exponent_mean": ("proof_exponent_mean", 4.0),
-    "proof_mantissa_mean": ("proof_mantissa_mean", 0.5),
-    "logprob_error_mean": ("logprob_error_mean", 0.02),
-    "margin_max": ("sampling_margin", 0.75),
-    "margin_mean": ("sampling_margin_mean", 0.005),
+MARGIN = 1.5  # limit = this times the worst honest figure, but not under the floor below
+TAIL_MARGIN = 3.0  # the same for the mean margin, to which one rare token adds much
+LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
+    "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
+    "proof_mantissa_mean": ("proof_mantissa_mean", 0.5, MARGIN),
+    "logprob_error_mean": ("logprob_error_mean", 0.02, MARGIN),
+    "margin_max": ("sampling_margin", 0.75, MARGIN),
+    "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
 
 
@@ -114,16 +115,16 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                     measured.append(what | {"number": number} | figures)
             say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
     worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}
-    limits = {limit: round(max(MARGIN * worst[name], floor), 4) for name, (limit, floor) in LIMITS.items()}
+    limits = {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.json").write_text(
-        json.dumps({"machine": _machine(), "worst": worst, "margin": MARGIN, "rows": measured}, indent=1) + "\n"
+        json.dumps({"machine": _machine(), "worst": worst, "rows": measured}, indent=1) + "\n"
     )
     (out / "limits.toml").write_text(
-        f"# {config.model.name}: {MARGIN:g} times the worst of {len(measured)} honest judgements\n"
+        f"# {config.model.name}: with a margin over the worst of {len(measured)} honest judgements\n"
         + tomli_w.dumps({"validator": limits})
     )
-    for name, (limit, _) in LIMITS.items():
+    for name, (limit, _, _) in LIMITS.items():
         say(f"validator.{limit} = {limits[limit]:g}  (worst honest {worst[name]:.4g})")
     failed = sum(row["failed_checks"] > 0 for row in measured)
     rollouts = sum(int(row["rollouts"]) for row in measured)

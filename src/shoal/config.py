@@ -145,6 +145,9 @@ class ValidatorSection(Section):
     logprob_error_mean: float = Field(default=0.1, gt=0, description="nats, over a submission's tokens")
     sampling_margin: float = Field(default=0.75, gt=0, description="nats a token may score under its seed's winner")
     sampling_mismatch_frac: float = Field(default=0.001, ge=0, description="share of tokens beyond that margin")
+    sampling_mismatches: int = Field(
+        default=2, ge=0, description="and so many more in any submission, for rare outliers"
+    )
     sampling_margin_mean: float = Field(default=0.02, gt=0, description="nats, over a submission's tokens")
     eos_probability: float = Field(default=0.1, ge=0, le=1)
     distribution_evidence: float = Field(

@@ -162,14 +162,16 @@ def sampling(rules: Rules, case: Case) -> Finding | None:
     """Is every token the one its seed yields, but for a few within numerical reach?"""
     limits = rules.config.validator
     margins_N = case.computed().margins_N
-    share = float((margins_N > limits.sampling_margin).float().mean())
+    beyond = int((margins_N > limits.sampling_margin).sum())
+    share = beyond / len(margins_N)
     mean = float(margins_N.clamp(max=1.0).mean())
     case.evidence |= {
         "mismatch_frac": share,
         "margin_mean": mean,
         "margin_max": float(margins_N.max()),
     }
-    if share <= limits.sampling_mismatch_frac and mean <= limits.sampling_margin_mean:
+    allowed = limits.sampling_mismatches + limits.sampling_mismatch_frac * len(margins_N)
+    if beyond <= allowed and mean <= limits.sampling_margin_mean:
         return None
     return Finding(
         Reason.SAMPLING, f"{share:.1%} of the tokens are far from what their seeds yield; by {mean:.3f} nats on average"
