@@ -37,10 +37,11 @@ from shoal.messages import Assignment
 from shoal.model.dtype import pick
 from shoal.pool.identity import Identity
 from shoal.rollout.torch_engine import TorchEngine
+from shoal.store.rollouts import PROOF_CHUNK_TOKENS
 from shoal.testing.attacks import ATTACKS, Attack, Lab
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import CHEAP, DEAR, PROOF_CHUNK_TOKENS
+from shoal.validator.checks import CHEAP, DEAR
 from shoal.validator.judge import Judge
 
 HERE = Path(__file__).parent

@@ -14,11 +14,9 @@ from shoal.messages import Assignment
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.pool.identity import Identity
 from shoal.rollout.engine import Completion, Engine, Sampling
-from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
+from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks.derive import GroupPlan, plan_groups
 from shoal.tasks.prompt import completion_text, prompt_tokens, reward
-
-PROOF_CHUNK_TOKENS = 32
 
 
 class Producer:

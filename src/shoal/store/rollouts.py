@@ -24,6 +24,7 @@ from shoal.pool.identity import Identity, verify
 
 SCHEMA_VERSION = 2
 PROOF_BYTES = 258
+PROOF_CHUNK_TOKENS = 32  # of a completion, for which one proof stands
 MAX_HEADER_BYTES = 4_096
 MAX_LIST_VALUES = 50_000_000  # tokens, logprobs or proofs of one file: what a reader may be made to hold
 ENCODINGS = {"PLAIN", "RLE"}  # no dictionaries: a few bytes of one can stand for billions of values

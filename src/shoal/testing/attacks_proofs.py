@@ -13,8 +13,7 @@ import torch
 from shoal import toploc
 from shoal.messages import Assignment
 from shoal.rollout.engine import Completion
-from shoal.rollout.produce import PROOF_CHUNK_TOKENS
-from shoal.store.rollouts import PROOF_BYTES, Rollout
+from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, Rollout
 from shoal.tasks.derive import GroupPlan
 from shoal.testing.lab import Attack
 from shoal.toploc.chunk import peaks

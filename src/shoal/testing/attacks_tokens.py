@@ -18,8 +18,7 @@ from shoal.rollout.engine import Completion
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks.derive import GroupPlan
 from shoal.tasks.prompt import completion_text, reward
-from shoal.testing.attacks_weights import round_linears_
-from shoal.testing.cheats import round_to_4_bits_
+from shoal.testing.cheats import round_linears_, round_to_4_bits_
 from shoal.testing.lab import Attack, outputs_changed
 
 TOP_K = 5

@@ -4,7 +4,7 @@ Claimed logprobs and proofs are what the attacker's own forward gave.
 Called by `attacks`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from shoal.rollout.engine import Completion
 from shoal.tasks.arithmetic import Task
 from shoal.tasks.derive import GroupPlan
 from shoal.tasks.prompt import prompt_tokens
-from shoal.testing.cheats import round_to_4_bits_
+from shoal.testing.cheats import round_linears_, round_to_4_bits_
 from shoal.testing.lab import Attack, outputs_changed
 
 STALE_STEPS = 5
@@ -122,13 +122,6 @@ class EasierTaskRetold(EasierTask):
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         return self.told(prompts, [[c.tokens for c in group] for group in super().complete(prompts, seeds)])
-
-
-def round_linears_(model: torch.nn.Module, round_: Callable[[Tensor], None]) -> None:
-    """Apply `round_` to the weights of every linear layer but the output head."""
-    for module in model.base_model.layers.modules():  # type: ignore[union-attr]
-        if isinstance(module, torch.nn.Linear):
-            round_(module.weight.data)
 
 
 def round_to_8_bits_(weight_OI: Tensor) -> None:

@@ -6,7 +6,7 @@ submission on, so every submission it hands in must be rejected.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,9 +42,7 @@ class QuantizedWeights(Producer):
     def load(self, folder: Path, version: int) -> int | None:
         super().load(folder, version)
         assert isinstance(self.engine, TorchEngine)
-        for module in self.engine.model.base_model.layers.modules():
-            if isinstance(module, torch.nn.Linear):
-                round_to_4_bits_(module.weight.data)
+        round_linears_(self.engine.model, round_to_4_bits_)
         return version
 
 
@@ -80,6 +78,13 @@ CHEATS: dict[Cheat, type[Producer]] = {
     "wrong_temperature": WrongTemperature,
     "replayed_submission": ReplayedSubmission,
 }
+
+
+def round_linears_(model: torch.nn.Module, round_: Callable[[torch.Tensor], None]) -> None:
+    """Apply `round_` to the weights of every linear layer but the output head."""
+    for module in model.base_model.layers.modules():  # type: ignore[union-attr]
+        if isinstance(module, torch.nn.Linear):
+            round_(module.weight.data)
 
 
 def round_to_4_bits_(weight_OI: torch.Tensor, block: int = 32) -> None:

@@ -16,14 +16,13 @@ import torch
 from shoal import toploc
 from shoal.config import Config
 from shoal.messages import Reason
-from shoal.store.rollouts import prompts_digest
+from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import TaskSet
 from shoal.tasks.prompt import completion_text, reward
 from shoal.validator.case import Case, Finding
 from shoal.validator.distribution import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: a reward crosses the wire as float32
-PROOF_CHUNK_TOKENS = 32
 WORST_MANTISSA = 127.0  # stands for a proof without one agreeing exponent, whose mantissa error is infinite
 
 
