@@ -60,17 +60,18 @@ def main() -> None:
         "model": settings.model.name,
         "dtype": dtype,
         "one_thread_gflops": {name: round(speed, 1) for name, speed in gflops.items()},
+        "shapes": {},
     }
     engine = TorchEngine(dtype)
-    result["as_configured"] = as_configured(settings, dtype, engine, arguments.rounds)
-    say("as configured", result["as_configured"])
-    result["long"] = {}
+    shapes = {"as configured": lambda: as_configured(settings, dtype, engine, arguments.rounds)}
     for rows in arguments.rows:
-        result["long"][str(rows)] = long_completions(settings, dtype, engine, rows, arguments.long, arguments.rounds)
-        say(f"{rows} of {arguments.long} tokens", result["long"][str(rows)])
-    path = HERE / "results" / "validation_speed.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        shapes[f"{rows} of {arguments.long} tokens"] = lambda rows=rows: long_completions(
+            settings, dtype, engine, rows, arguments.long, arguments.rounds
+        )
+    for shape, measure in shapes.items():
+        result["shapes"][shape] = measure()
+        say(shape, result["shapes"][shape])
+        (HERE / "results" / "validation_speed.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, rounds: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ import torch
 from shoal import toploc
 from shoal.messages import Reason, Verdict
 from shoal.model.load import load_model, save_model
-from shoal.model.sampling import choose, gumbel_noise, replay_margins, token_logprobs
+from shoal.model.sampling import choose, gumbel_noise, position_keys, replay_margins, token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.rollout.engine import Completion, Sampling
 from shoal.rollout.produce import Producer
@@ -687,5 +688,6 @@ def test_replayed_margins_are_zero_for_what_was_sampled_and_the_gap_for_anything
     seeds, positions = list(range(16)), [3] * 16
     tokens_N, _ = choose(logits_NV, seeds, positions, 1.0)
     assert float(replay_margins(logits_NV, tokens_N, seeds, positions).max()) == 0
-    second_N = (logits_NV + gumbel_noise(seeds, positions, 64)).topk(2).indices[:, 1]
+    noise_NV = gumbel_noise(position_keys(seeds, positions)[:, None], np.arange(64))
+    second_N = (logits_NV + noise_NV).topk(2).indices[:, 1]
     assert float(replay_margins(logits_NV, second_N, seeds, positions).min()) > 0

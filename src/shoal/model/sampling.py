@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS_AT_ONCE = 2  # rows of noise made together: a few hundred kB, so that the hash runs in cache
+LARGEST_NOISE = 16.7
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int) -> int:
@@ -27,23 +27,26 @@ def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
 
 
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for each (seed, position) and every token id. Returns noise_NV, float32, on the CPU.
+def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """One 64-bit key for each position: splitmix64 of seed + position times its odd constant (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = np.asarray(seeds, np.uint64)
+        x = x + (np.asarray(positions, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        keys: np.ndarray = x ^ (x >> np.uint64(31))
+        return keys
+
+
+def gumbel_noise(keys: np.ndarray, ids: np.ndarray) -> Tensor:
+    """Standard Gumbel noise of token `ids` under position `keys`, which broadcast together. float32, on the CPU.
 
     Noise lies in [-2.9, 16.7]: uniforms carry 23 bits, so a token of probability below about 6e-8 is never drawn.
     """
-    keys_N = _mix64(np.asarray(seeds, np.uint64), np.asarray(positions, np.uint64))
-    low_N1 = torch.from_numpy(keys_N.astype(np.uint32).view(np.int32))[:, None]
-    high_N1 = torch.from_numpy((keys_N >> np.uint64(32)).astype(np.uint32).view(np.int32))[:, None]
-    ids_1V = torch.arange(vocab_size, dtype=torch.int32)[None, :] * -1640531535  # 2**32 / golden ratio, as int32
-    noise_NV = torch.empty(len(keys_N), vocab_size)
-    for start in range(0, len(keys_N), ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        bits = _fmix32_(_fmix32_(ids_1V + low_N1[rows]).bitwise_xor_(high_N1[rows]))
-        bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF)
-        uniform = noise_NV[rows].copy_(bits).add_(0.5).mul_(2.0**-23)
-        uniform.log_().neg_().log_().neg_()
-    return noise_NV
+    bits = ids.astype(np.uint32) * np.uint32(0x9E3779B1)  # 2**32 / golden ratio
+    bits = _fmix32_(_fmix32_(bits + keys.astype(np.uint32)) ^ (keys >> np.uint64(32)).astype(np.uint32))
+    uniform = torch.from_numpy((bits >> 9).astype(np.float32)).add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def choose(
@@ -54,11 +57,9 @@ def choose(
     `temperature` 0 is greedy (no noise; logprobs at temperature 1).
     """
     scaled_NV = logits_NV.float() if temperature in (0.0, 1.0) else logits_NV.float() / temperature
-    if temperature == 0.0:
-        tokens_N = scaled_NV.argmax(-1)
-    else:
-        noise_NV = gumbel_noise(seeds, positions, scaled_NV.shape[-1]).to(scaled_NV.device)
-        tokens_N = noise_NV.add_(scaled_NV).argmax(-1)
+    tokens_N = scaled_NV.argmax(-1)
+    if temperature != 0.0:
+        _, tokens_N = _outscore(scaled_NV, tokens_N, seeds, positions)
     return tokens_N, token_logprobs(scaled_NV, tokens_N)
 
 
@@ -68,9 +69,36 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
     0 where the token is the argmax of scaled_NV (logits / temperature) plus its noise; otherwise by how much another
     token's score exceeds its own: what numerics would have had to shift for the claim to be honest.
     """
-    noise_NV = gumbel_noise(seeds, positions, scaled_NV.shape[-1]).to(scaled_NV.device)
-    scores_NV = noise_NV.add_(scaled_NV.float())
-    return scores_NV.amax(-1) - scores_NV.gather(-1, tokens_N[:, None])[:, 0]
+    return _outscore(scaled_NV.float(), tokens_N, seeds, positions)[0]
+
+
+def _outscore(
+    scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """By how much the best score of a row (logit and noise) exceeds that of the given token, and whose it is.
+
+    Noise is made only for tokens that could win: those within its reach of the given token's score. Of a trained model's
+    vocabulary these are a few per cent.
+    """
+    scaled, given_N = scaled_NV.numpy(force=True), tokens_N.numpy(force=True)
+    n_rows, vocabulary = scaled.shape
+    keys_N, row_N = position_keys(seeds, positions), np.arange(n_rows)
+    reach_N = scaled[row_N, given_N] + gumbel_noise(keys_N, given_N).numpy() - LARGEST_NOISE
+    could_win = scaled > reach_N[:, None]
+    could_win[row_N, given_N] = True
+    # Candidates of all rows in one list, row by row.
+    flat_C = np.flatnonzero(could_win)
+    first_N = np.searchsorted(flat_C, row_N * vocabulary)
+    row_C = np.repeat(row_N, np.diff(first_N, append=len(flat_C)))
+    id_C = flat_C - row_C * vocabulary
+    score_C = gumbel_noise(keys_N[row_C], id_C).numpy()
+    score_C += scaled.ravel()[flat_C]
+    best_N = np.maximum.reduceat(score_C, first_N)
+    margin_N = best_N - score_C[np.searchsorted(flat_C, row_N * vocabulary + given_N)]
+    winner_W = np.flatnonzero(score_C == best_N[row_C])[::-1]  # of equal scores the lowest id: it is written last
+    best_token_N = given_N.copy()
+    best_token_N[row_C[winner_W]] = id_C[winner_W]
+    return torch.from_numpy(margin_N).to(scaled_NV.device), torch.from_numpy(best_token_N).to(scaled_NV.device)
 
 
 def token_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
@@ -85,23 +113,12 @@ def entropy(logits_NV: Tensor) -> Tensor:
     return -(logp_NV.exp() * logp_NV).sum(-1)
 
 
-def _mix64(seeds_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
-    """splitmix64 of seed + position times its odd constant (Steele et al. 2014): one 64-bit key for each position."""
-    with np.errstate(over="ignore"):
-        x = seeds_N + (positions_N + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: np.ndarray = x ^ (x >> np.uint64(31))
-        return mixed
-
-
-def _fmix32_(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser of an int32 tensor on the CPU, in place. numpy's uint32 shifts without masks."""
-    bits = x.numpy().view(np.uint32)
+def _fmix32_(bits: np.ndarray) -> np.ndarray:
+    """MurmurHash3's 32-bit finaliser of uint32 numbers, in place."""
     shifted = bits >> 16
     bits ^= shifted
     bits *= np.uint32(0x85EBCA6B)
     bits ^= np.right_shift(bits, 13, out=shifted)
     bits *= np.uint32(0xC2B2AE35)
     bits ^= np.right_shift(bits, 16, out=shifted)
-    return x
+    return bits

@@ -6,7 +6,7 @@ of honest submissions, however long, whatever p: the limit needs no calibration 
 
     sharper      p^2, renormalised: temperature cut in half, greedy, beam search, best of several
     flatter      p^(1/2), renormalised: temperature doubled
-    truncated    0.99 * (p where it is at least 2 % of the likeliest, renormalised) + 0.01 * p: top-k, top-p, min-p
+    truncated    0.99 * (p where it is more than 2 % of the likeliest, renormalised) + 0.01 * p: top-k, top-p, min-p
     foreign      0.9 * p + 0.1 * uniform: tokens that this model finds absurd, as another model's are
 
 Invariant: pure functions of tensors. Called by `prefill` (per token) and `checks` (per submission).
@@ -17,6 +17,7 @@ Sources: betting against a hypothesis, Shafer 2021 (JRSS A 184:407); token-proba
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ALTERNATIVES = ("sharper", "flatter", "truncated", "foreign")
@@ -28,15 +29,19 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
     scaled_NV: logits divided by the temperature, float32.
     """
-    relative_NV = scaled_NV - scaled_NV.amax(-1, keepdim=True)
-    chosen_N = relative_NV.gather(-1, tokens_N[:, None])[:, 0]
-    likelihood_NV = relative_NV.exp_()  # of the likeliest token: 1
+    top_N1 = scaled_NV.amax(-1, keepdim=True)
+    root_NV = torch.add(
+        top_N1 * -0.5, scaled_NV, alpha=0.5
+    ).exp_()  # of the likelihood, relative to the likeliest token's
+    roots_N = root_NV.sum(-1)
+    likelihood_NV = root_NV.square_()
     total_N = likelihood_NV.sum(-1)
-    logp_N = chosen_N - total_N.log()
     squares_N = torch.linalg.vecdot(likelihood_NV, likelihood_NV)
-    kept_N = torch.where(likelihood_NV >= TRUNCATED_BELOW, likelihood_NV, 0.0).sum(-1)
-    roots_N = likelihood_NV.sqrt_().sum(-1)
-    inside_N = chosen_N >= math.log(TRUNCATED_BELOW)
+    kept_NV = F.threshold(likelihood_NV, TRUNCATED_BELOW, 0.0, inplace=True)
+    kept_N = kept_NV.sum(-1)
+    inside_N = kept_NV.gather(-1, tokens_N[:, None])[:, 0] > 0
+    chosen_N = (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0]
+    logp_N = chosen_N - total_N.log()
     uniform_N = torch.exp(-logp_N - math.log(scaled_NV.shape[-1]))
     evidence = [
         2 * chosen_N - squares_N.log() - logp_N,
