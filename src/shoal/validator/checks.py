@@ -23,6 +23,7 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.distribution import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: a reward crosses the wire as float32
+FAR = 4.0  # times `sampling_margin`: as far off as no numerics bring a token
 WORST_MANTISSA = 127.0  # stands for a proof without one agreeing exponent, whose mantissa error is infinite
 
 
@@ -162,6 +163,7 @@ def sampling(rules: Rules, case: Case) -> Finding | None:
     limits = rules.config.validator
     margins_N = case.computed().margins_N
     beyond = int((margins_N > limits.sampling_margin).sum())
+    far = int((margins_N > FAR * limits.sampling_margin).sum())
     share = beyond / len(margins_N)
     mean = float(margins_N.clamp(max=1.0).mean())
     case.evidence |= {
@@ -170,7 +172,7 @@ def sampling(rules: Rules, case: Case) -> Finding | None:
         "margin_max": float(margins_N.max()),
     }
     allowed = limits.sampling_mismatches + limits.sampling_mismatch_frac * len(margins_N)
-    if beyond <= allowed and mean <= limits.sampling_margin_mean:
+    if far == 0 and beyond <= allowed and mean <= limits.sampling_margin_mean:
         return None
     return Finding(
         Reason.SAMPLING, f"{share:.1%} of the tokens are far from what their seeds yield; by {mean:.3f} nats on average"
