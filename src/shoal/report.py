@@ -20,7 +20,7 @@ from rich.text import Text
 
 from shoal.config import Config
 from shoal.messages import Evaluation, Status
-from shoal.shardcast.store import write_file
+from shoal.shardcast.files import write_file
 from shoal.view import busy_frac, clean, count, duration, first_of, memory, number, percent, total
 
 SUMMARY = "summary.json"

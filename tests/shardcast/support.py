@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
+import struct
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from math import inf
 from pathlib import Path
+from typing import Any
 
+import aiohttp
+from aiohttp import web
+from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast import Client, Origin, Relay, app, public_key_hex, serve
+from shoal.shardcast import Access, Client, Limits, Origin, Relay, Store, app, public_key_hex, serve
+from shoal.shardcast.manifest import Part, ShardEntry
+from shoal.shardcast.source import Incoming, Source, Standing
+from shoal.shardcast.sources import Sources
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
 PUBLIC_KEY = public_key_hex(KEY)
 RUN = "test"
 SHARD_BYTES = 10_000
+SMALL_BYTES = 3_000  # more than the lists and manifests of one fetch, less than a shard
+PIECE_BYTES = 1_000
 
 
 def model_folder(path: Path, seed: int = 0) -> Path:
@@ -30,37 +42,183 @@ def model_folder(path: Path, seed: int = 0) -> Path:
     return path
 
 
+def weights_folder(path: Path, version: int = 0, *, words: int = 20_000, every: int = 500) -> Path:
+    """A model of one tensor; between two versions one word in `every` changes."""
+    data = bytearray(random.Random("weights").randbytes(2 * words))
+    for step in range(1, version + 1):
+        for word in range(step % every, words, every):
+            data[2 * word] ^= 1
+    entry = {"dtype": "BF16", "shape": [words], "data_offsets": [0, len(data)]}
+    header = json.dumps({"weight": entry}).encode()
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    (path / "config.json").write_text("{}")
+    return path
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def origin(tmp_path: Path, **options: int) -> Origin:
-    return Origin(tmp_path / "origin", KEY, run=RUN, **{"shard_size_bytes": SHARD_BYTES, **options}, clock=lambda: 1.5)
+def origin(tmp_path: Path, *, keep: int = 5, quota_bytes: int | None = None, **options: Any) -> Origin:
+    store = Store(tmp_path / "origin", keep=keep, quota_bytes=quota_bytes, lease_s=0)
+    settings = {"shard_size_bytes": SHARD_BYTES, "anchor_every": 1, "clock": lambda: 1.5, **options}
+    return Origin(store, KEY, run=RUN, **settings)
 
 
-def published(tmp_path: Path, *versions: int, **options: int) -> Origin:
-    """An origin store holding these versions; version v was cut from `model_folder(seed=v)`."""
+def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
+    """An origin store holding these versions whole; version v was cut from `model_folder(seed=v)`."""
     source = origin(tmp_path, **options)
     for version in versions:
         source.publish(model_folder(tmp_path / f"model{version}", seed=version), version)
     return source
 
 
-def relay(tmp_path: Path, *upstream: str, name: str = "relay", **options: float) -> Relay:
-    return Relay(upstream, tmp_path / name, public_key=PUBLIC_KEY, run=RUN, **{"poll_s": 0.02, **options})
+def stepped(tmp_path: Path, *versions: int, **options: Any) -> Origin:
+    """An origin store of these versions, deltas where that is possible; version v is `weights_folder(v)`."""
+    source = origin(tmp_path, **{"anchor_every": 100, **options})
+    for version in versions:
+        source.publish(weights_folder(tmp_path / f"model{version}", version), version)
+    return source
 
 
-def client(tmp_path: Path, *urls: str, **options: float) -> Client:
-    return Client(urls, public_key=PUBLIC_KEY, cache=tmp_path / "cache", run=RUN, **{"timeout_s": 10.0, **options})
+def access(**limits: float) -> Access:
+    return Access(PUBLIC_KEY, RUN, Limits(**limits))
+
+
+def relay(
+    tmp_path: Path,
+    *upstream: str,
+    name: str = "relay",
+    keep: int = 5,
+    quota_bytes: int | None = None,
+    limits: dict[str, float] | None = None,
+    **options: Any,
+) -> Relay:
+    store = Store(tmp_path / name, keep=keep, quota_bytes=quota_bytes, lease_s=0)
+    return Relay(upstream, store, access(**limits or {}), **{"poll_s": 0.02, "longest_pause_s": 0.2, **options})
+
+
+def client(tmp_path: Path, *urls: str, limits: dict[str, float] | None = None, **options: Any) -> Client:
+    return Client(urls, access(**limits or {}), tmp_path / "cache", **{"timeout_s": 20.0, **options})
+
+
+def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] | None = None) -> Any:
+    """Serves the stores and runs act(*urls) in a thread, as workers do."""
+    serve_it = serving or quickly
+
+    async def run() -> Any:
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(serve_it(store)) for store in stores]
+            return await asyncio.to_thread(act, *urls)
+
+    return asyncio.run(run())
 
 
 @asynccontextmanager
-async def serving(store: Path, wait_s: float = 2.0) -> AsyncIterator[str]:
-    runner, port = await serve(app(store, wait_s=wait_s))
+async def serving(store: Store | Path, wait_s: float = 2.0, port: int = 0) -> AsyncIterator[str]:
+    runner, bound = await serve(app(store, wait_s=wait_s), port=port)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{bound}"
     finally:
         await runner.cleanup()
+
+
+def quickly(store: Store | Path) -> AbstractAsyncContextManager[str]:
+    """A server that waits for nothing."""
+    return serving(store, wait_s=0.1)
+
+
+@asynccontextmanager
+async def answering(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0
+) -> AsyncIterator[str]:
+    """A server of no store: the function answers every request."""
+    application = web.Application()
+    application.add_routes([web.get("/{any:.*}", answer)])
+    runner, bound = await serve(application, port=port)
+    try:
+        yield f"http://127.0.0.1:{bound}"
+    finally:
+        await runner.cleanup()
+
+
+def plainly(folder: Path) -> AbstractAsyncContextManager[str]:
+    """A server of a store's files that knows nothing of what they mean, as nginx is."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        path = folder / request.path.lstrip("/")
+        return web.FileResponse(path) if path.is_file() else web.Response(status=404)
+
+    return answering(answer)
+
+
+class Middle:
+    """A server that passes requests on to another one, and notes, slows, changes or withholds what comes back."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.url = ""
+        self.asked: list[tuple[str, str]] = []  # path of a shard, and its Range header
+        self.sent_bytes = 0  # of shards
+        self.rate_Bps = inf  # of each shard
+        self.cut_after_bytes = inf  # of all shards together; then connections break
+        self.passes_ranges = True
+        self.silent: Callable[[str], bool] = lambda path: False  # asked for that, it sends nothing
+        self.refuse: Callable[[str], web.Response | None] = lambda path: None
+        self.change: Callable[[str, bytes], bytes] = lambda path, data: data
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path, wanted = request.path, request.headers.get("Range", "")
+        is_shard = path.endswith(".shard")
+        if is_shard:
+            self.asked.append((path, wanted))
+        if self.silent(path):
+            await asyncio.sleep(60)
+        if refusal := self.refuse(path):
+            return refusal
+        headers = {"Range": wanted} if wanted and self.passes_ranges else {}
+        try:
+            async with aiohttp.ClientSession() as session, session.get(self.target + path, headers=headers) as got:
+                data = self.change(path, await got.read())
+                kept = {name: got.headers[name] for name in ("Content-Range", "Retry-After") if name in got.headers}
+                response = web.StreamResponse(status=got.status, headers=kept)
+        except aiohttp.ClientError:
+            return web.Response(status=502)
+        response.content_length = len(data)
+        await response.prepare(request)
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            if is_shard:
+                await asyncio.sleep(len(piece) / self.rate_Bps)
+                if self.sent_bytes + len(piece) > self.cut_after_bytes:
+                    assert request.transport is not None
+                    request.transport.close()
+                    return response
+                self.sent_bytes += len(piece)
+            try:
+                await response.write(piece)
+            except ConnectionError:  # the reader left
+                return response
+        return response
+
+    def asked_bytes(self, since: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
+        """What the requests for shards were for, after so many of them, if all shards are of full size."""
+        return sum(shard_bytes - start for start in self.starts()[since:])
+
+    def starts(self) -> list[int]:
+        """The first byte asked for, of each request for a shard."""
+        return [int(wanted.removeprefix("bytes=").rstrip("-") or 0) for _, wanted in self.asked]
+
+
+@asynccontextmanager
+async def between(target: str, port: int = 0, **settings: Any) -> AsyncIterator[Middle]:
+    middle = Middle(target)
+    for name, value in settings.items():
+        assert hasattr(middle, name)
+        setattr(middle, name, value)
+    async with answering(middle.answer, port) as middle.url:
+        yield middle
 
 
 @asynccontextmanager
@@ -75,21 +233,131 @@ async def mirroring(mirror: Relay) -> AsyncIterator[Relay]:
             await task
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
         await asyncio.sleep(0.01)
 
 
+async def versions_at(url: str) -> list[int]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/versions.json") as response:
+        versions: list[int] = (await response.json())["versions"]
+        return versions
+
+
 def dead_url() -> str:
     """A URL whose port refuses connections."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+        port: int = free.getsockname()[1]
+        return port
 
 
 def flip_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(flipped(path.read_bytes()))
+
+
+def flipped(data: bytes) -> bytes:
+    changed = bytearray(data)
+    changed[len(changed) // 2] ^= 1
+    return bytes(changed)
+
+
+def cached(tmp_path: Path) -> list[str]:
+    folder = tmp_path / "cache"
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
+
+
+class Known(Standing):
+    """A standing that nothing changes."""
+
+    def __init__(self, speed_Bps: float | None, success: float = 1.0) -> None:
+        super().__init__()
+        self._always = speed_Bps, success
+
+    def speed_Bps(self) -> float | None:
+        return self._always[0]
+
+    def success(self) -> float:
+        return self._always[1]
+
+
+class Stub(Source):
+    """A source without a network: does what its script says for one shard after the other, then delivers."""
+
+    def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None) -> None:
+        """Of the script an exception is raised, and a number of seconds slept before delivery."""
+        super().__init__(
+            None,  # type: ignore[arg-type]
+            url,
+            standing or Standing(),
+            public_key=PUBLIC_KEY,
+            run=RUN,
+            answer_timeout_s=1.0,
+        )
+        self.script = list(script)
+        self.asked: list[int] = []
+        self.at_once = self.most_at_once = 0
+
+    async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
+        self.asked.append(incoming.shard.index)
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        try:
+            step = self.script.pop(0) if self.script else 0.0
+            if isinstance(step, Exception):
+                raise step
+            await asyncio.sleep(step)
+        finally:
+            self.at_once -= 1
+        incoming.take(shard_data(incoming.shard.index)[incoming.size_bytes :])
+
+
+def shard_data(index: int) -> bytes:
+    return random.Random(index).randbytes(100)
+
+
+def shard(index: int) -> ShardEntry:
+    return ShardEntry(index, 100, blake3(shard_data(index)).hexdigest())
+
+
+def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **limits: float) -> Sources:
+    """Sources that are these."""
+    sources = Sources(
+        access(**limits),
+        None,  # type: ignore[arg-type]
+        [],
+        fallback=[],
+        strikes=strikes,
+        on_failure=lambda error: None,
+    )
+    sources.sources, sources.fallback = list(stubs), list(fallback)
+    return sources
+
+
+class Memory:
+    """Where one shard goes; may have been begun."""
+
+    def __init__(self, begun: bytes = b"") -> None:
+        self.data = bytearray(begun)
+        self.times_done = 0
+
+    def begun(self) -> Iterator[bytes]:
+        if self.data:
+            yield bytes(self.data)
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        self.data[offset_bytes:] = data
+
+    def restart(self) -> None:
+        self.data.clear()
+
+    def done(self) -> None:
+        self.times_done += 1
+
+    def close(self) -> None: ...

@@ -1,48 +1,46 @@
 import asyncio
 import errno
-import json
+import random
 import shutil
 import threading
 import time
-from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
 
-from shoal.shardcast import Client, FetchError, Origin, SignedManifest, public_key_hex, serve
+from shoal.shardcast import Client, FetchError, Origin, SignedManifest
+from shoal.shardcast import client as client_module
+from shoal.shardcast import origin as origin_module
 from shoal.shardcast import partial as partial_module
-from shoal.shardcast.manifest import SIGNATURE_DOMAIN
+from shoal.shardcast.manifest import SIGNATURE_DOMAIN, FileEntry
+from shoal.shardcast.partial import PartialShard
 
 from .support import (
     KEY,
     OTHER_KEY,
     PUBLIC_KEY,
     SHARD_BYTES,
+    SMALL_BYTES,
+    access,
+    against,
+    answering,
+    between,
+    cached,
     client,
     contents,
     dead_url,
     flip_bit,
+    free_port,
     model_folder,
     origin,
+    plainly,
     published,
+    quickly,
     serving,
+    stepped,
+    until,
+    weights_folder,
 )
-
-
-def against(act, *stores, wait_s: float = 0.1):
-    """Serves the stores and runs act(*urls) in a thread, as workers do."""
-
-    async def run():
-        async with AsyncExitStack() as stack:
-            urls = [await stack.enter_async_context(serving(store, wait_s)) for store in stores]
-            return await asyncio.to_thread(act, *urls)
-
-    return asyncio.run(run())
-
-
-def cached(tmp_path) -> list[str]:
-    folder = tmp_path / "cache"
-    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
 
 
 def test_fetch_brings_exactly_the_published_files(tmp_path):
@@ -60,7 +58,7 @@ def test_fetch_brings_exactly_the_published_files(tmp_path):
     assert cached(tmp_path) == ["v000007"]
     report = getter.last_report
     assert (report.version, report.reused_bytes, report.complaints) == (7, 0, ())
-    assert manifest.size_bytes < report.transferred_bytes < manifest.size_bytes + 3_000
+    assert manifest.size_bytes < report.transferred_bytes < manifest.size_bytes + SMALL_BYTES
 
 
 def test_a_model_of_only_empty_files(tmp_path):
@@ -112,9 +110,10 @@ def test_a_dead_relay_in_the_list_is_tolerated(tmp_path):
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "lengthen", "delete"])
 def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
+    random.seed(1)  # the bad one is asked first
     published(tmp_path, 7)
     shutil.copytree(tmp_path / "origin", tmp_path / "bad")
-    for shard in (tmp_path / "bad" / "v000007").glob("*.shard"):
+    for shard in (tmp_path / "bad" / "v000007" / "full").glob("*.shard"):
         spoil(shard, harm)
     getter = client(tmp_path, "placeholder")
 
@@ -129,10 +128,10 @@ def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
-    [("flip", "corrupt"), ("truncate", "ended after"), ("lengthen", "longer"), ("delete", "503")],
+    [("flip", "corrupt"), ("truncate", "ended early"), ("lengthen", "longer"), ("delete", "503")],
 )
 def test_a_bad_shard_and_no_other_relay_names_both_and_leaves_no_version(tmp_path, harm, reason):
-    spoil(published(tmp_path, 7).store.shard_path(7, 2), harm)
+    spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), harm)
     seen = []
 
     def act(url):
@@ -141,10 +140,10 @@ def test_a_bad_shard_and_no_other_relay_names_both_and_leaves_no_version(tmp_pat
 
     with pytest.raises(FetchError) as error:
         against(act, tmp_path / "origin")
-    assert "shard 2 of version 7" in str(error.value)
+    assert "shard 2 (full) of version 7" in str(error.value)
     assert seen[0] in str(error.value)
     assert reason in str(error.value)
-    assert cached(tmp_path) == [".v000007.partial"]
+    assert cached(tmp_path) == [".v000007.full"]
 
 
 def spoil(shard, harm: str) -> None:
@@ -159,13 +158,13 @@ def spoil(shard, harm: str) -> None:
 
 
 def test_the_next_fetch_takes_up_the_shards_that_are_done(tmp_path):
-    spoil(published(tmp_path, 7).store.shard_path(7, 2), "flip")
+    spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), "flip")
     with pytest.raises(FetchError):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     published(tmp_path, 7)  # repaired
-    done = (tmp_path / "cache" / ".v000007.partial" / "done").read_text().split()
-    assert sorted(done) == ["0", "1", "3"]
-    files = tmp_path / "cache" / ".v000007.partial" / "files"
+    record = (tmp_path / "cache" / ".v000007.full" / "record").read_text().splitlines()
+    assert {"0 10000", "1 10000", "3 7612"} <= set(record) and "2 10000" not in record
+    files = tmp_path / "cache" / ".v000007.full" / "files"
     flip_bit(files / "config.json")  # shard 0 rotted meanwhile: it is recorded, and still not believed
     getter = client(tmp_path, "placeholder")
 
@@ -175,12 +174,12 @@ def test_the_next_fetch_takes_up_the_shards_that_are_done(tmp_path):
 
     folder, _ = against(act, tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model7")
-    assert getter.last_report.reused_bytes == SHARD_BYTES + 7_612
-    assert getter.last_report.transferred_bytes < 2 * SHARD_BYTES + 3_000
+    assert getter.last_report.reused_bytes == 2 * SHARD_BYTES + 7_612  # claimed; shard 0 was fetched again
+    assert getter.last_report.transferred_bytes < 2 * SHARD_BYTES + SMALL_BYTES
 
 
-def test_a_partial_of_another_manifest_is_started_over(tmp_path):
-    spoil(published(tmp_path, 7).store.shard_path(7, 2), "flip")
+def test_a_partial_of_other_weights_of_the_same_layout_is_not_believed(tmp_path):
+    spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), "flip")
     with pytest.raises(FetchError):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     shutil.rmtree(tmp_path / "origin")
@@ -208,7 +207,7 @@ def test_newest_version_in_the_cache_is_not_fetched_again(tmp_path):
         second.fetch()
         return second.last_report
 
-    assert against(act, tmp_path / "origin").transferred_bytes < 3_000
+    assert against(act, tmp_path / "origin").transferred_bytes < SMALL_BYTES
 
 
 def test_an_incomplete_folder_in_the_cache_is_fetched_again(tmp_path):
@@ -275,7 +274,7 @@ def test_a_forged_manifest_is_refused_and_nothing_is_written(tmp_path, forgery):
     }[forgery]
     for act in (lambda url: client(tmp_path, url).fetch(7), lambda url: client(tmp_path, url).latest()):
         with pytest.raises(FetchError, match=reason):
-            against(act, tmp_path / "origin")
+            against(act, tmp_path / "origin", serving=plainly)
     assert cached(tmp_path) == []
 
 
@@ -289,15 +288,16 @@ def test_a_forging_relay_beside_an_honest_one_changes_nothing(tmp_path):
     assert contents(folder) == contents(tmp_path / "model7")
 
 
-def test_shards_that_match_while_the_whole_does_not(tmp_path):
-    store = published(tmp_path, 7).store
-    wrong = json.loads(store.signed(7).manifest) | {"hash": "0" * 64}
-    text = json.dumps(wrong, sort_keys=True, separators=(",", ":"))
-    signed = SignedManifest(manifest=text, key=PUBLIC_KEY, signature=KEY.sign(SIGNATURE_DOMAIN + text.encode()).hex())
-    store.manifest_path(7).write_bytes(signed.to_bytes())
+def test_a_disk_that_takes_other_bytes_than_it_was_given_is_found_out(tmp_path, monkeypatch):
+    published(tmp_path, 7)
+    real = PartialShard.write
+    monkeypatch.setattr(PartialShard, "write", lambda sink, at, data: real(sink, at, bytes(len(data))))
     with pytest.raises(FetchError, match="does not match its manifest"):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
-    assert cached(tmp_path) == []
+    assert not (tmp_path / "cache" / "v000007").exists()
+    monkeypatch.undo()
+    folder, _ = against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
+    assert contents(folder) == contents(tmp_path / "model7")
 
 
 @pytest.mark.parametrize("when", ["write", "allocate"])
@@ -308,9 +308,9 @@ def test_a_full_disk_names_the_folder(tmp_path, monkeypatch, when):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(partial_module, "write_all" if when == "write" else "_allocate", full)
-    with pytest.raises(FetchError, match=r"no space left for .*\.v000007\.partial"):
+    with pytest.raises(FetchError, match=r"no space left for .*\.v000007\.full"):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
-    assert cached(tmp_path) == ([".v000007.partial"] if when == "write" else [])
+    assert cached(tmp_path) == ([".v000007.full"] if when == "write" else [])
     monkeypatch.undo()
     folder, _ = against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model7")
@@ -330,7 +330,7 @@ def test_two_clients_of_one_cache_download_once(tmp_path):
 
     against(act, tmp_path / "origin")
     sizes = sorted(one.last_report.transferred_bytes for one in clients)
-    assert sizes[1] < 3_000 < sizes[2]
+    assert sizes[1] < SMALL_BYTES < sizes[2]
     assert contents(tmp_path / "cache" / "v000007") == contents(tmp_path / "model7")
 
 
@@ -341,46 +341,20 @@ def test_a_lock_that_is_never_freed_is_named_at_the_deadline(tmp_path):
         against(lambda url: client(tmp_path, url, timeout_s=0.3).fetch(7), tmp_path / "origin")
 
 
-async def drip(request: web.Request) -> web.StreamResponse:
-    """Sends a byte now and then, for ever: no idle timeout ever strikes."""
-    response = web.StreamResponse(headers={"Content-Length": str(SHARD_BYTES)})
-    await response.prepare(request)
-    while True:
-        await response.write(b"x")
-        await asyncio.sleep(0.1)
-
-
-@pytest.mark.parametrize("limits", [{"timeout_s": 3}, {"patience_s": 0.3}])
-def test_a_dripping_relay_takes_little_of_the_time(tmp_path, limits):
-    store = published(tmp_path, 7).store
-
-    async def versions(request):
-        return web.FileResponse(store.path / "versions.json")
-
-    async def manifest(request):
-        return web.FileResponse(store.manifest_path(7))
+@pytest.mark.parametrize("options", [{"timeout_s": 3}, {"limits": {"patience_s": 0.3}}])
+def test_a_dripping_relay_takes_little_of_the_time(tmp_path, options):
+    published(tmp_path, 7)
 
     async def run():
-        slow = web.Application()
-        slow.add_routes(
-            [
-                web.get("/versions.json", versions),
-                web.get("/v000007/manifest.json", manifest),
-                web.get("/{any:.*}", drip),
-            ]
-        )
-        runner, port = await serve(slow)
-        try:
-            async with serving(tmp_path / "origin") as good:
-                getter = client(tmp_path, f"http://127.0.0.1:{port}", good, **limits)
-                return await asyncio.to_thread(getter.fetch)
-        finally:
-            await runner.cleanup()
+        async with serving(tmp_path / "origin") as good, between(good) as slow:
+            slow.rate_Bps = 100  # no idle timeout ever strikes
+            getter = client(tmp_path, slow.url, good, **options)
+            return await asyncio.to_thread(getter.fetch)
 
     started_s = time.monotonic()
     folder, _ = asyncio.run(run())
     assert contents(folder) == contents(tmp_path / "model7")
-    assert time.monotonic() - started_s < 3.5
+    assert time.monotonic() - started_s < 4
 
 
 def test_a_silent_relay_runs_into_the_deadline_and_is_named(tmp_path):
@@ -388,17 +362,11 @@ def test_a_silent_relay_runs_into_the_deadline_and_is_named(tmp_path):
         await asyncio.sleep(30)
 
     async def run():
-        silent = web.Application()
-        silent.add_routes([web.get("/{any:.*}", hang)])
-        runner, port = await serve(silent)
-        url = f"http://127.0.0.1:{port}"
-        try:
+        async with answering(hang) as url:
             with pytest.raises(FetchError, match=url):
                 await asyncio.to_thread(client(tmp_path, url, timeout_s=0.5).latest)
             with pytest.raises(FetchError, match=f"{url}: sent nothing for too long"):
-                await asyncio.to_thread(client(tmp_path, url, answer_timeout_s=0.3).latest)
-        finally:
-            await runner.cleanup()
+                await asyncio.to_thread(client(tmp_path, url, limits={"answer_timeout_s": 0.3}).latest)
 
     asyncio.run(run())
 
@@ -408,18 +376,319 @@ def test_a_redirect_is_not_followed(tmp_path):
         raise web.HTTPFound("http://127.0.0.1:1/versions.json")
 
     async def run():
-        relay = web.Application()
-        relay.add_routes([web.get("/{any:.*}", away)])
-        runner, port = await serve(relay)
-        try:
+        async with answering(away) as url:
             with pytest.raises(FetchError, match="answered 302"):
-                await asyncio.to_thread(client(tmp_path, f"http://127.0.0.1:{port}").latest)
-        finally:
-            await runner.cleanup()
+                await asyncio.to_thread(client(tmp_path, url).latest)
 
     asyncio.run(run())
 
 
-def test_a_client_without_relays_is_refused(tmp_path):
+def test_a_client_without_any_server_is_refused(tmp_path):
     with pytest.raises(FetchError, match="no relay is known"):
-        Client([], public_key=public_key_hex(KEY), cache=tmp_path)
+        Client([], access(), tmp_path)
+
+
+# While the origin is still writing
+
+
+@pytest.fixture
+def drafts_at_once(monkeypatch):
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+
+
+def test_a_client_has_the_first_shards_before_the_last_byte_is_written(tmp_path, drafts_at_once):
+    source = origin(tmp_path)
+    record = tmp_path / "cache" / ".v000007.full" / "record"
+
+    async def run():
+        async with serving(source.store) as url:
+            with source.stream(7, [FileEntry(path="a", size_bytes=37_612)]) as write:
+                write(memoryview(b"x" * 25_000))
+                fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, url).fetch))
+                await until(lambda: record.exists() and {"0 10000", "1 10000"} <= {*record.read_text().split("\n")})
+                assert not fetching.done()
+                write(memoryview(b"y" * 12_612))
+            return await fetching
+
+    folder, manifest = asyncio.run(run())
+    assert contents(folder) == {"a": b"x" * 25_000 + b"y" * 12_612}
+    assert manifest == source.store.signed(7).open(PUBLIC_KEY)
+
+
+def test_a_version_that_stops_growing_is_given_up_by_name(tmp_path, drafts_at_once, monkeypatch):
+    monkeypatch.setattr(client_module, "STALL_S", 0.3)
+    source = origin(tmp_path)
+    dead = source.stream(7, [FileEntry(path="a", size_bytes=37_612)])
+    dead.__enter__()(memoryview(bytes(25_000)))
+    with pytest.raises(FetchError, match=r"version 7 is not whole and has not grown"):
+        against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
+    published(tmp_path, 8)
+    assert against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")[1].version == 8
+
+
+# Deltas
+
+
+def fetched(tmp_path, *versions, store="origin", **options):
+    """What one client after the other, on one cache, reported of these versions; all were right."""
+
+    def act(url):
+        reports = []
+        for version in versions:
+            one = client(tmp_path, url, **options)
+            folder, _ = one.fetch(version)
+            assert contents(folder) == contents(tmp_path / f"model{version}")
+            reports.append(one.last_report)
+        return reports
+
+    return against(act, tmp_path / store)
+
+
+def shaken(path, seed: int):
+    """Weights of which two words in five are others than in the seed before: their delta has about half their size."""
+    weights_folder(path)
+    data = bytearray((path / "model.safetensors").read_bytes())
+    for step in range(seed + 1):
+        at = len(data) - 40_000 + 4_000 * (step % 6)
+        data[at : at + 16_000] = random.Random(step).randbytes(16_000)
+    (path / "model.safetensors").write_bytes(data)
+    return path
+
+
+def deltas_in_cache(tmp_path) -> list[int]:
+    """The versions that were made by a delta which is still here, for those who hold the version before in memory."""
+    return sorted(int(path.stem[1:]) for path in (tmp_path / "cache").glob("v*.delta"))
+
+
+def test_a_client_that_has_the_version_before_fetches_the_delta_alone(tmp_path):
+    stepped(tmp_path, 0, 1, 2)
+    first, second, third = fetched(tmp_path, 0, 1, 2)
+    assert [one.parent for one in (first, second, third)] == [None, 0, 1]
+    assert second.transferred_bytes < SMALL_BYTES < first.transferred_bytes
+
+
+def test_a_newcomer_fetches_the_anchor_and_the_deltas_after_it(tmp_path):
+    stepped(tmp_path, *range(7), anchor_every=4, keep=9)
+    (report,) = fetched(tmp_path, 6)
+    assert report.parent is None
+    assert 40_000 < report.transferred_bytes < 40_000 + 3 * SMALL_BYTES
+    assert cached(tmp_path) == ["v000006"]
+
+
+def test_a_client_that_is_far_behind_fetches_all_deltas_where_they_are_cheapest(tmp_path):
+    stepped(tmp_path, *range(7), anchor_every=4, keep=9)
+    _, report = fetched(tmp_path, 1, 6)
+    assert report.parent == 1
+    assert deltas_in_cache(tmp_path) == [6]
+    assert report.transferred_bytes < 4 * SMALL_BYTES
+
+
+def test_a_client_that_is_far_behind_fetches_the_anchor_where_that_is_cheapest(tmp_path):
+    source = origin(tmp_path, anchor_every=3, keep=9)
+    for version in range(5):
+        source.publish(shaken(tmp_path / f"model{version}", version), version)
+    sizes = [source.publish(tmp_path / f"model{version}", version).streams for version in range(5)]
+    assert [list(streams) for streams in sizes[1:]] == [["delta"], ["delta"], ["full", "delta"], ["delta"]]
+    assert sum(streams["delta"].size_bytes for streams in sizes[1:4]) > sizes[3]["full"].size_bytes
+    _, far = fetched(tmp_path, 0, 4)
+    assert far.parent is None
+    shutil.rmtree(tmp_path / "cache")
+    _, near = fetched(tmp_path, 2, 4)
+    assert near.parent == 2
+    assert deltas_in_cache(tmp_path) == [4]
+
+
+def test_the_delta_of_the_last_fetch_stays_even_where_one_version_is_kept(tmp_path):
+    stepped(tmp_path, 0, 1, 2)
+    fetched(tmp_path, 0, 1, 2, keep=1)
+    assert sorted(path.name for path in (tmp_path / "cache").glob("v*")) == [
+        "v000002",
+        "v000002.delta",
+        "v000002.manifest.json",
+    ]
+
+
+def test_a_delta_of_what_only_the_cache_still_has(tmp_path):
+    stepped(tmp_path, 0, anchor_every=1, keep=1)
+    fetched(tmp_path, 0)
+    stepped(tmp_path, 1, anchor_every=1, keep=1)
+    assert not (tmp_path / "origin" / "v000000").exists()
+    (report,) = fetched(tmp_path, 1)
+    assert report.parent == 0
+    assert report.transferred_bytes < 2 * SMALL_BYTES
+
+
+def test_a_delta_of_what_nobody_has_says_so(tmp_path):
+    stepped(tmp_path, 0, 1).store.discard(0)
+    with pytest.raises(FetchError, match="no relay holds what version 1 is a delta of"):
+        against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")
+
+
+def test_a_cached_version_that_rotted_is_noticed_by_the_next_client(tmp_path):
+    published(tmp_path, 7)
+
+    def act(url):
+        folder, _ = client(tmp_path, url).fetch(7)
+        flip_bit(folder / "model.safetensors")
+        return client(tmp_path, url).fetch(7)
+
+    assert contents(against(act, tmp_path / "origin")[0]) == contents(tmp_path / "model7")
+
+
+@pytest.mark.parametrize("noticed", ["before", "after"])
+def test_a_parent_that_rotted_in_the_cache_is_gone_without(tmp_path, noticed):
+    """Before the delta is applied by another client; afterwards by the one that has already read it back."""
+    stepped(tmp_path, 0, 1)
+
+    def act(url):
+        one = client(tmp_path, url)
+        folder, _ = one.fetch(0)
+        flip_bit(folder / "model.safetensors")
+        if noticed == "before":
+            one = client(tmp_path, url)
+        folder, _ = one.fetch(1)
+        return folder, one.last_report
+
+    folder, report = against(act, tmp_path / "origin")
+    assert contents(folder) == contents(tmp_path / "model1")
+    assert report.parent is None
+
+
+# Going on
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_half_a_shard_is_taken_up_after_a_disconnect_and_by_the_next_client(tmp_path, monkeypatch, ranges):
+    monkeypatch.setattr(partial_module, "RECORD_EVERY_BYTES", 1_000)
+    published(tmp_path, 7, shard_size_bytes=37_612)
+
+    async def run():
+        async with serving(tmp_path / "origin") as url, between(url, cut_after_bytes=12_000) as middle:
+            middle.passes_ranges = ranges
+            with pytest.raises(FetchError, match="no time is left"):
+                await asyncio.to_thread(client(tmp_path, middle.url, timeout_s=1).fetch, 7)
+            cut = len(middle.asked)
+            middle.cut_after_bytes = 10**9
+            folder, _ = await asyncio.to_thread(client(tmp_path, middle.url).fetch, 7)
+            assert contents(folder) == contents(tmp_path / "model7")
+            return cut, middle
+
+    cut, middle = asyncio.run(run())
+    assert cut > 1  # tried again by itself
+    first, second, *_, last = middle.starts()
+    assert first == 0 and 6_000 < second <= 12_000  # of what was sent some may have been in a buffer
+    if ranges:
+        assert last == second
+        assert middle.sent_bytes == 12_000 + 37_612 - second
+    else:
+        assert middle.sent_bytes == 12_000 + 37_612
+
+
+# Fallback, and waiting
+
+
+def test_the_fallback_is_not_asked_while_a_relay_delivers(tmp_path):
+    published(tmp_path, 7)
+
+    async def run():
+        async with serving(tmp_path / "origin") as up, between(up) as last_resort, between(up) as good:
+            await asyncio.to_thread(client(tmp_path, good.url, fallback=[last_resort.url]).fetch)
+            return last_resort.asked, len(good.asked)
+
+    assert asyncio.run(run()) == ([], 4)
+
+
+@pytest.mark.parametrize("trouble", ["none known", "dead", "without the version", "without shards"])
+def test_the_fallback_delivers_while_no_relay_does(tmp_path, trouble):
+    published(tmp_path, 7)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "versions.json").write_text('{"versions":[]}')
+
+    async def run():
+        async with (
+            serving(tmp_path / "origin") as up,
+            plainly(tmp_path / "empty") as empty,
+            between(up, refuse=lambda path: web.Response(status=500) if ".shard" in path else None) as poor,
+        ):
+            urls = {
+                "none known": [],
+                "dead": [dead_url()],
+                "without the version": [empty],
+                "without shards": [poor.url],
+            }
+            getter = client(tmp_path, *urls[trouble], fallback=[up])
+            return await asyncio.to_thread(getter.fetch, 7)
+
+    assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model7")
+
+
+def test_the_fallback_is_left_again_when_the_relay_is_well(tmp_path):
+    source = origin(tmp_path, shard_size_bytes=1_000)
+    source.publish(model_folder(tmp_path / "model7"), 7)
+
+    async def run():
+        async with (
+            serving(source.store) as up,
+            between(up, rate_Bps=20_000) as last_resort,
+            between(up, rate_Bps=20_000) as relay,
+        ):
+            relay.refuse = lambda path: web.Response(status=500) if ".shard" in path else None
+            fetching = asyncio.create_task(
+                asyncio.to_thread(client(tmp_path, relay.url, fallback=[last_resort.url], parallel=2).fetch)
+            )
+            await until(lambda: last_resort.sent_bytes >= 5_000)
+            relay.refuse = lambda path: None
+            await fetching
+            return relay.sent_bytes
+
+    assert asyncio.run(run()) > 5_000
+
+
+def test_a_relay_that_comes_up_later_is_waited_for(tmp_path):
+    published(tmp_path, 7)
+    port = free_port()
+
+    async def run():
+        getter = client(tmp_path, f"http://127.0.0.1:{port}", wait_s=10)
+        fetching = asyncio.create_task(asyncio.to_thread(getter.fetch))
+        await until(lambda: getter.progress.doing == "waiting for a relay")
+        async with serving(tmp_path / "origin", port=port):
+            return await fetching
+
+    assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model7")
+
+
+def test_the_first_version_is_waited_for_and_the_wait_has_an_end(tmp_path):
+    origin(tmp_path)
+
+    async def run():
+        async with serving(tmp_path / "origin") as url:
+            with pytest.raises(FetchError, match="no version is published yet"):
+                await asyncio.to_thread(client(tmp_path, url, wait_s=0.3).fetch)
+            getter = client(tmp_path, url, wait_s=10)
+            fetching = asyncio.create_task(asyncio.to_thread(getter.fetch))
+            await until(lambda: getter.progress.doing == "waiting for a version")
+            published(tmp_path, 7)
+            return await fetching
+
+    assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model7")
+
+
+def test_a_relay_that_joins_during_a_fetch_is_used(tmp_path):
+    source = published(tmp_path, 7)
+    shutil.copytree(tmp_path / "origin", tmp_path / "half")
+    for shard in (tmp_path / "half").glob("v*/full/*.shard"):
+        shard.unlink()  # it knows the version and has nothing of it yet
+
+    async def scenario():
+        async with quickly(tmp_path / "half") as half, quickly(source.store) as whole:
+            known = [half]
+            reader = Client([half], access(), tmp_path / "cache", relays=lambda: known, timeout_s=20)
+            fetching = asyncio.create_task(asyncio.to_thread(reader.fetch))
+            await asyncio.sleep(0.5)
+            assert not fetching.done()
+            known.append(whole)
+            folder, _ = await asyncio.wait_for(fetching, 10)
+            assert contents(folder) == contents(tmp_path / "model7")
+
+    asyncio.run(scenario())

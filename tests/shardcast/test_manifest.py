@@ -14,20 +14,31 @@ HASH = "0" * 64
 
 def fields(**changes):
     return {
-        "format": 1,
+        "format": 2,
         "run": "test",
         "version": 7,
         "files": [
             {"path": "model.safetensors", "size_bytes": 25},
             {"path": "sub/config.json", "size_bytes": 0},
         ],
-        "shard_size_bytes": 10,
-        "shards": [{"index": i, "size_bytes": size, "hash": HASH} for i, size in enumerate([10, 10, 5])],
-        "size_bytes": 25,
-        "hash": HASH,
+        "content": stream(),
+        "anchor": True,
+        "delta": None,
         "created_s": 1.5,
         **changes,
     }
+
+
+def stream(size_bytes: int = 25, hashes: str = "abc", shard_size_bytes: int = 10):
+    return {
+        "size_bytes": size_bytes,
+        "shard_size_bytes": shard_size_bytes,
+        "shards": [digit * 64 for digit in hashes],
+    }
+
+
+def delta(parent: int = 6, **changes):
+    return {"delta": {"parent": parent, "parent_digest": HASH, "stream": stream(5, "d"), **changes}}
 
 
 def manifest(**changes) -> Manifest:
@@ -43,12 +54,8 @@ def signed(**changes) -> SignedManifest:
     return signed_text(json.dumps(fields(**changes), sort_keys=True, separators=(",", ":")))
 
 
-def files(*paths: str, size_bytes: int = 0):
-    return {
-        "files": [{"path": path, "size_bytes": size_bytes} for path in paths],
-        "shards": [],
-        "size_bytes": 0,
-    }
+def files(*paths: str):
+    return {"files": [{"path": path, "size_bytes": 0} for path in paths], "content": stream(0, "")}
 
 
 def test_signed_manifest_opens_to_the_same_manifest_and_digest():
@@ -59,14 +66,56 @@ def test_signed_manifest_opens_to_the_same_manifest_and_digest():
     assert opened.canonical() == original.canonical()
 
 
-def test_digest_changes_with_any_field():
+def test_digest_changes_with_what_the_version_is():
     digests = {
         manifest().digest,
         manifest(version=8).digest,
         manifest(run="b").digest,
         manifest(created_s=2.0).digest,
+        manifest(content=stream(hashes="abd")).digest,
+        manifest(**files("other", "names")).digest,
     }
-    assert len(digests) == 4
+    assert len(digests) == 6
+
+
+def test_digest_is_the_same_however_the_version_can_be_had():
+    whole, both, delta_only = manifest(), manifest(**delta()), manifest(anchor=False, **delta())
+    assert whole.digest == both.digest == delta_only.digest
+    assert len({one.canonical() for one in (whole, both, delta_only)}) == 3
+    assert [list(one.streams) for one in (whole, both, delta_only)] == [["full"], ["full", "delta"], ["delta"]]
+
+
+def test_a_version_that_is_still_being_written_names_its_first_shards():
+    growing = manifest(content=stream(hashes="ab"))
+    assert not growing.complete
+    assert manifest().complete
+    assert [(shard.index, shard.size_bytes) for shard in growing.content.entries()] == [(0, 10), (1, 10)]
+    assert [shard.size_bytes for shard in manifest().content.entries()] == [10, 10, 5]
+
+
+@pytest.mark.parametrize("hashes", ["", "a", "ab", "abc"])
+def test_a_later_manifest_follows_one_with_fewer_shards(hashes):
+    earlier, later = manifest(content=stream(hashes=hashes)), manifest(**delta())
+    assert later.follows(earlier)
+    assert later.content.extends(earlier.content)
+    assert earlier.follows(later) == (hashes == "abc")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"content": stream(hashes="ebc")},
+        {"content": stream(hashes="ab")},
+        {"content": stream(hashes="ab", shard_size_bytes=13)},
+        {"content": stream(24, "abc"), "files": [{"path": "model.safetensors", "size_bytes": 24}]},
+        {"files": [{"path": "model", "size_bytes": 25}]},
+        {"version": 8},
+        {"run": "other"},
+        {"created_s": 1.6},
+    ],
+)
+def test_another_version_follows_nothing(changes):
+    assert not manifest(**changes).follows(manifest())
 
 
 @pytest.mark.parametrize(
@@ -77,13 +126,17 @@ def test_digest_changes_with_any_field():
         (SignedManifest.sign(manifest(), KEY).model_copy(update={"manifest": "{}"}), "bad signature"),
         (signed_text("{}"), "malformed"),
         (signed_text(json.dumps(fields())), "not canonical"),
-        (signed(format=2), "format"),
+        (signed(format=1), "format"),
         (signed(surplus=1), "surplus"),
         (signed(version=-1), "version"),
-        (signed(size_bytes=26), "size_bytes"),
-        (signed(shard_size_bytes=9), "shard sizes"),
-        (signed(shards=fields()["shards"][:2]), "shard sizes"),
-        (signed(shards=fields()["shards"][::-1]), "numbered"),
+        (signed(content=stream(26)), "add up"),
+        (signed(content=stream(hashes="abcd")), "4 shards, 3 hold 25 bytes"),
+        (signed(content=stream(hashes="abc", shard_size_bytes=0)), "shard_size_bytes"),
+        (signed(content=stream(hashes="xyz")), "shards.0"),
+        (signed(anchor=False), "no anchor"),
+        (signed(anchor=False, content=stream(hashes="ab"), **delta()), "no anchor"),
+        (signed(**delta(parent=7)), "earlier version"),
+        (signed(**delta(stream=stream(5, ""))), "all of its shards"),
         (signed(files=[]), "files"),
         (signed(**files("/etc/passwd")), "absolute"),
         (signed(**files("../up")), "climbs out"),
@@ -105,21 +158,16 @@ def test_refused_with_the_reason(forged: SignedManifest, reason: str):
 
 
 def test_more_shards_than_the_bound_are_refused():
-    too_many = [{"index": i, "size_bytes": 1, "hash": HASH} for i in range(100_001)]
-    with pytest.raises(ManifestError, match="shards"):
-        signed(
-            files=[{"path": "a", "size_bytes": 100_001}],
-            shard_size_bytes=1,
-            shards=too_many,
-            size_bytes=100_001,
-        ).open(PUBLIC_KEY)
+    whole = {"files": [{"path": "a", "size_bytes": 100_001}]}
+    with pytest.raises(ManifestError, match="content.shards"):
+        signed(content=stream(100_001, "a" * 100_001, shard_size_bytes=1), **whole).open(PUBLIC_KEY)
 
 
 def test_more_than_one_tebibyte_is_refused():
     size_bytes = (1 << 40) + 1
     huge = [{"path": "a", "size_bytes": size_bytes}]
     with pytest.raises(ManifestError, match="size_bytes"):
-        signed(files=huge, size_bytes=size_bytes, shard_size_bytes=1 << 39, shards=[]).open(PUBLIC_KEY)
+        signed(files=huge, content=stream(size_bytes, "", shard_size_bytes=1 << 39)).open(PUBLIC_KEY)
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,7 +192,8 @@ def test_a_signed_manifest_with_any_value_in_a_field_opens_consistent_or_not_at_
     except ManifestError:
         return
     assert sum(file.size_bytes for file in opened.files) == opened.size_bytes
-    assert sum(shard.size_bytes for shard in opened.shards) == opened.size_bytes
+    if opened.complete:
+        assert sum(shard.size_bytes for shard in opened.content.entries()) == opened.size_bytes
     assert all(not file.path.startswith("/") and ".." not in file.path.split("/") for file in opened.files)
 
 

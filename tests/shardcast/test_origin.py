@@ -1,10 +1,13 @@
 import json
 import os
+import random
 
 import pytest
 
-from shoal.shardcast import ManifestError, Origin
-from shoal.shardcast.store import NewFile
+from shoal.shardcast import Manifest, ManifestError, Origin, delta
+from shoal.shardcast import origin as origin_module
+from shoal.shardcast.files import NewFile
+from shoal.shardcast.manifest import FileEntry
 
 from .support import (
     KEY,
@@ -16,6 +19,8 @@ from .support import (
     model_folder,
     origin,
     published,
+    stepped,
+    weights_folder,
 )
 
 
@@ -23,34 +28,38 @@ def test_publish_cuts_the_files_into_shards_and_lists_the_version(tmp_path):
     source = origin(tmp_path)
     folder = model_folder(tmp_path / "model")
     manifest = source.publish(folder, 7)
-    shards = sorted((tmp_path / "origin" / "v000007").glob("*.shard"))
+    shards = sorted((tmp_path / "origin" / "v000007" / "full").glob("*.shard"))
     assert b"".join(shard.read_bytes() for shard in shards) == b"".join(
         data for _, data in sorted(contents(folder).items())
     )
     assert [shard.stat().st_size for shard in shards] == [SHARD_BYTES] * 3 + [7_612]
-    assert json.loads((tmp_path / "origin" / "versions.json").read_text()) == {"versions": [7]}
+    listing = json.loads((tmp_path / "origin" / "versions.json").read_text())
+    assert listing == {"versions": [7], "path": [source.store.id]}
     assert source.store.signed(7).open(PUBLIC_KEY) == manifest
+    assert manifest.complete
 
 
 def test_a_whole_version_is_published_once_also_after_a_restart(tmp_path):
     first = published(tmp_path, 7).store.signed(7)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "origin").rglob("*")}
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "origin" / "v000007").rglob("*")}
+    listing = (tmp_path / "origin" / "versions.json").read_bytes()
     again = origin(tmp_path).publish(tmp_path / "model7", 7)
     assert again == first.open(PUBLIC_KEY)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "origin").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "origin" / "v000007").rglob("*")} == times
+    assert (tmp_path / "origin" / "versions.json").read_bytes() == listing
 
 
 def test_a_half_version_is_swept_at_restart_and_redone(tmp_path):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
     folder = tmp_path / "origin" / "v000007"
     (folder / "manifest.json").unlink()  # killed before the manifest
-    (folder / "00002.shard").rename(folder / ".00002.shard.tmp")
+    (folder / "full/00002.shard").rename(folder / "full/.00002.shard.tmp")
     restarted = origin(tmp_path)
     assert restarted.published() == []
     assert not folder.exists()
     assert restarted.publish(tmp_path / "model7", 7).digest == digest
     assert restarted.published() == [7]
-    assert not list(folder.glob(".*"))
+    assert not list(folder.rglob(".*"))
 
 
 @pytest.mark.parametrize("listing", ['{"versions":[]}', "", "{"])
@@ -64,7 +73,7 @@ def test_the_list_is_rebuilt_at_restart(tmp_path, listing):
 def test_a_damaged_version_is_redone_with_the_same_digest(tmp_path, harm):
     source = published(tmp_path, 7)
     digest = source.publish(tmp_path / "model7", 7).digest
-    shard = source.store.shard_path(7, 1)
+    shard = source.store.shard_path(7, "full", 1)
     if harm == "flip":
         flip_bit(shard)
     elif harm == "delete":
@@ -73,13 +82,15 @@ def test_a_damaged_version_is_redone_with_the_same_digest(tmp_path, harm):
         source.store.manifest_path(7).write_text("{")
     again = origin(tmp_path).publish(tmp_path / "model7", 7)
     assert again.digest == digest
-    assert source.store.damaged(again) == []
+    assert source.store.missing(again) == []
 
 
 def test_only_the_newest_versions_are_kept(tmp_path):
     source = published(tmp_path, 1, 2, 3, 4, keep=2)
     assert source.published() == [4, 3]
     assert sorted(path.name for path in (tmp_path / "origin").iterdir()) == [
+        ".latest",
+        "id",
         "v000003",
         "v000004",
         "versions.json",
@@ -97,7 +108,7 @@ def test_unpublishable_folders_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(ManifestError, match="plain name"):
         source.publish(tmp_path / "bad", 1)
     assert source.published() == []
-    assert [path.name for path in (tmp_path / "origin").iterdir()] == ["versions.json"]
+    assert sorted(path.name for path in (tmp_path / "origin").iterdir()) == ["id", "versions.json"]
 
 
 def test_a_store_of_another_run_or_key_is_refused(tmp_path):
@@ -109,35 +120,232 @@ def test_a_store_of_another_run_or_key_is_refused(tmp_path):
     assert (tmp_path / "origin" / "v000007" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("commits", range(8))  # 4 shards, the manifest, versions.json twice; 7: not killed
+# Deltas and anchors
+
+
+def parts(source: Origin) -> dict[int, list[str]]:
+    """What each version can be had as."""
+    return {version: list(opened(source, version).streams) for version in sorted(source.published())}
+
+
+def opened(source: Origin, version: int) -> Manifest:
+    signed = source.store.signed(version)
+    assert signed is not None
+    return signed.open(PUBLIC_KEY)
+
+
+def test_every_kth_version_is_an_anchor_and_those_between_are_deltas(tmp_path):
+    source = stepped(tmp_path, *range(8), anchor_every=3, keep=9)
+    deltas, both = ["delta"], ["full", "delta"]
+    assert parts(source) == {0: ["full"], 1: deltas, 2: deltas, 3: both, 4: deltas, 5: deltas, 6: both, 7: deltas}
+    for version in range(1, 8):
+        manifest = opened(source, version)
+        assert manifest.delta.parent == version - 1
+        assert manifest.delta.parent_digest == opened(source, version - 1).digest
+        assert manifest.delta.stream.size_bytes < manifest.size_bytes / 10
+
+
+def test_a_delta_makes_the_version_out_of_the_one_before(tmp_path):
+    manifest = opened(stepped(tmp_path, 0, 1), 1)
+    shards = sorted((tmp_path / "origin/v000001/delta").glob("*.shard"))
+    (tmp_path / "delta").write_bytes(b"".join(shard.read_bytes() for shard in shards))
+    files = [(file.path, file.size_bytes) for file in manifest.files]
+    delta.apply(tmp_path / "model0", tmp_path / "delta", tmp_path / "made", files)
+    assert contents(tmp_path / "made") == contents(tmp_path / "model1")
+
+
+def test_versions_may_be_skipped(tmp_path):
+    assert opened(stepped(tmp_path, 0, 5), 5).delta.parent == 0
+
+
+def test_a_delta_larger_than_half_comes_with_the_whole(tmp_path):
+    source = stepped(tmp_path, 0)
+    path = weights_folder(tmp_path / "model1") / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:10_000] + random.randbytes(len(data) - 10_000))  # three words in four are others
+    manifest = source.publish(tmp_path / "model1", 1)
+    assert manifest.size_bytes / 2 < manifest.delta.stream.size_bytes < manifest.size_bytes
+    assert list(manifest.streams) == ["full", "delta"]
+
+
+def test_a_delta_that_saves_nothing_is_not_published(tmp_path):
+    assert parts(published(tmp_path, 0, 1, anchor_every=100)) == {0: ["full"], 1: ["full"]}
+
+
+def test_the_next_delta_goes_on_after_a_restart(tmp_path):
+    stepped(tmp_path, 0, 1)
+    assert parts(stepped(tmp_path, 2)) == {0: ["full"], 1: ["delta"], 2: ["delta"]}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_no_delta_of_files_that_changed_after_they_were_published(tmp_path, restarted):
+    source = stepped(tmp_path, 0)
+    if restarted:
+        source = stepped(tmp_path)
+    path = tmp_path / "model0" / "model.safetensors"  # linked, not copied, where that is possible
+    with path.open("r+b") as file:
+        file.seek(1_000)
+        file.write(b"changed in place")
+    source.publish(weights_folder(tmp_path / "model1", 1), 1)
+    assert parts(source)[1] == ["full"]
+
+
+def test_files_that_are_replaced_after_publishing_do_no_harm(tmp_path):
+    source = stepped(tmp_path, 0)
+    path = tmp_path / "model0" / "model.safetensors"
+    path.unlink()
+    path.write_text("another file under the same name")
+    source.publish(weights_folder(tmp_path / "model1", 1), 1)
+    assert parts(source)[1] == ["delta"]
+
+
+@pytest.mark.parametrize("lost", ["version", "manifest"])
+def test_what_a_delta_builds_on_is_lost_and_the_next_version_is_an_anchor(tmp_path, lost):
+    source = stepped(tmp_path, 0, 1, 2)
+    if lost == "manifest":
+        source.store.manifest_path(1).write_text("{")
+    else:
+        source.store.discard(1)
+    assert "full" in parts(stepped(tmp_path, 3))[3]
+
+
+def test_a_damaged_delta_is_published_anew_with_the_same_digest(tmp_path):
+    source = stepped(tmp_path, 0, 1)
+    digest = opened(source, 1).digest
+    flip_bit(source.store.shard_path(1, "delta", 0))
+    again = stepped(tmp_path, 1)
+    assert opened(again, 1).digest == digest
+    assert again.store.missing(opened(again, 1)) == []
+
+
+def test_versions_that_kept_ones_are_deltas_of_stay(tmp_path):
+    source = stepped(tmp_path, *range(7), anchor_every=4, keep=1)
+    assert source.published() == [6, 5, 4]
+    stepped(tmp_path, 7, 8, anchor_every=4, keep=1)
+    assert source.published() == [8]
+
+
+# Publishing while it is written
+
+
+def as_bytes(files: dict[str, bytes]) -> tuple[list[FileEntry], bytes]:
+    names = sorted(files)
+    return [FileEntry(path=name, size_bytes=len(files[name])) for name in names], b"".join(files[n] for n in names)
+
+
+def test_shards_can_be_had_before_the_last_byte_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+    source = origin(tmp_path)
+    files, data = as_bytes(contents(model_folder(tmp_path / "model")))
+    with source.stream(7, files) as write:
+        write(memoryview(data[:25_000]))
+        draft = opened(source, 7)
+        assert source.store.versions() == [7]
+        assert (draft.complete, len(draft.content.shards)) == (False, 2)
+        assert source.store.missing(draft) == []
+        write(memoryview(data[25_000:]))
+    whole = opened(source, 7)
+    assert whole.complete and whole.follows(draft)
+    assert source.store.missing(whole) == []
+    # The same files, published as a folder, are the same version.
+    assert origin(tmp_path).publish(tmp_path / "model", 7) == whole
+
+
+def test_no_draft_is_taken_for_the_last_word(tmp_path, monkeypatch):
+    """The delta is named last, also where the last byte fills the last shard."""
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+    source = origin(tmp_path)
+    with source.stream(7, [FileEntry(path="a", size_bytes=2 * SHARD_BYTES)]) as write:
+        write(memoryview(bytes(SHARD_BYTES)))
+        write(memoryview(bytes(SHARD_BYTES)))
+        assert not opened(source, 7).complete
+    assert opened(source, 7).complete
+
+
+@pytest.mark.parametrize("given", [37_611, 37_613])
+def test_a_stream_of_another_length_is_refused_and_leaves_nothing(tmp_path, given):
+    source = origin(tmp_path)
+    with (
+        pytest.raises(ValueError, match="37612 bytes"),
+        source.stream(7, [FileEntry(path="a", size_bytes=37_612)]) as w,
+    ):
+        w(memoryview(bytes(given)))
+    assert source.published() == []
+
+
+def test_a_version_cut_off_by_a_death_is_taken_up_where_it_was(tmp_path, monkeypatch):
+    """What was served of it before stays true: the same date, the same digest."""
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+    model_folder(tmp_path / "model7", seed=7)
+    files, data = as_bytes(contents(tmp_path / "model7"))
+    child = os.fork()
+    if child == 0:
+        with origin(tmp_path, clock=lambda: 123.0).stream(7, files) as write:
+            write(memoryview(data[:25_000]))
+            os._exit(9)
+    os.waitpid(child, 0)
+    restarted = origin(tmp_path)
+    draft = opened(restarted, 7)
+    assert not draft.complete
+    whole = restarted.publish(tmp_path / "model7", 7)
+    assert whole.complete and whole.follows(draft)
+
+
+# Killed
+
+
+@pytest.mark.parametrize("commits", range(10))  # the list twice, 4 shards, manifest, list, list; 9: not killed
 @pytest.mark.parametrize("renamed", [False, True])
 def test_killed_at_any_file_loses_nothing_and_goes_on(tmp_path, commits, renamed):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
     model_folder(tmp_path / "model8", seed=8)
+    killed_while(lambda: origin(tmp_path, keep=1).publish(tmp_path / "model8", 8), commits, renamed)
+    restarted = origin(tmp_path)
+    goes_on(restarted, tmp_path)
+    if 7 in restarted.published():
+        assert restarted.publish(tmp_path / "model7", 7).digest == digest
+
+
+@pytest.mark.parametrize("commits", range(7))  # the list twice, the delta, manifest, list, list; 6: not killed
+@pytest.mark.parametrize("renamed", [False, True])
+def test_killed_at_any_file_of_a_delta_loses_nothing_and_goes_on(tmp_path, commits, renamed):
+    digest = opened(stepped(tmp_path, 7), 7).digest
+    weights_folder(tmp_path / "model8", 8)
+    killed_while(lambda: stepped(tmp_path, 8, keep=1), commits, renamed)
+    restarted = stepped(tmp_path)
+    goes_on(restarted, tmp_path)
+    assert opened(restarted, 7).digest == digest
+    assert "delta" in opened(restarted, 8).streams or commits > 4  # died before it had linked version 8's files
+    restarted.publish(weights_folder(tmp_path / "model9", 9), 9)
+    assert "delta" in parts(restarted)[9]
+
+
+def killed_while(act, commits: int, renamed: bool) -> None:
+    """Runs it in a process that dies at one of its renames."""
     child = os.fork()
     if child == 0:  # a real death: no `finally` runs
         die_at_commit(commits, renamed)
-        origin(tmp_path, keep=1).publish(tmp_path / "model8", 8)
+        act()
         os._exit(0)
     os.waitpid(child, 0)
-    restarted = origin(tmp_path)
+
+
+def goes_on(restarted: Origin, tmp_path) -> None:
     assert set(restarted.published()) & {7, 8}, "a published version is lost"
     manifest = restarted.publish(tmp_path / "model8", 8)
     assert restarted.published()[0] == 8
-    assert restarted.store.damaged(manifest) == []
-    assert not list((tmp_path / "origin").rglob(".*"))
-    if 7 in restarted.published():
-        assert restarted.publish(tmp_path / "model7", 7).digest == digest
+    assert restarted.store.missing(manifest) == []
+    assert [path.name for path in (tmp_path / "origin").rglob(".*")] == [".latest"]
 
 
 def die_at_commit(count: int, renamed: bool) -> None:
     real, seen = NewFile.commit, 0
 
-    def commit(file: NewFile) -> None:
+    def commit(file: NewFile, *, durable: bool = True) -> None:
         nonlocal seen
         if seen == count and not renamed:
             os._exit(9)
-        real(file)
+        real(file, durable=durable)
         if seen == count:
             os._exit(9)
         seen += 1

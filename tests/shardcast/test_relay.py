@@ -1,15 +1,28 @@
 import asyncio
 import errno
+import json
+import os
+import random
 import shutil
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
+import pytest
 from aiohttp import web
 
-from shoal.shardcast import serve
-from shoal.shardcast import store as store_module
+from shoal.shardcast import Access, Relay, Store
+from shoal.shardcast import files as files_module
+from shoal.shardcast import origin as origin_module
+from shoal.shardcast.files import temporary
+from shoal.shardcast.manifest import FileEntry
 
 from .support import (
     OTHER_KEY,
+    PUBLIC_KEY,
+    SMALL_BYTES,
+    answering,
+    between,
     client,
     contents,
     dead_url,
@@ -20,13 +33,13 @@ from .support import (
     published,
     relay,
     serving,
+    stepped,
     until,
+    versions_at,
+    weights_folder,
 )
 
-
-async def versions_at(url: str) -> list[int]:
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/versions.json") as response:
-        return (await response.json())["versions"]
+WHOLE_BYTES = 37_612  # of one version of `published`
 
 
 def test_origin_to_relay_to_client_is_bit_exact(tmp_path):
@@ -39,7 +52,7 @@ def test_origin_to_relay_to_client_is_bit_exact(tmp_path):
             mirroring(relay(tmp_path, up)) as mirror,
         ):
             await until(lambda: mirror.status.versions == [7])
-            assert mirror.status.bytes_in > 37_000
+            assert mirror.status.bytes_in > WHOLE_BYTES
             return await asyncio.to_thread(client(tmp_path, down).fetch)
 
     folder, manifest = asyncio.run(run())
@@ -65,9 +78,9 @@ def test_a_chain_of_relays_delivers(tmp_path):
 
 
 def test_early_shards_are_served_before_late_ones_exist(tmp_path):
-    late = published(tmp_path, 7).store.shard_path(7, 3)
+    late = published(tmp_path, 7).store.shard_path(7, "full", 3)
     late.rename(tmp_path / "late")
-    early = [tmp_path / "relay" / "v000007" / f"0000{index}.shard" for index in range(3)]
+    early = [tmp_path / "relay" / "v000007" / "full" / f"0000{index}.shard" for index in range(3)]
 
     async def run():
         async with (
@@ -78,7 +91,7 @@ def test_early_shards_are_served_before_late_ones_exist(tmp_path):
             await until(lambda: all(path.exists() for path in early))
             assert await versions_at(down) == [7]
             assert (mirror.status.mirroring, mirror.status.versions) == (7, [])
-            async with aiohttp.ClientSession() as session, session.get(f"{down}/v000007/00001.shard") as got:
+            async with aiohttp.ClientSession() as session, session.get(f"{down}/v000007/full/00001.shard") as got:
                 assert got.status == 200
             fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, down).fetch))
             await asyncio.sleep(0.2)
@@ -93,7 +106,7 @@ def test_a_corrupt_shard_upstream_is_taken_from_the_other_upstream_and_recorded(
     published(tmp_path, 7)
     shutil.copytree(tmp_path / "origin", tmp_path / "bad")
     for index in range(4):
-        flip_bit(tmp_path / "bad" / "v000007" / f"0000{index}.shard")
+        flip_bit(tmp_path / "bad" / "v000007" / "full" / f"0000{index}.shard")
 
     async def run():
         async with (
@@ -107,22 +120,21 @@ def test_a_corrupt_shard_upstream_is_taken_from_the_other_upstream_and_recorded(
 
     asyncio.run(run())
     for index in range(4):
-        name = f"v000007/0000{index}.shard"
+        name = f"v000007/full/0000{index}.shard"
         assert (tmp_path / "relay" / name).read_bytes() == (tmp_path / "origin" / name).read_bytes()
 
 
 def test_a_corrupt_shard_with_no_other_upstream_is_never_stored(tmp_path):
-    flip_bit(published(tmp_path, 7).store.shard_path(7, 1))
+    flip_bit(published(tmp_path, 7).store.shard_path(7, "full", 1))
 
     async def run():
         async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up)) as mirror:
             await until(lambda: mirror.status.last_error and "every source was tried" in mirror.status.last_error)
-            assert "shard 1 of version 7" in mirror.status.last_error
+            assert "shard 1 (full) of version 7" in mirror.status.last_error
             assert mirror.status.versions == []
 
     asyncio.run(run())
-    assert not (tmp_path / "relay/v000007/00001.shard").exists()
-    assert not list((tmp_path / "relay/v000007").glob(".*"))
+    assert not (tmp_path / "relay/v000007/full/00001.shard").exists()
 
 
 def test_a_manifest_of_another_signer_is_not_announced(tmp_path):
@@ -166,7 +178,7 @@ def test_upstream_that_goes_and_comes_back_empty_costs_no_version(tmp_path):
         async with serving(tmp_path / "relay") as down:
             mirror = relay(tmp_path, "placeholder", longest_pause_s=0.1)
             async with serving(tmp_path / "origin") as up:
-                mirror.upstream = [up]
+                mirror.upstream = lambda: [up]
                 task = asyncio.create_task(mirror.mirror())
                 await until(lambda: mirror.status.versions == [7])
             await until(lambda: mirror.status.last_error)  # upstream is gone now
@@ -186,19 +198,20 @@ def test_upstream_that_goes_and_comes_back_empty_costs_no_version(tmp_path):
 
 def test_restart_resumes_from_disk_and_heals_what_rotted(tmp_path):
     published(tmp_path, 7)
-    shards = [f"v000007/0000{i}.shard" for i in range(4)]
+    shards = [f"v000007/full/0000{i}.shard" for i in range(4)]
 
     async def run(upstream=None, repaired_bytes=0):
         async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, upstream or up)) as mirror:
             await until(lambda: mirror.status.versions == [7])
-            assert repaired_bytes <= mirror.status.bytes_in < repaired_bytes + 3_000
+            assert repaired_bytes <= mirror.status.bytes_in < repaired_bytes + SMALL_BYTES
             return [(tmp_path / "relay" / name).stat().st_mtime_ns for name in shards]
 
-    first = asyncio.run(run(repaired_bytes=37_612))
+    first = asyncio.run(run(repaired_bytes=WHOLE_BYTES))
     assert asyncio.run(run(upstream=dead_url())) == first  # whole: needs no upstream
     flip_bit(tmp_path / "relay" / shards[1])
-    (tmp_path / "relay" / shards[2]).rename(tmp_path / "relay" / "v000007" / ".00002.shard.tmp")
-    again = asyncio.run(run(repaired_bytes=20_000))
+    half = (tmp_path / "relay" / shards[2]).rename(tmp_path / "relay" / "v000007/full/.00002.shard.tmp")
+    os.truncate(half, 6_000)
+    again = asyncio.run(run(repaired_bytes=10_000 + 4_000))
     assert (again[0], again[3]) == (first[0], first[3])
     for name in shards:
         assert (tmp_path / "relay" / name).read_bytes() == (tmp_path / "origin" / name).read_bytes()
@@ -207,7 +220,7 @@ def test_restart_resumes_from_disk_and_heals_what_rotted(tmp_path):
 def test_a_half_version_that_upstream_dropped_is_dropped(tmp_path):
     published(tmp_path, 7)
     shutil.copytree(tmp_path / "origin", tmp_path / "relay")
-    (tmp_path / "relay" / "v000007" / "00002.shard").unlink()
+    (tmp_path / "relay" / "v000007" / "full" / "00002.shard").unlink()
     shutil.rmtree(tmp_path / "origin")
     published(tmp_path, 8)
 
@@ -220,7 +233,7 @@ def test_a_half_version_that_upstream_dropped_is_dropped(tmp_path):
 
 def test_a_full_disk_is_reported_and_survived(tmp_path, monkeypatch):
     published(tmp_path, 7)
-    real = store_module.write_all
+    real = files_module.write_all
     full = True
 
     def write_all(fd, data, offset_bytes):
@@ -228,7 +241,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(fd, data, offset_bytes)
 
-    monkeypatch.setattr(store_module, "write_all", write_all)
+    monkeypatch.setattr(files_module, "write_all", write_all)
 
     async def run():
         nonlocal full
@@ -253,18 +266,20 @@ def test_upstream_that_lists_nonsense_and_hangs_keeps_nothing_from_the_others(tm
     async def hang(request):
         await asyncio.sleep(30)
 
+    async def answer(request):
+        if request.path == "/versions.json":
+            return await lying(request)
+        if request.path == "/v000007/manifest.json":
+            return await true_manifest(request)
+        return await hang(request)
+
     async def run():
-        liar = web.Application()
-        liar.add_routes([web.get("/versions.json", lying), web.get("/v000007/manifest.json", true_manifest)])
-        liar.add_routes([web.get("/{any:.*}", hang)])
-        runner, port = await serve(liar)
-        url = f"http://127.0.0.1:{port}"
         async with (
             serving(tmp_path / "origin") as up,
-            mirroring(relay(tmp_path, url, up, patience_s=0.2)) as mirror,
+            answering(answer) as liar,
+            mirroring(relay(tmp_path, liar, up, keep=2, limits={"patience_s": 0.2})) as mirror,
         ):
             await until(lambda: mirror.status.versions == [7])
-        await runner.cleanup()
 
     asyncio.run(run())
 
@@ -272,8 +287,382 @@ def test_upstream_that_lists_nonsense_and_hangs_keeps_nothing_from_the_others(tm
 def test_relay_of_another_run_drops_what_it_held(tmp_path):
     published(tmp_path, 7)
     shutil.copytree(tmp_path / "origin", tmp_path / "relay")
-    other = relay(tmp_path, dead_url())
-    assert other.store.versions() == [7]
-    other = type(other)([dead_url()], tmp_path / "relay", public_key=other.public_key, run="another")
+    store = relay(tmp_path, dead_url()).store
+    assert store.versions() == [7]
+    other = Relay([dead_url()], store, Access(PUBLIC_KEY, "another"))
     assert other.store.versions() == []
     assert "expected 'another'" in other.status.last_error
+
+
+# While the origin is still writing
+
+
+def test_a_relay_has_the_first_shards_before_the_last_byte_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+    source = origin(tmp_path)
+    files = [FileEntry(path="a", size_bytes=WHOLE_BYTES)]
+
+    async def run():
+        async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
+            with source.stream(7, files) as write:
+                write(memoryview(bytes(25_000)))
+                await until(lambda: all(mirror.store.shard_path(7, "full", index).exists() for index in range(2)))
+                assert not mirror.store.shard_path(7, "full", 2).exists()
+                assert mirror.status.versions == []
+                write(memoryview(bytes(WHOLE_BYTES - 25_000)))
+            await until(lambda: mirror.status.versions == [7])
+            assert mirror.store.signed(7) == source.store.signed(7)
+
+    asyncio.run(run())
+
+
+def test_the_delta_of_a_version_that_was_still_being_written_is_mirrored_too(tmp_path, monkeypatch):
+    source = stepped(tmp_path, 0, anchor_every=1)
+    real = origin_module.file_chunks
+
+    def slowly(folder, files):
+        for chunk in real(folder, files):
+            for at in range(0, len(chunk), 5_000):
+                time.sleep(0.05)
+                yield chunk[at : at + 5_000]
+
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+
+    async def run():
+        async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
+            await until(lambda: mirror.status.versions == [0])
+            monkeypatch.setattr(origin_module, "file_chunks", slowly)
+            publishing = asyncio.create_task(
+                asyncio.to_thread(source.publish, weights_folder(tmp_path / "model1", 1), 1)
+            )
+            await until(lambda: mirror.status.mirroring == 1)
+            assert not publishing.done()
+            manifest = await publishing
+            await until(lambda: mirror.status.versions == [1, 0])
+            assert list(manifest.streams) == ["full", "delta"]
+            assert mirror.store.missing(manifest) == []
+
+    asyncio.run(run())
+
+
+def test_a_version_that_its_origin_never_finishes_does_not_keep_the_next_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin_module, "DRAFT_S", 0)
+    killed = origin(tmp_path).stream(7, [FileEntry(path="a", size_bytes=WHOLE_BYTES)])
+    killed.__enter__()(memoryview(bytes(25_000)))
+
+    async def run():
+        async with (
+            serving(tmp_path / "origin") as up,
+            mirroring(relay(tmp_path, up, stall_s=0.3)) as mirror,
+        ):
+            await until(lambda: mirror.store.shard_path(7, "full", 1).exists())
+            published(tmp_path, 8)
+            await until(lambda: mirror.status.versions == [8])
+            await until(lambda: mirror.store.versions() == [8])
+
+    asyncio.run(run())
+
+
+def test_a_delta_that_its_origin_lost_is_had_in_the_way_it_is_published_again(tmp_path):
+    source = stepped(tmp_path, 0, 1)
+    flip_bit(source.store.shard_path(1, "delta", 0))
+
+    async def run():
+        async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
+            await until(lambda: "every source was tried" in (mirror.status.last_error or ""))
+            again = stepped(tmp_path, 1).publish(tmp_path / "model1", 1)  # a restart: it is whole now
+            await until(lambda: mirror.status.versions == [1, 0])
+            assert mirror.store.missing(again) == []
+
+    asyncio.run(run())
+
+
+# Who takes what from whom
+
+
+def large_folder(path):
+    path.mkdir()
+    (path / "model").write_bytes(random.Random("large").randbytes(LARGE_BYTES))
+    return path
+
+
+LARGE_BYTES = 300_000  # 30 shards
+
+
+@asynccontextmanager
+async def family(tmp_path, names: str, *upstream: str, **options):
+    """Relays that know these servers and each other: (relays, URLs), by name."""
+    relays = {name: relay(tmp_path, name=name, **options) for name in names}
+    async with AsyncExitStack() as stack:
+        urls = {name: await stack.enter_async_context(serving(one.store)) for name, one in relays.items()}
+        for one in relays.values():
+            one.upstream = lambda: [*upstream, *urls.values()]
+            await stack.enter_async_context(mirroring(one))
+        yield relays, urls
+
+
+async def all_hold(relays, version: int) -> None:
+    await until(lambda: all(one.status.versions[:1] == [version] for one in relays.values()))
+
+
+def test_siblings_take_each_shard_from_the_origin_about_once(tmp_path):
+    """Also where one of them hears of the version later: that makes it no bad source."""
+    source = origin(tmp_path)
+    large_folder(tmp_path / "large")
+
+    async def run():
+        async with (
+            serving(source.store) as up,
+            between(up, rate_Bps=50_000) as counted,
+            family(tmp_path, "abc", counted.url) as (relays, _),
+        ):
+            relays["c"].poll_s = 0.3
+            await until(lambda: all(len(one._siblings) == 2 for one in relays.values()))
+            source.publish(tmp_path / "large", 7)
+            await all_hold(relays, 7)
+            return counted.sent_bytes
+
+    sent_bytes = asyncio.run(run())
+    assert LARGE_BYTES <= sent_bytes < 1.3 * LARGE_BYTES
+    for name in "abc":
+        store = Store(tmp_path / name)
+        assert store.missing(store.signed(7).open(PUBLIC_KEY)) == []
+
+
+def test_a_relay_that_joins_late_takes_most_from_its_siblings(tmp_path):
+    source = origin(tmp_path)
+    source.publish(large_folder(tmp_path / "large"), 7)
+
+    async def run():
+        async with (
+            serving(source.store) as up,
+            between(up) as counted,
+            family(tmp_path, "abc", counted.url) as (
+                relays,
+                urls,
+            ),
+        ):
+            await all_hold(relays, 7)
+            counted.sent_bytes = 0
+            async with mirroring(relay(tmp_path, counted.url, *urls.values(), name="late")) as late:
+                await until(lambda: late.status.versions == [7])
+            return counted.sent_bytes
+
+    assert asyncio.run(run()) < 0.6 * LARGE_BYTES  # a quarter, on average
+
+
+@pytest.mark.parametrize("death", ["silent", "gone"])
+def test_a_sibling_that_dies_in_the_middle_costs_little_time(tmp_path, death):
+    source = origin(tmp_path)
+    large_folder(tmp_path / "large")
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            up = await stack.enter_async_context(serving(source.store))
+            mirror = relay(tmp_path, name="a", limits={"patience_s": 1.0})
+            other = relay(tmp_path, name="b")
+            there = await stack.enter_async_context(serving(other.store))
+            here = await stack.enter_async_context(serving(mirror.store))
+            dying = await stack.enter_async_context(between(there))
+            slow = await stack.enter_async_context(between(up, rate_Bps=30_000))
+            mirror.upstream = lambda: [slow.url, dying.url]
+            other.upstream = lambda: [slow.url, here]
+            await stack.enter_async_context(mirroring(mirror))
+            task = asyncio.create_task(other.mirror())
+            await until(lambda: mirror._siblings and other._siblings)
+            source.publish(tmp_path / "large", 7)
+            await until(lambda: dying.sent_bytes > 10_000)
+            task.cancel()
+            if death == "silent":
+                dying.silent = lambda path: True
+            else:
+                dying.refuse = lambda path: web.Response(status=500)
+            taken_bytes = dying.sent_bytes
+            slow.rate_Bps = 1e6
+            await until(lambda: mirror.status.versions == [7], timeout_s=10)
+            return taken_bytes
+
+    assert asyncio.run(run()) < LARGE_BYTES / 2
+
+
+def test_two_relays_that_know_only_each_other_find_nothing_and_then_the_origin(tmp_path):
+    source = origin(tmp_path)
+    source.publish(large_folder(tmp_path / "large"), 7)
+    known = []
+
+    async def run():
+        a, b = relay(tmp_path, name="a"), relay(tmp_path, name="b")
+        async with serving(a.store) as url_a, serving(b.store) as url_b:
+            a.upstream, b.upstream = (lambda: [url_b, *known]), (lambda: [url_a, *known])
+            async with mirroring(a), mirroring(b):
+                await asyncio.sleep(0.3)
+                assert (a.status.versions, b.status.versions) == ([], [])
+                assert not a._parents and not b._parents
+                async with serving(source.store) as up:
+                    known.append(up)
+                    await all_hold({"a": a, "b": b}, 7)
+                # The origin is gone, and they ask each other in vain, until it is back.
+                await asyncio.sleep(0.3)
+                assert await versions_at(url_a) == await versions_at(url_b) == [7]
+                published(tmp_path, 8)
+                async with serving(source.store) as up:
+                    known[:] = [up]
+                    await all_hold({"a": a, "b": b}, 8)
+                    await until(lambda: [source.url for source in a._parents + b._parents] == [up, up])
+
+    asyncio.run(run())
+
+
+def test_a_relay_asks_neither_itself_nor_one_behind_it(tmp_path):
+    """They wait for this very relay: asked for a shard that the origin has damaged, they would answer never."""
+    flip_bit(published(tmp_path, 7).store.shard_path(7, "full", 1))
+
+    async def run():
+        mirror, behind = (relay(tmp_path, name=name, stall_s=0.5) for name in "ab")
+        async with (
+            serving(tmp_path / "origin") as up,
+            serving(mirror.store, wait_s=0.3) as url,
+            between(url) as itself,
+            serving(behind.store) as below_url,
+            between(below_url) as below,
+        ):
+            behind.upstream = lambda: [url]
+            mirror.upstream = lambda: [up, itself.url, below.url]
+            async with mirroring(mirror), mirroring(behind):
+                await until(lambda: "every source was tried" in (mirror.status.last_error or ""), timeout_s=5)
+                published(tmp_path, 8)
+                await all_hold({"a": mirror, "b": behind}, 8)
+            assert (itself.asked, below.asked) == ([], [])
+
+    asyncio.run(run())
+
+
+def test_nearest_to_the_origin_are_the_parents_however_many_are_known(tmp_path):
+    source = published(tmp_path, 7)
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            up = await stack.enter_async_context(serving(source.store))
+            urls = [up]
+            for name in "abc":  # each knows only the one before
+                above = relay(tmp_path, urls[-1], name=name)
+                urls.append(await stack.enter_async_context(serving(above.store)))
+                await stack.enter_async_context(mirroring(above))
+                await until(lambda above=above: above.status.versions == [7])
+            last = relay(tmp_path, *urls[2:], name="last")  # b, behind a; and c, behind b
+            await stack.enter_async_context(mirroring(last))
+            await until(lambda: last.status.versions == [7])
+            assert [source.url for source in last._parents] == [urls[2]]
+            assert [source.url for source in last._siblings.values()] == [urls[3]]
+
+    asyncio.run(run())
+
+
+def test_a_shard_reaches_the_fourth_server_while_the_first_relay_still_has_half_of_it(tmp_path):
+    source = origin(tmp_path, shard_size_bytes=100_000)
+    source.publish(large_folder(tmp_path / "large"), 7)
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            up = await stack.enter_async_context(serving(source.store))
+            slow = await stack.enter_async_context(between(up, rate_Bps=100_000))
+            mirrors, url = [], slow.url
+            for name in "abc":
+                mirrors.append(relay(tmp_path, url, name=name))
+                url = await stack.enter_async_context(serving(mirrors[-1].store))
+                await stack.enter_async_context(mirroring(mirrors[-1]))
+            first, last = (one.store.shard_path(7, "full", 0) for one in (mirrors[0], mirrors[-1]))
+            await until(lambda: temporary(last).exists() and temporary(last).stat().st_size > 10_000)
+            assert not first.exists() and not last.exists()
+            slow.rate_Bps = 10e6
+            await until(lambda: mirrors[-1].status.versions == [7])
+            assert json.loads((mirrors[-1].store.path / "versions.json").read_text())["path"] == [
+                source.store.id,
+                *(one.store.id for one in mirrors),
+            ]
+
+    asyncio.run(run())
+
+
+# Going on
+
+
+def test_half_a_shard_is_taken_up_after_a_disconnect_and_after_a_death(tmp_path):
+    published(tmp_path, 7, shard_size_bytes=WHOLE_BYTES)
+
+    async def run():
+        async with serving(tmp_path / "origin") as up, between(up) as middle:
+            middle.cut_after_bytes = 12_000
+            mirror = relay(tmp_path, middle.url)
+            task = asyncio.create_task(mirror.mirror())
+            await until(lambda: middle.sent_bytes == 12_000 and len(middle.asked) > 2)  # cut, and asked again
+            task.cancel()
+            middle.cut_after_bytes = 10**9
+            async with mirroring(relay(tmp_path, middle.url)) as again:
+                await until(lambda: again.status.versions == [7])
+            return middle
+
+    middle = asyncio.run(run())
+    first, *others = middle.starts()
+    assert first == 0 and set(others) == {others[0]}
+    assert 6_000 < others[0] <= 12_000  # of what was sent some may have been in a buffer
+    assert middle.sent_bytes == 12_000 + WHOLE_BYTES - others[0]
+
+
+def test_old_versions_that_do_not_fit_the_quota_are_not_fetched_again_and_again(tmp_path):
+    published(tmp_path, 1, 2, 3, 4)
+
+    async def run():
+        async with serving(tmp_path / "origin") as up, between(up) as middle:
+            async with mirroring(relay(tmp_path, middle.url, quota_bytes=2 * WHOLE_BYTES)) as mirror:
+                await until(lambda: mirror.status.versions == [4, 3])
+                await asyncio.sleep(0.3)
+            return middle.sent_bytes
+
+    assert asyncio.run(run()) == 2 * WHOLE_BYTES
+    assert Store(tmp_path / "relay").versions() == [4, 3]
+
+
+def test_a_version_larger_than_the_quota_is_not_announced_and_the_quota_is_named(tmp_path):
+    published(tmp_path, 7)
+
+    async def run():
+        async with (
+            serving(tmp_path / "origin") as up,
+            mirroring(relay(tmp_path, up, quota_bytes=WHOLE_BYTES - 1)) as mirror,
+        ):
+            await until(lambda: mirror.status.last_error)
+            assert "the quota is 37611; raise it" in mirror.status.last_error
+            assert mirror.store.versions() == []
+
+    asyncio.run(run())
+
+
+def test_a_relay_mirrors_a_newer_version_before_what_it_is_a_delta_of(tmp_path):
+    """And all of what it needs, though `keep` alone would not."""
+    stepped(tmp_path, 0, 1, 2, 3, 4, anchor_every=4, keep=9)
+
+    async def run():
+        order = []
+
+        def seen():
+            order.extend(version for version in mirror.status.versions if version not in order)
+            return len(order) == 5
+
+        async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up, keep=2)) as mirror:
+            await until(seen)
+        return order
+
+    assert asyncio.run(run()) == [4, 3, 2, 1, 0]
+
+
+def test_an_absurd_path_is_ignored(tmp_path):
+    async def answer(request):
+        return web.json_response({"versions": [], "path": ["a" * 16] * 64})
+
+    async def run():
+        async with answering(answer) as url, mirroring(relay(tmp_path, url)) as mirror:
+            await asyncio.sleep(0.2)
+            assert mirror._parents == []
+
+    asyncio.run(run())

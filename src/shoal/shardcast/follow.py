@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .client import Client
-from .failover import FetchError
 from .manifest import Manifest
+from .sources import FetchError
 
 POLL_S = 0.2
 

@@ -2,8 +2,8 @@
 
 Invariant: a `Manifest` object is always well-formed (sizes add up, paths stay inside the folder, bounds
 hold), and one that came from `SignedManifest.open` was also signed by the expected key. `Manifest.digest`
-names the policy version everywhere else in Shoal; it is taken over canonical JSON, so that one manifest has
-exactly one digest.
+names the policy version everywhere else in Shoal; it is taken over canonical JSON, so that one version has exactly one
+digest, whether it can be had whole, as a delta or both.
 Called by the origin (sign) and by relays and clients (open).
 Left out: key rotation, and more than one signer.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients check what they
@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
@@ -30,12 +31,13 @@ MAX_PATH_CHARS = 512
 MAX_VERSION = 10**9 - 1
 
 # Two kinds of text signed by one key must never be taken for one another.
-SIGNATURE_DOMAIN = b"shoal shardcast manifest 1\n"
+SIGNATURE_DOMAIN = b"shoal shardcast manifest 2\n"
 
 # A word list of safe characters, not a list of bad ones: every file system takes these names literally.
 _PATH_PART = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]*")
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Part = Literal["full", "delta"]
 
 
 class ManifestError(ValueError):
@@ -51,46 +53,108 @@ class FileEntry(_Record):
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
 
 
-class ShardEntry(_Record):
-    index: int = Field(ge=0, lt=MAX_SHARDS)
-    size_bytes: int = Field(ge=1, le=MAX_SIZE_BYTES)
-    hash: Hash
+@dataclass(frozen=True)
+class ShardEntry:
+    index: int
+    size_bytes: int
+    hash: str
+
+
+class Stream(_Record):
+    """A byte string cut into shards of one size, the last one shorter."""
+
+    size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
+    shard_size_bytes: int = Field(ge=1, le=MAX_SIZE_BYTES)
+    shards: tuple[Hash, ...] = Field(max_length=MAX_SHARDS)  # of the first ones only, while the rest is being written
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Stream:
+        if len(self.shards) > self.n_shards:
+            raise ValueError(f"{len(self.shards)} shards, {self.n_shards} hold {self.size_bytes} bytes")
+        return self
+
+    @property
+    def n_shards(self) -> int:
+        return -(-self.size_bytes // self.shard_size_bytes)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.shards) == self.n_shards
+
+    def entries(self) -> list[ShardEntry]:
+        size, whole = self.shard_size_bytes, self.size_bytes
+        return [ShardEntry(i, min(size, whole - i * size), hash) for i, hash in enumerate(self.shards)]
+
+    def extends(self, earlier: Stream) -> bool:
+        """Is this the same stream, with at least the shards that `earlier` had?"""
+        cut = self.model_copy(update={"shards": self.shards[: len(earlier.shards)]})
+        return cut == earlier
+
+
+class Delta(_Record):
+    """What turns the files of another version into this one's: see `delta.py`."""
+
+    parent: int = Field(ge=0, le=MAX_VERSION)
+    parent_digest: Hash
+    stream: Stream
 
 
 class Manifest(_Record):
-    """One policy version: its files, concatenated in listed order, are one byte string cut into shards."""
+    """One policy version. `content` is its files, concatenated in listed order.
 
-    format: Literal[1] = 1
+    While the origin is still writing, `content` has the hashes of its first shards only, and a later manifest extends
+    it; `digest` is of use once it is complete. An anchor's content can be fetched; other versions have a delta alone.
+    """
+
+    format: Literal[2] = 2
     run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
     version: int = Field(ge=0, le=MAX_VERSION)
     files: tuple[FileEntry, ...] = Field(min_length=1, max_length=MAX_FILES)
-    shard_size_bytes: int = Field(ge=1, le=MAX_SIZE_BYTES)
-    shards: tuple[ShardEntry, ...] = Field(max_length=MAX_SHARDS)
-    size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
-    hash: Hash  # blake3 of the concatenated files
+    content: Stream
+    anchor: bool
+    delta: Delta | None
     created_s: float = Field(ge=0)  # seconds since 1970
 
     @model_validator(mode="after")
     def _adds_up(self) -> Manifest:
         check_paths([file.path for file in self.files])
-        if sum(file.size_bytes for file in self.files) != self.size_bytes:
-            raise ValueError("file sizes do not add up to size_bytes")
-        if [shard.index for shard in self.shards] != list(range(len(self.shards))):
-            raise ValueError("shards are not numbered 0, 1, 2, ...")
-        whole, rest = divmod(self.size_bytes, self.shard_size_bytes)
-        expected = [self.shard_size_bytes] * min(whole, MAX_SHARDS) + [rest] * (rest > 0)
-        if [shard.size_bytes for shard in self.shards] != expected:
-            raise ValueError("shard sizes do not add up to size_bytes")
+        if sum(file.size_bytes for file in self.files) != self.content.size_bytes:
+            raise ValueError("file sizes do not add up to the content's size_bytes")
+        if self.delta is not None and not (self.delta.stream.complete and self.delta.parent < self.version):
+            raise ValueError("a delta is from an earlier version, and all of its shards are named")
+        if not (self.anchor or (self.delta and self.content.complete)):
+            raise ValueError("a version that is no anchor has a delta and names all its shards")
         return self
+
+    @property
+    def size_bytes(self) -> int:
+        return self.content.size_bytes
+
+    @property
+    def complete(self) -> bool:
+        return self.content.complete
+
+    @property
+    def streams(self) -> dict[Part, Stream]:
+        """What can be fetched of this version."""
+        streams: dict[Part, Stream] = {"full": self.content} if self.anchor else {}
+        return streams | ({"delta": self.delta.stream} if self.delta else {})
 
     def canonical(self) -> bytes:
         """The one JSON text of this manifest: sorted keys, no spaces, ASCII."""
-        return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
+        return _canonical(self.model_dump())
 
     @cached_property
     def digest(self) -> str:
-        """blake3 of the canonical text, hex: the name of the policy version."""
-        return blake3(self.canonical()).hexdigest()
+        """blake3 of what the version is (not of how it can be had), hex: the name of the policy version."""
+        return blake3(_canonical(self.model_dump(exclude={"anchor", "delta"}))).hexdigest()
+
+    def follows(self, earlier: Manifest) -> bool:
+        """Is this the same version, with at least the shards of its content that `earlier` named?"""
+        same = {"run", "version", "files", "created_s"}
+        return self.model_dump(include=same) == earlier.model_dump(include=same) and self.content.extends(
+            earlier.content
+        )
 
 
 class SignedManifest(_Record):
@@ -128,10 +192,7 @@ class SignedManifest(_Record):
             )
         except InvalidSignature as error:
             raise ManifestError(f"bad signature: the text is not what {public_key} signed") from error
-        try:
-            manifest = Manifest.model_validate_json(text)
-        except ValidationError as error:
-            raise ManifestError(f"malformed manifest: {_first(error)}") from error
+        manifest = self.unchecked()
         if manifest.canonical() != text:
             raise ManifestError("malformed manifest: the JSON text is not canonical")
         if run is not None and manifest.run != run:
@@ -140,12 +201,23 @@ class SignedManifest(_Record):
             raise ManifestError(f"manifest of version {manifest.version}, expected {version}")
         return manifest
 
+    def unchecked(self) -> Manifest:
+        """The manifest, well-formed, whoever signed it. Raises ManifestError."""
+        try:
+            return Manifest.model_validate_json(self.manifest)
+        except ValidationError as error:
+            raise ManifestError(f"malformed manifest: {_first(error)}") from error
+
     def to_bytes(self) -> bytes:
         return self.model_dump_json().encode()
 
 
 def public_key_hex(private_key: Ed25519PrivateKey) -> str:
     return private_key.public_key().public_bytes_raw().hex()
+
+
+def _canonical(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
 
 def check_paths(paths: Sequence[str]) -> None:

@@ -1,33 +1,43 @@
-"""The origin: turns a folder of files into a published, signed version in a store.
+"""The origin: turns a folder of files into a published, signed version in a store, whole or as a delta.
 
-Invariant: a version appears in versions.json only after all its shards and its manifest are on disk under
-their final names; killed at any moment, the next `publish` of that version redoes what was half done and
-repeats what was whole.
-Called by the learner after an optimizer step; `server.app` serves the same store, in this process or another.
-Left out: deltas against the previous version, and publishing from tensors in memory (the folder is what
-resumes).
-Paper: INTELLECT-2, SHARDCAST: the training node shards the checkpoint and announces it.
+Every `anchor_every`-th version is an anchor, which can be fetched whole; the versions between are deltas of the one
+before, and so is the anchor itself, for those who hold that. A version whose delta would save less than half becomes an
+anchor, too.
+
+Invariant: a version appears in versions.json only with a signed manifest; each shard that the manifest names is on disk
+under its final name. Killed at any moment, the next `publish` of that version redoes what was half done and repeats what
+was whole.
+Called by the origin process after an optimizer step; `server.app` serves the same store.
+Left out: deltas across more than one version (a client chains them), and deltas of what is `stream`ed.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from . import delta
+from .cutter import Cutter
+from .files import CHUNK_BYTES, NewFile, new_file
+from .latest import Latest, file_chunks
 from .manifest import (
+    Delta,
     FileEntry,
     Manifest,
     ManifestError,
-    ShardEntry,
     SignedManifest,
+    Stream,
     check_paths,
     public_key_hex,
 )
-from .store import CHUNK_BYTES, NewFile, Store
+from .store import Store
+
+DRAFT_S = 0.2  # between manifests that name the shards written so far
 
 
 class Origin:
@@ -35,50 +45,192 @@ class Origin:
 
     def __init__(
         self,
-        store: Path,
+        store: Store | Path,
         key: Ed25519PrivateKey,
         *,
         run: str,
-        shard_size_bytes: int = 32 << 20,
-        keep: int = 5,
+        shard_size_bytes: int | None = None,
+        anchor_every: int = 10,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.store = Store(store)
+        """`shard_size_bytes`: None for one that makes about 256 shards of a version."""
+        self.store = store if isinstance(store, Store) else Store(store)
         self.key = key
         self.run = run
         self.shard_size_bytes = shard_size_bytes
-        self.keep = keep
+        self.anchor_every = anchor_every
         self.clock = clock
         self.store.recover()
-        for version in self.published():
-            self._held(version)  # a store of another run is refused here, not at the first step
+        self.store.reached_via(())
+        # A store of another run or key is refused here, not at the first step.
+        self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
+        self._latest = Latest(self.store.path / ".latest")
 
     def published(self) -> list[int]:
         """Versions held, newest first."""
         return self.store.versions()
 
-    def publish(self, folder: Path, version: int) -> Manifest:
-        """Publishes every file under `folder` and returns the manifest. Blocks while it reads and writes it.
+    def next_version(self) -> int:
+        return max(self._held, default=-1) + 1
 
-        A version that is held whole is left alone, whatever `folder` holds now: versions never change once
-        published (compare `hash` of the returned manifest where that matters). Raises ManifestError for file
-        names that cannot be published, ValueError for a version older than all kept, OSError from the disk.
+    def publish(self, path: Path, version: int) -> Manifest:
+        """Publishes a file, or every file under a folder, and returns the manifest. Blocks while it reads and writes.
+
+        A version that is held whole is left alone, whatever is at `path` now: versions never change once
+        published (compare the content's hashes where that matters). Raises ManifestError for file names that cannot be
+        published, ValueError for a version older than all kept or a folder that changes meanwhile, OSError from the disk.
         """
-        held = self._held(version)
-        if held is not None and not self.store.damaged(held):
+        held = self._held.get(version)
+        if held is not None and held.complete and not self.store.missing(held):
             return held
-        newer = [known for known in self.published() if known > version]
-        if len(newer) >= self.keep:
-            raise ValueError(f"version {version} is older than the {self.keep} kept ({newer}); raise keep")
-        self.store.discard(version)
+        folder, files = _files(path)
+        before = _times(folder, files)
         # What was damaged on disk is cut anew with its old date: the same bytes get the same digest again.
         created_s = self.clock() if held is None else held.created_s
-        manifest = self._cut(folder, version, created_s)
-        self.store.add_manifest(version, SignedManifest.sign(manifest, self.key))
-        self.store.retain(self.keep)
+        with self._begun(version):
+            found = self._encode(folder, files, version)
+            if found is None or self._anchor_is_due(found.parent) or 2 * found.stream.size_bytes > _total(files):
+                with self.stream(version, files, delta=found, created_s=created_s) as write:
+                    for chunk in file_chunks(folder, files):
+                        write(chunk)
+            else:
+                size_bytes = self._shard_bytes(_total(files))
+                cutter = Cutter(size_bytes, None)
+                for chunk in file_chunks(folder, files):
+                    cutter.add(chunk)
+                cutter.finish()
+                content = Stream(size_bytes=_total(files), shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
+                self._sign(version, files, content, found, created_s, anchor=False)
+            if _times(folder, files) != before:
+                raise ValueError(f"{path} was written to while it was published; put versions there by a rename")
+        manifest = self._held[version]
+        self._latest.keep(folder, manifest)
+        self.store.retain(self._held)
+        self._held = {v: manifest for v, manifest in self._held.items() if v in self.store.versions()}
         return manifest
 
-    def _held(self, version: int) -> Manifest | None:
+    @contextmanager
+    def stream(
+        self,
+        version: int,
+        files: Sequence[FileEntry],
+        *,
+        delta: Delta | None = None,
+        created_s: float | None = None,
+    ) -> Iterator[Callable[[memoryview], None]]:
+        """Publishes an anchor while it is being written: the block gets a function that takes the bytes of `files`, one
+        after the other. What was taken is served within `DRAFT_S`. Raises ValueError unless all bytes were given."""
+        if version in self._held:
+            raise ValueError(f"version {version} is published, and versions never change")
+        created_s = self.clock() if created_s is None else created_s
+        total_bytes = _total(files)
+        size_bytes = self._shard_bytes(total_bytes)
+        cutter = Cutter(size_bytes, lambda index: NewFile(self.store.shard_path(version, "full", index)))
+        drafted_s = time.monotonic()
+
+        def sign(delta: Delta | None) -> None:
+            content = Stream(size_bytes=total_bytes, shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
+            self._sign(version, files, content, delta, created_s, anchor=True)
+
+        def write(data: memoryview) -> None:
+            nonlocal drafted_s
+            if cutter.taken_bytes + len(data) > total_bytes:
+                raise ValueError(f"version {version} is longer than its {total_bytes} bytes")
+            cutter.add(data)
+            if time.monotonic() - drafted_s > DRAFT_S and cutter.taken_bytes < total_bytes:
+                sign(None)
+                drafted_s = time.monotonic()
+
+        try:
+            yield write
+            cutter.finish()
+            if cutter.taken_bytes != total_bytes:
+                raise ValueError(f"version {version} ended after {cutter.taken_bytes} of its {total_bytes} bytes")
+        except BaseException:
+            self._forget(version)
+            raise
+        finally:
+            cutter.close()
+        sign(delta)
+
+    def _encode(self, folder: Path, files: Sequence[FileEntry], version: int) -> Delta | None:
+        """Writes the delta of the version that was published last, and its shards; None where none would save bytes."""
+        parent = self._latest.manifest(self._held)
+        if parent is None or parent.version >= version:
+            return None
+        with new_file(self.store.path / "delta") as file:
+            size_bytes = 0
+
+            def sink(data: bytes) -> None:
+                nonlocal size_bytes
+                file.write(size_bytes, data)
+                size_bytes += len(data)
+
+            delta.encode(self._latest.folder, folder, [entry.path for entry in files], sink)
+            if size_bytes >= _total(files):
+                return None
+            shard_bytes = self._shard_bytes(size_bytes)
+            cutter = Cutter(shard_bytes, lambda index: NewFile(self.store.shard_path(version, "delta", index)))
+            for at in range(0, size_bytes, CHUNK_BYTES):
+                cutter.add(memoryview(file.read(at, CHUNK_BYTES)))
+            cutter.finish()
+        stream = Stream(size_bytes=size_bytes, shard_size_bytes=shard_bytes, shards=tuple(cutter.shards))
+        return Delta(parent=parent.version, parent_digest=parent.digest, stream=stream)
+
+    def _anchor_is_due(self, parent: int) -> bool:
+        deltas = 0
+        while (manifest := self._held.get(parent)) and not manifest.anchor and manifest.delta:
+            parent, deltas = manifest.delta.parent, deltas + 1
+        return manifest is None or deltas + 1 >= self.anchor_every
+
+    def _sign(
+        self,
+        version: int,
+        files: Sequence[FileEntry],
+        content: Stream,
+        delta: Delta | None,
+        created_s: float,
+        *,
+        anchor: bool,
+    ) -> None:
+        manifest = Manifest(
+            run=self.run,
+            version=version,
+            files=tuple(files),
+            content=content,
+            anchor=anchor,
+            delta=delta,
+            created_s=created_s,
+        )
+        if version not in self._held:
+            self.store.make_room(self._held, manifest)
+        self.store.add_manifest(version, SignedManifest.sign(manifest, self.key))
+        self._held[version] = manifest
+
+    @contextmanager
+    def _begun(self, version: int) -> Iterator[None]:
+        newer = [known for known in self._held if known > version]
+        if len(newer) >= self.store.keep:
+            raise ValueError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
+        for known in [known for known, manifest in self._held.items() if known < version and not manifest.complete]:
+            self._forget(known)  # who wrote it died, and nobody can have it whole
+        self._forget(version)
+        try:
+            yield
+        except BaseException:
+            self._forget(version)
+            raise
+
+    def _forget(self, version: int) -> None:
+        self.store.discard(version)
+        self._held.pop(version, None)
+
+    def _shard_bytes(self, size_bytes: int) -> int:
+        """Small enough that a version spreads over many connections, large enough that requests cost little."""
+        unit = 64 << 10
+        return self.shard_size_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+
+    def _open(self, version: int) -> Manifest | None:
         """The manifest held; None if there is none to be read. Raises ValueError if it is not ours."""
         try:
             signed = self.store.signed(version)
@@ -91,76 +243,23 @@ class Origin:
         except ManifestError as error:
             raise ValueError(f"{self.store.path} holds {error}; give each run and key its own store") from error
 
-    def _cut(self, folder: Path, version: int, created_s: float) -> Manifest:
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        names = [path.relative_to(folder).as_posix() for path in paths]
-        check_paths(names)
-        if not names:
-            raise ManifestError(f"{folder} holds no files")
-        self.store.folder(version).mkdir(parents=True)
-        cutter = _Cutter(self.store, version, self.shard_size_bytes)
-        try:
-            files = [
-                FileEntry(path=name, size_bytes=sum(map(cutter.add, _chunks(path))))
-                for name, path in zip(names, paths, strict=True)
-            ]
-            cutter.finish_shard()
-        finally:
-            cutter.close()
-        return Manifest(
-            run=self.run,
-            version=version,
-            files=tuple(files),
-            shard_size_bytes=self.shard_size_bytes,
-            shards=tuple(cutter.shards),
-            size_bytes=sum(file.size_bytes for file in files),
-            hash=cutter.whole.hexdigest(),
-            created_s=created_s,
-        )
+
+def _files(path: Path) -> tuple[Path, list[FileEntry]]:
+    """A folder, and the files in it to publish: all, or the one that `path` is."""
+    folder = path if path.is_dir() else path.parent
+    paths = sorted(file for file in folder.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    names = [file.relative_to(folder).as_posix() for file in paths]
+    check_paths(names)
+    if not names:
+        raise ManifestError(f"{folder} holds no files")
+    return folder, [
+        FileEntry(path=name, size_bytes=file.stat().st_size) for name, file in zip(names, paths, strict=True)
+    ]
 
 
-class _Cutter:
-    """Takes a byte stream, leaves shard files, and hashes both in the same pass."""
-
-    def __init__(self, store: Store, version: int, shard_size_bytes: int) -> None:
-        self.store, self.version, self.shard_size_bytes = store, version, shard_size_bytes
-        self.whole = blake3()
-        self.shards: list[ShardEntry] = []
-        self._file: NewFile | None = None
-        self._hash, self._size_bytes = blake3(), 0
-
-    def add(self, data: memoryview) -> int:
-        size_bytes = len(data)
-        self.whole.update(data)
-        while data:
-            piece = data[: self.shard_size_bytes - self._size_bytes]
-            data = data[len(piece) :]
-            if self._file is None:
-                self._file = NewFile(self.store.shard_path(self.version, len(self.shards)))
-            self._file.write(self._size_bytes, piece)
-            self._hash.update(piece)
-            self._size_bytes += len(piece)
-            if self._size_bytes == self.shard_size_bytes:
-                self.finish_shard()
-        return size_bytes
-
-    def finish_shard(self) -> None:
-        if self._file is None:
-            return
-        self._file.commit()
-        self.close()
-        self.shards.append(ShardEntry(index=len(self.shards), size_bytes=self._size_bytes, hash=self._hash.hexdigest()))
-        self._hash, self._size_bytes = blake3(), 0
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+def _times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
+    return [(folder / file.path).stat().st_mtime_ns for file in files]
 
 
-def _chunks(path: Path) -> Iterator[memoryview]:
-    """The file's bytes; each view is valid until the next."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size_bytes := file.readinto(buffer):
-            yield buffer[:size_bytes]
+def _total(files: Sequence[FileEntry]) -> int:
+    return sum(file.size_bytes for file in files)

@@ -1,154 +1,187 @@
-"""One version while it is being fetched: the files at full size, filled shard by shard, in any order.
+"""A stream while it is being fetched: its files at full size, filled shard by shard, in any order.
 
-    cache/.v000007.partial/files/...        preallocated
-    cache/.v000007.partial/manifest.json    what is being fetched
-    cache/.v000007.partial/done             one line per shard that was verified
+    .v000007.full/files/...      preallocated
+    .v000007.full/layout         sizes of the files and of a shard
+    .v000007.full/record         lines "index bytes": so much of a shard is there
 
-Invariant: the files get the name `cache/v000007` only after every shard matched, and then the whole did, read
-back from the files. What a killed client left is taken up again, each recorded shard after a new look at its
-hash.
+Invariant: nothing here is believed after a restart: each recorded byte is hashed again before it counts.
 Called by the client, under the cache's lock.
-Left out: applying deltas.
-Paper: INTELLECT-2, SHARDCAST: the assembled checkpoint is compared with the SHA-256 of the origin (here
-blake3).
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-import shutil
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
 from blake3 import blake3
 
-from .failover import FetchError
-from .manifest import Manifest, ShardEntry, SignedManifest
-from .store import CHUNK_BYTES, discard, fsync, version_name, write_all, write_file
+from .files import CHUNK_BYTES, discard, write_all, write_file
+from .manifest import FileEntry, ShardEntry, Stream
+from .sources import FetchError
+
+RECORD_EVERY_BYTES = 1 << 20
 
 
 class Partial:
     """Raises FetchError, naming the folder, whenever the disk refuses."""
 
-    def __init__(self, cache: Path, signed: SignedManifest, manifest: Manifest) -> None:
-        self.cache, self.manifest, self._signed = cache, manifest, signed
-        self.folder = cache / f".{version_name(manifest.version)}.partial"
-        self.files = [self.folder / "files" / file.path for file in manifest.files]
-        self._ends = list(accumulate(file.size_bytes for file in manifest.files))
-        self._done: set[int] = set()
-        with disk_errors(self.folder):
+    def __init__(self, folder: Path, files: Sequence[FileEntry], shard_size_bytes: int) -> None:
+        self.folder, self.entries, self.shard_size_bytes = folder, list(files), shard_size_bytes
+        self.layout = Layout(folder / "files", files)
+        self._recorded: dict[int, int] = {}
+        with disk_errors(folder):
             if not self._resume():
                 self._start()
 
-    def missing(self) -> list[ShardEntry]:
-        return [shard for shard in self.manifest.shards if shard.index not in self._done]
+    @property
+    def files(self) -> Path:
+        return self.folder / "files"
 
-    def write(self, shard: ShardEntry, offset_bytes: int, data: bytes) -> None:
-        """Writes bytes of a shard, unverified yet."""
-        with disk_errors(self.folder):
-            view, position = memoryview(data), self._position(shard) + offset_bytes
-            for path, at_bytes, size_bytes in self._ranges(position, len(data)):
-                fd = os.open(
-                    path, os.O_WRONLY
-                )  # opened per write: a folder may have more files than a process may open
-                try:
-                    write_all(fd, view[:size_bytes], at_bytes)
-                finally:
-                    os.close(fd)
-                view = view[size_bytes:]
+    def sink(self, shard: ShardEntry) -> PartialShard:
+        return PartialShard(self, shard)
 
-    def mark_done(self, shard: ShardEntry) -> None:
-        with disk_errors(self.folder), (self.folder / "done").open("a") as record:
-            record.write(f"{shard.index}\n")
-        self._done.add(shard.index)
+    def recorded_bytes(self, shard: ShardEntry) -> int:
+        return min(self._recorded.get(shard.index, 0), shard.size_bytes)
 
-    def verify(self) -> None:
-        """Reads all back. Raises FetchError, and forgets the files, if they are not the published ones."""
-        with disk_errors(self.folder):
-            sizes = [path.stat().st_size for path in self.files]
-            if sizes == [file.size_bytes for file in self.manifest.files] and self._whole_matches():
-                return
-            discard(self.folder)
-        raise FetchError(
-            f"version {self.manifest.version} in {self.folder} does not match its manifest though every "
-            "shard did: this machine's disk or memory is at fault; what was fetched is dropped, fetch again"
-        )
-
-    def commit(self) -> Path:
-        """Gives the verified files their final name. The signed manifest goes beside the folder."""
-        final = self.cache / version_name(self.manifest.version)
-        with disk_errors(self.folder):
-            for path in self.files:
-                fsync(path)
-            folders = {parent for path in self.files for parent in path.parents}
-            for folder in folders:
-                if folder.is_relative_to(self.folder):
-                    fsync(folder)
-            discard(final)
-            write_file(final.with_name(final.name + ".manifest.json"), self._signed.to_bytes())
-            (self.folder / "files").rename(final)
-            fsync(self.cache)
-            shutil.rmtree(self.folder)
-        return final
+    def record(self, shard: ShardEntry, size_bytes: int) -> None:
+        with disk_errors(self.folder), (self.folder / "record").open("a") as record:
+            record.write(f"{shard.index} {size_bytes}\n")
+        self._recorded[shard.index] = size_bytes
 
     def _start(self) -> None:
         discard(self.folder)
         self.folder.mkdir(parents=True)
         try:
-            for path, file in zip(self.files, self.manifest.files, strict=True):
+            for file in self.entries:
+                path = self.files / file.path
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _allocate(path, file.size_bytes)
         except OSError:
             discard(self.folder)  # an empty reservation is of no use to anyone
             raise
-        write_file(self.folder / "manifest.json", self._signed.to_bytes())
+        write_file(self.folder / "layout", self._description())
 
     def _resume(self) -> bool:
-        """Takes up what an earlier process left of this very manifest, which is written after the files."""
+        """Takes up what an earlier process left of files of these sizes; the layout is written after the files."""
         try:
-            if (self.folder / "manifest.json").read_bytes() != self._signed.to_bytes():
+            if (self.folder / "layout").read_bytes() != self._description():
                 return False
-            if [path.stat().st_size for path in self.files] != [file.size_bytes for file in self.manifest.files]:
+            if not self.layout.sizes_fit():
                 return False
-            lines = (self.folder / "done").read_text().split("\n")[:-1]
+            lines = (self.folder / "record").read_text().split("\n")[:-1]
         except FileNotFoundError:
             return False
-        recorded = {int(line) for line in lines if line.isdecimal()}
-        self._done = {s.index for s in self.manifest.shards if s.index in recorded and self._shard_matches(s)}
+        for line in lines:
+            index, _, size_bytes = line.partition(" ")
+            if index.isdecimal() and size_bytes.isdecimal():
+                self._recorded[int(index)] = int(size_bytes)
         return True
 
-    def _shard_matches(self, shard: ShardEntry) -> bool:
-        return self._hash(self._position(shard), shard.size_bytes) == shard.hash
+    def _description(self) -> bytes:
+        return json.dumps([self.shard_size_bytes, [[f.path, f.size_bytes] for f in self.entries]]).encode()
 
-    def _whole_matches(self) -> bool:
-        return self._hash(0, self.manifest.size_bytes) == self.manifest.hash
 
-    def _hash(self, position: int, size_bytes: int) -> str:
-        digest, buffer = blake3(), memoryview(bytearray(CHUNK_BYTES))
-        for path, at_bytes, left_bytes in self._ranges(position, size_bytes):
-            with path.open("rb", buffering=0) as file:
-                file.seek(at_bytes)
-                while left_bytes and (got_bytes := file.readinto(buffer[:left_bytes])):
-                    digest.update(buffer[:got_bytes])
-                    left_bytes -= got_bytes
-        return digest.hexdigest()
+class PartialShard:
+    """Where one shard goes: see `download.ShardSink`."""
 
-    def _position(self, shard: ShardEntry) -> int:
-        return shard.index * self.manifest.shard_size_bytes
+    def __init__(self, partial: Partial, shard: ShardEntry) -> None:
+        self.partial, self.shard = partial, shard
+        self._at_bytes = shard.index * partial.shard_size_bytes
+        self._size_bytes = 0
+        self._since_record_bytes = 0
+        self._open: tuple[Path, int] | None = None  # one file at a time: a folder may have more than a process may open
 
-    def _ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
-        """(file, offset in it, size) for a range of the concatenated files, in order."""
+    def begun(self) -> Iterator[bytes]:
+        with disk_errors(self.partial.folder):
+            yield from self.partial.layout.read(self._at_bytes, self.partial.recorded_bytes(self.shard))
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        with disk_errors(self.partial.folder):
+            view = memoryview(data)
+            for path, at_bytes, size_bytes in self.partial.layout.ranges(self._at_bytes + offset_bytes, len(data)):
+                write_all(self._file(path), view[:size_bytes], at_bytes)
+                view = view[size_bytes:]
+            self._size_bytes = offset_bytes + len(data)
+            self._since_record_bytes += len(data)
+            if self._since_record_bytes >= RECORD_EVERY_BYTES:
+                self._record(self._size_bytes)
+
+    def restart(self) -> None:
+        self._size_bytes = 0
+        self._record(0)
+
+    def done(self) -> None:
+        self._record(self.shard.size_bytes)
+
+    def close(self) -> None:
+        if self._open:
+            os.close(self._open[1])
+            self._open = None
+        if self._since_record_bytes:
+            self._record(self._size_bytes)
+
+    def _file(self, path: Path) -> int:
+        if self._open is None or self._open[0] != path:
+            if self._open:
+                os.close(self._open[1])
+            self._open = path, os.open(path, os.O_WRONLY)
+        return self._open[1]
+
+    def _record(self, size_bytes: int) -> None:
+        self.partial.record(self.shard, size_bytes)
+        self._since_record_bytes = 0
+
+
+class Layout:
+    """Files in a folder as one byte string, in listed order."""
+
+    def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        self.paths = [folder / file.path for file in files]
+        self.sizes_bytes = [file.size_bytes for file in files]
+        self._ends = list(accumulate(self.sizes_bytes))
+
+    def ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
+        """(file, offset in it, size) for a range of the byte string, in order."""
         index = bisect_right(self._ends, position)
         while size_bytes:
-            start = self._ends[index] - self.manifest.files[index].size_bytes
+            start = self._ends[index] - self.sizes_bytes[index]
             here_bytes = min(self._ends[index] - position, size_bytes)
             if here_bytes:
-                yield self.files[index], position - start, here_bytes
+                yield self.paths[index], position - start, here_bytes
             position, size_bytes, index = position + here_bytes, size_bytes - here_bytes, index + 1
+
+    def read(self, position: int, size_bytes: int) -> Iterator[bytes]:
+        for path, at_bytes, left_bytes in self.ranges(position, size_bytes):
+            with path.open("rb", buffering=0) as file:
+                file.seek(at_bytes)
+                while left_bytes and (data := file.read(min(left_bytes, CHUNK_BYTES))):
+                    yield data
+                    left_bytes -= len(data)
+
+    def holds(self, stream: Stream) -> bool:
+        """Are these files, read back, what the stream's hashes are of?"""
+        size_bytes = stream.shard_size_bytes
+        return self.sizes_fit() and all(
+            self._hash(shard.index * size_bytes, shard.size_bytes) == shard.hash for shard in stream.entries()
+        )
+
+    def sizes_fit(self) -> bool:
+        try:
+            return [path.stat().st_size for path in self.paths] == self.sizes_bytes
+        except FileNotFoundError:
+            return False
+
+    def _hash(self, position: int, size_bytes: int) -> str:
+        digest = blake3()
+        for data in self.read(position, size_bytes):
+            digest.update(data)
+        return digest.hexdigest()
 
 
 @contextmanager

@@ -1,28 +1,38 @@
 """The relay: keeps a store equal to the newest versions upstream, and passes shards on while they arrive.
 
+A relay may be told of any servers: origins, relays above it, relays beside it. Each server says in versions.json through
+whom it got what it has. Those nearest to the origin are its parents; those as far away as itself are its siblings; one
+that is behind it is no source at all, so there are no loops. Siblings share the parents' uplink: every shard has one
+owner among them (in turns, by the order of their ids), who brings it from a parent; the others take it from the
+owner, already while it arrives there. So each byte leaves the origin about once, however many relays there are.
+
+    origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
+           ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
+
+An owner that is down or slow is passed over for the next in order; the last resort is always a parent.
 Invariant: a version is announced only after its manifest was opened with the learner's key, and a shard gets
 its name only after its hash matched; so whatever upstream does, this store holds nothing the learner did not
 publish.
 Called by the relay process beside `server.app` over the same store.
-Left out: shards pushed by upstream, choosing the upstream by throughput (see failover.py), and dropping a
-version that is half mirrored when a newer one appears (clients may be in the middle of it).
-Paper: INTELLECT-2, SHARDCAST: relays mirror the origin and serve shards before the version is whole
-(pipelined).
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from .failover import FetchError, Sources, open_sources
-from .http_source import BadData, NotHeld, Offer, Source
-from .manifest import Manifest, ManifestError, ShardEntry
-from .store import Store, new_file
+from .download import Download, first_error
+from .manifest import Manifest, ManifestError, Part, ShardEntry
+from .shard_file import ShardFile
+from .source import BadData, NotHeld, Offer, Source
+from .sources import Access, FetchError, Sources
+from .store import MAX_HOPS, Listing, Store
+
+PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # of a version still being written the delta is named last
+SLOW = 0.25  # a sibling that brings less than this share of the best one's throughput is passed over
 
 
 @dataclass
@@ -30,6 +40,8 @@ class RelayStatus:
     versions: list[int] = field(default_factory=list)  # whole and checked by this process, newest first
     mirroring: int | None = None
     bytes_in: int = 0
+    rates_Bps: dict[str, float] = field(default_factory=dict)  # of the version mirrored last, by URL
+    behind_s: float | None = None  # from the newest version's creation until it was whole here
     last_error: str | None = None  # stays until the next one
 
 
@@ -38,53 +50,42 @@ class Relay:
 
     def __init__(
         self,
-        upstream: Sequence[str],
-        store: Path,
+        upstream: Sequence[str] | Callable[[], Sequence[str]],
+        store: Store,
+        access: Access,
         *,
-        public_key: str,
-        run: str | None = None,
-        keep: int = 5,
-        parallel: int = 3,
-        poll_s: float = 0.3,
+        parallel: int = 2,
+        poll_s: float = 0.2,
         longest_pause_s: float = 5.0,
         strikes: int = 3,
-        connect_timeout_s: float = 5.0,
-        idle_timeout_s: float = 30.0,
-        answer_timeout_s: float = 30.0,
-        patience_s: float = 15.0,
-        shard_timeout_s: float = 300.0,
+        version_timeout_s: float = 3600.0,
+        stall_s: float = 15.0,
     ) -> None:
-        self.upstream = list(upstream)
-        self.store = Store(store)
-        self.public_key, self.run = public_key, run
-        self.keep, self.parallel, self.strikes = keep, parallel, strikes
+        """`upstream` as a function is asked again each round; `parallel` shards from each sibling and the parents. A
+        version that does not move for `stall_s` is left for the next round, which may find a newer one."""
+        self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
+        self.store, self.access = store, access
+        self.parallel, self.strikes = parallel, strikes
         self.poll_s, self.longest_pause_s = poll_s, longest_pause_s
-        self.connect_timeout_s, self.idle_timeout_s = connect_timeout_s, idle_timeout_s
-        self.answer_timeout_s, self.patience_s = answer_timeout_s, patience_s
-        self.shard_timeout_s = shard_timeout_s
+        self.version_timeout_s, self.stall_s = version_timeout_s, stall_s
         self.status = RelayStatus()
         self.store.recover()
         self._held: dict[int, Manifest] = {}  # announced, whole or not
-        # By version and index, filled by one look at the disk: a failing version is not rehashed each round.
-        self._missing: dict[int, dict[int, ShardEntry]] = {}
+        # Filled by one look at the disk: a failing version is not rehashed each round.
+        self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
+        self._parents: list[Source] = []
+        self._siblings: dict[str, Source] = {}  # by the id of their store
+        self._behind: set[Source] = set()  # they wait for this relay, or are this relay
+        self._unfit: set[int] = set()  # older than what the quota leaves room for
         self._open_held()
 
     async def mirror(self) -> None:
         """Runs until cancelled. Nothing upstream does ends it; what went wrong last is in `status`."""
-        async with open_sources(
-            self.upstream,
-            public_key=self.public_key,
-            run=self.run,
-            connect_timeout_s=self.connect_timeout_s,
-            idle_timeout_s=self.idle_timeout_s,
-            answer_timeout_s=self.answer_timeout_s,
-            patience_s=self.patience_s,
-            strikes=self.strikes,
-            on_failure=self._note,
-        ) as sources:
+        async with self.access.open(self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
             pause_s = self.poll_s
             while True:
                 try:
+                    sources.use(self.upstream())
                     reached = await self._round(sources)
                 except OSError as error:  # the disk refused even what makes room
                     reached = False
@@ -94,86 +95,175 @@ class Relay:
 
     async def _round(self, sources: Sources) -> bool:
         """Completes the newest version that is not whole yet, if any; False when no upstream answered."""
-        answers, _ = await sources.ask(self._offered)
-        offers: dict[int, Offer | None] = {}
-        for answer in answers.values():
-            offers.update(answer)
-        for version in sorted({*offers, *self._held}, reverse=True)[: self.keep]:
-            if version in self.status.versions:
+        listings, _ = await sources.ask(lambda source: source.listing(), grace_s=0.5)
+        self._find_place(listings)
+        listed = {version for listing in listings.values() for version in listing.versions}
+        # Of each source the newest: one that lists nonsense keeps nothing from the others.
+        newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
+        needed: set[int] = set()
+        place = 0
+        for version in sorted({*listed, *self._held}, reverse=True):
+            if version not in needed and (place >= self.store.keep or version not in newest | self._held.keys()):
                 continue
             try:
-                if await self._complete(sources, self._adopt(version, offers.get(version)), reachable=bool(answers)):
-                    return True
+                manifest = await self._adopted(sources, version)
+                if manifest is None:
+                    continue
+                place += 1
+                if manifest.delta and not manifest.anchor:
+                    needed.add(manifest.delta.parent)
+                if version in self.status.versions or (await self._lacks(manifest) and not listings):
+                    continue
+                await self._complete(sources, version)
+                return True
             except (FetchError, OSError) as error:
                 self._note(error)  # and go on: the next older one may be had
-                if answers and version not in offers:
+                if listings and version not in listed:
                     self._drop(version)  # half here, gone upstream: it will never be whole
-        return bool(answers)
+        return bool(listings)
 
-    async def _offered(self, source: Source) -> dict[int, Offer | None]:
-        """What this source has of the newest versions: the checked manifest, or None where it is held here.
-        Checked here, source by source: one that lists nonsense or stalls keeps nothing from the others."""
-        offers: dict[int, Offer | None] = {}
-        for version in (await source.versions())[: self.keep]:
-            if version in self._held:
-                offers[version] = None
-            elif sum(held > version for held in self._held) < self.keep:
-                try:
-                    offers[version] = await source.manifest(version)
-                except (BadData, NotHeld) as error:
+    def _find_place(self, listings: dict[Source, Listing]) -> None:
+        """Who is nearer to the origin than this relay, and who as near as it."""
+        own = self.store.id
+        self._behind = {source for source, listing in listings.items() if own in listing.path}
+        paths = {source: listing.path for source, listing in listings.items() if source not in self._behind}
+        others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
+        if not others:
+            return
+        self._behind = {source for source in listings if source not in others}  # or perhaps, where it has no path yet
+        shortest = min(map(len, others.values()))
+        self._parents = [source for source, path in others.items() if len(path) == shortest]
+        self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
+        self.store.reached_via(others[self._parents[0]])
+
+    async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
+        """The newest manifest of a version, held from now on; None where there is none to be had."""
+        held = self._held.get(version)
+        if version in self._unfit or (held is not None and held.complete and not self._missing.get(version)):
+            return held  # while something is missing, its origin may have published it in another way
+
+        async def offered(source: Source) -> Offer | None:
+            try:
+                return await source.manifest(version)
+            except (BadData, NotHeld) as error:
+                if isinstance(error, BadData):
                     self._note(error)
-        return offers
+                return None
 
-    def _adopt(self, version: int, offer: Offer | None) -> Manifest:
-        if version not in self._held and offer is not None:
-            signed, manifest = offer
+        answers, _ = await sources.ask(offered, grace_s=0.5)
+        offers = [offer for offer in answers.values() if offer and (held is None or offer[1].follows(held))]
+        nearest = [o for source, o in answers.items() if source in self._parents and o in offers]
+        best = max([*nearest, *offers], key=lambda offer: len(offer[1].content.shards), default=None)
+        if best is not None and best[1] != held:
+            signed, manifest = best
+            self.store.make_room(self._held, manifest)
+            if version not in self.store.wanted({**self._held, version: manifest}):
+                self._unfit.add(version)
+                return None
             self.store.add_manifest(version, signed)
             self._held[version] = manifest
-        return self._held[version]
+            if version in self._missing:
+                known = {(p, s) for p, stream in held.streams.items() for s in stream.entries()} if held else set()
+                new = {(p, s) for p, stream in manifest.streams.items() for s in stream.entries()}
+                self._missing[version] |= new - known  # in place: a fetch that is going on holds this set
+                self._missing[version] &= new
+        return self._held.get(version)
 
-    async def _complete(self, sources: Sources, manifest: Manifest, *, reachable: bool) -> bool:
-        """Fetches what is missing. False when that has to wait for upstream; raises FetchError, OSError."""
-        version = manifest.version
-        if version not in self._missing:
-            damaged = await asyncio.to_thread(self.store.damaged, manifest)
-            self._missing[version] = {shard.index: shard for shard in damaged}
-        missing = self._missing[version]
-        if missing and not reachable:
-            return False
+    async def _lacks(self, manifest: Manifest) -> bool:
+        """Is anything of this version not here?"""
+        if manifest.version not in self._missing:
+            self._missing[manifest.version] = set(await asyncio.to_thread(self.store.missing, manifest))
+        return bool(self._missing[manifest.version])
+
+    async def _complete(self, sources: Sources, version: int) -> None:
+        """Fetches what is missing. Raises FetchError, OSError."""
+        await self._lacks(self._held[version])
         self.status.mirroring = version
-        queue = deque(missing.values())
+        started_s, had_bytes = time.monotonic(), sources.by_source()
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.parallel):
-                    group.create_task(self._copy(sources, version, queue))
-        except ExceptionGroup as errors:
-            raise FetchError(str(errors.exceptions[0])) from errors
+            for part in PARTS:
+                await self._fetch(sources, version, part)
         finally:
             self.status.mirroring = None
             self.status.bytes_in = sources.received_bytes
-        self.store.retain(self.keep)
-        kept = self.store.versions()
-        self.status.versions = sorted({*self.status.versions, version} & {*kept}, reverse=True)
+        took_s = time.monotonic() - started_s
+        new_bytes = {url: size_bytes - had_bytes.get(url, 0) for url, size_bytes in sources.by_source().items()}
+        self.status.rates_Bps = {url: size_bytes / took_s for url, size_bytes in new_bytes.items() if size_bytes}
+        self.status.behind_s = max(time.time() - self._held[version].created_s, 0.0)
+        self.store.retain(self._held)
+        kept = set(self.store.versions())
         self._held = {held: manifest for held, manifest in self._held.items() if held in kept}
         self._missing = {held: missing for held, missing in self._missing.items() if held in kept}
-        return True
+        self.status.versions = sorted({*self.status.versions, version} & kept, reverse=True)
 
-    async def _copy(self, sources: Sources, version: int, queue: deque[ShardEntry]) -> None:
-        while queue:
-            shard = queue.popleft()
-            deadline_s = time.monotonic() + self.shard_timeout_s
-            with new_file(self.store.shard_path(version, shard.index)) as file:
-                await sources.shard(version, shard, file.write, deadline_s=deadline_s)
-                await asyncio.to_thread(file.commit)
-            del self._missing[version][shard.index]
-            self.status.bytes_in = sources.received_bytes
+    async def _fetch(self, sources: Sources, version: int, part: Part) -> None:
+        """One part of a version, from each owner side by side."""
+        if part not in self._held[version].streams:
+            return
+        missing = self._missing[version]
+        deadline_s = time.monotonic() + self.version_timeout_s
+        downloads: dict[str, Download] = {}
+        named = 0
+
+        def spread(*, last: bool) -> None:
+            """Gives shards that are known now to the downloads of their owners."""
+            nonlocal named
+            entries = self._held[version].streams[part].entries()[named:]
+            named += len(entries)
+            for owner, download in downloads.items():
+                mine = [s for s in entries if owners_of(s, list(downloads))[0] == owner and (part, s) in missing]
+                download.add(mine, last=last)
+
+        for owner in [self.store.id, *self._siblings]:
+            downloads[owner] = Download(
+                sources,
+                version,
+                part,
+                lambda shard: ShardFile(self.store, version, part, shard),
+                parallel=self.parallel,
+                deadline_s=deadline_s,
+                order=lambda shard, usable: self._order(sources, shard, usable),
+                on_shard=lambda shard: missing.discard((part, shard)),
+            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(download.run()) for download in downloads.values()]
+                spread(last=self._held[version].complete)
+                seen, seen_s = (0, 0, 0), time.monotonic()
+                while not all(task.done() for task in running):
+                    await asyncio.sleep(self.poll_s)
+                    if not self._held[version].complete:
+                        await self._adopted(sources, version)
+                        spread(last=self._held[version].complete)
+                    now = named, len(missing), sources.shard_bytes
+                    if now != seen:
+                        seen, seen_s = now, time.monotonic()
+                    elif time.monotonic() - seen_s > self.stall_s:
+                        raise FetchError(f"version {version} has not moved for {self.stall_s} s")
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+
+    def _order(self, sources: Sources, shard: ShardEntry, usable: list[Source]) -> list[Source]:
+        """Where to look for a shard: at the first of its owners who is well, which for this relay's own means a parent;
+        then at the parents; then anywhere."""
+        best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self._siblings.values()), default=0.0)
+
+        def well(source: Source) -> bool:
+            speed_Bps = source.standing.speed_Bps() or best_Bps
+            return source in usable and not sources.resting(source) and speed_Bps >= SLOW * best_Bps
+
+        usable = [source for source in usable if source not in self._behind]
+        owners = owners_of(shard, [self.store.id, *self._siblings])
+        owner = next(id for id in owners if id == self.store.id or well(self._siblings[id]))
+        first = self._siblings.get(owner)
+        return sorted(usable, key=lambda s: (s is not first, s not in self._parents, not well(s)))
 
     def _open_held(self) -> None:
         for version in self.store.versions():
             try:
                 signed = self.store.signed(version)
                 if signed is not None:
-                    self._held[version] = signed.open(self.public_key, run=self.run, version=version)
+                    self._held[version] = signed.open(self.access.public_key, run=self.access.run, version=version)
             except ManifestError as error:  # another run's, another key's, or damaged on disk
                 self._note(error)
                 self.store.discard(version)
@@ -185,3 +275,11 @@ class Relay:
 
     def _note(self, error: Exception) -> None:
         self.status.last_error = str(error)
+
+
+def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
+    """Siblings in the order in which they are to bring this shard from a parent: the same at each of them, each first as
+    often as any other."""
+    ranked = sorted(ids)
+    first = shard.index % len(ranked)
+    return ranked[first:] + ranked[:first]

@@ -1,13 +1,14 @@
 """The folder of published versions that an origin or relay holds: plain files that nginx could serve.
 
-    versions.json              {"versions": [newest, ..., oldest]}
-    v000007/manifest.json      the signed manifest
-    v000007/00000.shard        the shards
+    versions.json                {"versions": [newest, ..., oldest], "path": [origin's id, ..., own id]}
+    v000007/manifest.json        the signed manifest
+    v000007/full/00000.shard     the shards of its content, where it is an anchor
+    v000007/delta/00000.shard    those of its delta, where it has one
 
-Invariant: a file under its final name is whole and never changes; it is written under a temporary name,
-fsynced, then renamed. versions.json lists exactly the version folders that hold a manifest, so it can be
-rebuilt after any crash.
-Called by the origin and relay (its single writer) and the server (reader).
+Invariant: a shard under its final name is whole and never changes; it is written under a temporary name (which the
+server reads too, to pass on what is still arriving), then renamed. A manifest is replaced only by one that
+extends it. versions.json lists exactly the version folders that hold a manifest, so it can be rebuilt after any crash.
+Called by the origin and relay (its single writer) and the server (reader), which share one `Store` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
 """
@@ -16,18 +17,21 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
-from .manifest import MAX_VERSION, Manifest, ShardEntry, SignedManifest
+from .files import CHUNK_BYTES, discard, remove_leftovers, write_file
+from .manifest import MAX_VERSION, Manifest, Part, ShardEntry, SignedManifest
 
-CHUNK_BYTES = 1 << 20
+MAX_HOPS = 64  # from the origin, itself included
 VERSION_PATTERN = r"v\d{6,9}"
 SHARD_PATTERN = r"\d{5}\.shard"
 
@@ -37,6 +41,7 @@ class Listing(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=10_000)
+    path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)
 
 
 def version_name(version: int) -> str:
@@ -53,13 +58,37 @@ def parse_version(name: str) -> int | None:
     return version if version_name(version) == name else None
 
 
-def shard_name(index: int) -> str:
-    return f"{index:05d}.shard"
+def shard_name(part: Part, index: int) -> str:
+    return f"{part}/{index:05d}.shard"
+
+
+class StoreFullError(OSError):
+    """A version does not fit the quota."""
 
 
 class Store:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: int = 5, quota_bytes: int | None = None, lease_s: float = 60.0) -> None:
+        """`keep` newest versions are held, with what they are deltas of; fewer where they exceed `quota_bytes`.
+        A version that a reader asked for within `lease_s` stays."""
         self.path = path
+        self.keep, self.quota_bytes, self.lease_s = keep, quota_bytes, lease_s
+        self._asked_s: dict[int, float] = {}
+        self._via: tuple[str, ...] | None = None
+
+    @cached_property
+    def id(self) -> str:
+        """Names this store for good, so that relays can tell who is behind whom."""
+        path = self.path / "id"
+        if not path.is_file():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_file(path, secrets.token_hex(8).encode())
+        return path.read_text()
+
+    def reached_via(self, path: Sequence[str]) -> None:
+        """What lies between the origin and this store, the origin first. Until it is known versions.json has no path."""
+        if tuple(path) != self._via:
+            self._via = tuple(path)
+            self._list(self.versions())
 
     def folder(self, version: int) -> Path:
         return self.path / version_name(version)
@@ -67,8 +96,12 @@ class Store:
     def manifest_path(self, version: int) -> Path:
         return self.folder(version) / "manifest.json"
 
-    def shard_path(self, version: int, index: int) -> Path:
-        return self.folder(version) / shard_name(index)
+    def shard_path(self, version: int, part: Part, index: int) -> Path:
+        return self.folder(version) / shard_name(part, index)
+
+    def lease(self, version: int) -> None:
+        """A reader asked for something of this version."""
+        self._asked_s[version] = time.monotonic()
 
     def versions(self) -> list[int]:
         """The listed versions, newest first."""
@@ -84,9 +117,14 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def damaged(self, manifest: Manifest) -> list[ShardEntry]:
-        """The shards that are absent or whose bytes do not match; reads every byte that is there."""
-        return [shard for shard in manifest.shards if not self._matches(manifest.version, shard)]
+    def missing(self, manifest: Manifest) -> list[tuple[Part, ShardEntry]]:
+        """The shards that are absent or whose bytes do not match; reads every byte that is there. Deltas first."""
+        return [
+            (part, shard)
+            for part, stream in sorted(manifest.streams.items())
+            for shard in stream.entries()
+            if not self._matches(manifest.version, part, shard)
+        ]
 
     def add_manifest(self, version: int, signed: SignedManifest) -> None:
         """Makes the version known, here and in versions.json."""
@@ -94,12 +132,38 @@ class Store:
         write_file(self.manifest_path(version), signed.to_bytes())
         self._list(self._on_disk())
 
-    def retain(self, keep: int) -> None:
-        """Drops all but the newest `keep` versions; readers in the middle of a file keep what they opened."""
-        versions = self._on_disk()
-        self._list(versions[:keep])
-        for version in versions[keep:]:
-            discard(self.folder(version))
+    def retain(self, held: Mapping[int, Manifest]) -> None:
+        """Drops what `keep` and the quota do not allow, but for versions under lease and those that kept ones are
+        deltas of. `held` are the manifests of all versions here. Readers in the middle of a file keep what they opened.
+        """
+        wanted = self.wanted(held)
+        self._list([version for version in sorted(held, reverse=True) if version in wanted])
+        for version in self._on_disk():
+            if version not in wanted:
+                discard(self.folder(version))
+                self._asked_s.pop(version, None)
+
+    def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
+        """What `retain` would keep of these versions."""
+        wanted: set[int] = set()
+        now_s = time.monotonic()
+        for place, version in enumerate(sorted(held, reverse=True)):
+            family = set(chain(held, version))
+            fits = self.quota_bytes is None or stored_bytes(held, wanted | family) <= self.quota_bytes
+            leased = now_s - self._asked_s.get(version, -inf) < self.lease_s
+            if place == 0 or ((place < self.keep or leased) and fits):
+                wanted |= family
+        return wanted
+
+    def make_room(self, held: Mapping[int, Manifest], manifest: Manifest) -> None:
+        """Raises StoreFullError where a version can't fit the quota whatever else is dropped."""
+        family = {**held, manifest.version: manifest}
+        needed_bytes = stored_bytes(family, chain(family, manifest.version))
+        if self.quota_bytes is not None and needed_bytes > self.quota_bytes:
+            raise StoreFullError(
+                f"version {manifest.version} needs {needed_bytes} bytes in {self.path}, the quota is "
+                f"{self.quota_bytes}; raise it"
+            )
 
     def discard(self, version: int) -> None:
         """Forgets one version, whole or half."""
@@ -112,14 +176,14 @@ class Store:
         remove_leftovers(self.path)
         for folder in self.path.iterdir():
             if parse_version(folder.name) is not None:
-                remove_leftovers(folder)
+                remove_leftovers(folder)  # but half a shard in full/ or delta/ is taken up again
                 if not (folder / "manifest.json").is_file():
                     discard(folder)
         self._list(self._on_disk())
 
-    def _matches(self, version: int, shard: ShardEntry) -> bool:
+    def _matches(self, version: int, part: Part, shard: ShardEntry) -> bool:
         try:
-            with self.shard_path(version, shard.index).open("rb") as file:
+            with self.shard_path(version, part, shard.index).open("rb") as file:
                 if os.fstat(file.fileno()).st_size != shard.size_bytes:
                     return False
                 digest = blake3()
@@ -134,77 +198,20 @@ class Store:
         return sorted((v for name in names if (v := parse_version(name)) is not None), reverse=True)
 
     def _list(self, versions: list[int]) -> None:
-        path = self.path / "versions.json"
-        text = Listing(versions=tuple(versions)).model_dump_json().encode()
-        if not path.exists() or path.read_bytes() != text:
-            write_file(path, text)
+        path = () if self._via is None else (*self._via, self.id)
+        file = self.path / "versions.json"
+        text = Listing(versions=tuple(versions), path=path).model_dump_json().encode()
+        if not file.exists() or file.read_bytes() != text:
+            write_file(file, text)
 
 
-class NewFile:
-    """A file that has no name yet: it gets one by `commit`, or is gone."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.tmp")
-        self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-
-    def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
-        write_all(self._fd, data, offset_bytes)
-
-    def commit(self) -> None:
-        os.fsync(self._fd)
-        self.temporary.rename(self.path)
-        fsync(self.path.parent)
-
-    def close(self) -> None:
-        os.close(self._fd)
-        self.temporary.unlink(missing_ok=True)
+def chain(held: Mapping[int, Manifest], version: int) -> list[int]:
+    """The versions needed to make `version` from nothing: itself, and what it is a delta of, back to an anchor."""
+    needed = [version]
+    while (manifest := held.get(needed[-1])) and not manifest.anchor and manifest.delta:
+        needed.append(manifest.delta.parent)
+    return needed
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    file = NewFile(path)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
-        file.write(0, data)
-        file.commit()
-
-
-def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset_bytes)
-        view, offset_bytes = view[written:], offset_bytes + written
-
-
-def fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def discard(folder: Path) -> None:
-    """Removes a folder such that a half-removed one is never taken for a version."""
-    gone = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    try:
-        folder.rename(gone)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """What a killed process left: temporary files and half-removed folders."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
-    for path in folder.glob(".*.gone"):
-        shutil.rmtree(path, ignore_errors=True)
+def stored_bytes(held: Mapping[int, Manifest], versions: Iterable[int]) -> int:
+    return sum(stream.size_bytes for v in versions if v in held for stream in held[v].streams.values())

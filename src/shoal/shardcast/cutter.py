@@ -1,0 +1,54 @@
+"""Cuts one byte string into shards as it comes: their hashes, and their files where they are to be kept.
+
+Called by the origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from blake3 import blake3
+
+from .files import NewFile
+
+
+class Cutter:
+    """Takes one byte string in pieces; hashes its shards, and writes them where `create` makes files for them."""
+
+    def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None) -> None:
+        self.shard_size_bytes = shard_size_bytes
+        self.create = create
+        self.shards: list[str] = []
+        self.taken_bytes = 0
+        self._file: NewFile | None = None
+        self._hash, self._size_bytes = blake3(), 0
+
+    def add(self, data: memoryview) -> None:
+        self.taken_bytes += len(data)
+        while data:
+            piece = data[: self.shard_size_bytes - self._size_bytes]
+            data = data[len(piece) :]
+            if self.create and self._file is None:
+                self._file = self.create(len(self.shards))
+            if self._file:
+                self._file.write(self._size_bytes, piece)
+            self._hash.update(piece)
+            self._size_bytes += len(piece)
+            if self._size_bytes == self.shard_size_bytes:
+                self._finish_shard()
+
+    def finish(self) -> None:
+        if self._size_bytes:
+            self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        if self._file:
+            self._file.commit(durable=False)
+            self.close()
+        self.shards.append(self._hash.hexdigest())
+        self._hash, self._size_bytes = blake3(), 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

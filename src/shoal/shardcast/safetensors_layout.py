@@ -1,0 +1,74 @@
+"""Where a safetensors file keeps its tensors, and the words (numbers of 1, 2 or 4 bytes) that they are made of.
+
+Invariant: the tensors of a `Layout` follow each other without a gap from the end of the header to the end of the
+file, each a whole number of words.
+Called by delta.py.
+Left out: shapes (a tensor is its flattened words), and numbers of other widths (they are taken byte by byte).
+Source: the safetensors format: eight bytes of header length (little endian), the header in JSON, the data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
+
+
+class LayoutError(ValueError):
+    """This is no safetensors file, and why."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    name: str
+    offset_bytes: int  # in the file
+    words: int
+    word_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.words * self.word_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    header: bytes  # all before the data
+    tensors: tuple[StoredTensor, ...]  # in the order of the file
+
+
+def read_layout(path: Path) -> Layout:
+    """Raises LayoutError, and OSError from the disk."""
+    with path.open("rb") as file:
+        size_bytes, prefix = path.stat().st_size, file.read(8)
+        start_bytes = 8 + int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or start_bytes > min(size_bytes, 8 + MAX_HEADER_BYTES):
+            raise LayoutError(f"{path.name} has no safetensors header")
+        header = prefix + file.read(start_bytes - 8)
+    try:
+        entries = json.loads(header[8:])
+        entries.pop("__metadata__", None)
+        tensors = sorted((_tensor(name, entry, start_bytes) for name, entry in entries.items()), key=_place)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LayoutError(f"{path.name} has a malformed safetensors header: {error}") from error
+    edges = [(start_bytes, start_bytes), *map(_place, tensors), (size_bytes, size_bytes)]
+    if any(before[1] != after[0] for before, after in pairwise(edges)):
+        raise LayoutError(f"the tensors of {path.name} leave gaps, overlap, or end elsewhere than the file")
+    return Layout(header, tuple(tensors))
+
+
+def _tensor(name: str, entry: dict[str, object], start_bytes: int) -> StoredTensor:
+    match entry["dtype"], entry["data_offsets"]:
+        case str(dtype), [int(begin), int(end)] if 0 <= begin <= end:
+            word_bytes = WORD_BYTES.get(dtype, 1)
+            words, rest = divmod(end - begin, word_bytes)
+            if not rest:
+                return StoredTensor(name, start_bytes + begin, words, word_bytes)
+    raise ValueError(f"tensor {name!r}")
+
+
+def _place(tensor: StoredTensor) -> tuple[int, int]:
+    return tensor.offset_bytes, tensor.end_bytes

@@ -1,0 +1,372 @@
+"""Deltas: the new version comes out bit for bit, and what is no delta of the old version ends in DeltaError."""
+
+import json
+import random
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from shoal.shardcast import delta, delta_format
+from shoal.shardcast.delta import DeltaStats, apply, encode
+from shoal.shardcast.delta_format import MAGIC, DeltaError, Kind
+from shoal.shardcast.safetensors_layout import LayoutError, read_layout
+
+from .support import contents
+
+DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+TENSORS = {"a": ("BF16", (50, 7)), "b.weight": ("BF16", (64,)), "empty": ("BF16", (0, 3)), "scalar": ("F32", ())}
+
+
+@contextmanager
+def pieces_of(words: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_format, "PIECE_WORDS", words)
+        yield
+
+
+def write_tensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], data: bytes) -> None:
+    """A safetensors file of these dtypes and shapes; `data` goes to the tensors in turn."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=int))
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[:end].ljust(end, b"\0"))
+
+
+def folder(path: Path, **files: bytes) -> Path:
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def sizes(path: Path) -> list[tuple[str, int]]:
+    return [(name, len(data)) for name, data in sorted(contents(path).items())]
+
+
+def write_delta(old: Path, new: Path, path: Path) -> DeltaStats:
+    with path.open("wb") as file:
+        return encode(old, new, [name for name, _ in sizes(new)], file.write)
+
+
+def round_trip(old: Path, new: Path) -> DeltaStats:
+    where = new.parent
+    stats = write_delta(old, new, where / "delta")
+    apply(old, where / "delta", where / "out", sizes(new))
+    assert contents(where / "out") == contents(new)
+    assert stats.delta_bytes == (where / "delta").stat().st_size
+    assert stats.size_bytes == sum(size_bytes for _, size_bytes in sizes(new))
+    return stats
+
+
+@pytest.fixture
+def versions(tmp_path) -> tuple[Path, Path]:
+    """Two small versions with every kind of file and of piece in between: `a` changed here and there, the start of
+    `b.weight` became zeros, the scalar as before."""
+    words = np.random.default_rng(1).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
+    others = words.copy()
+    others[:350:18] += 1
+    others[[8, 200, 349]] -= 3
+    others[350:400] = 0
+    write_tensors(tmp_path / "old" / "model.safetensors", TENSORS, words.tobytes())
+    write_tensors(tmp_path / "new" / "model.safetensors", TENSORS, others.tobytes())
+    for name, texts in {"config.json": (b"{}", b"{}"), "tokenizer.json": (b"[]" * 9, b"[1]" * 9)}.items():
+        (tmp_path / "old" / name).write_bytes(texts[0])
+        (tmp_path / "new" / name).write_bytes(texts[1])
+    return tmp_path / "old", tmp_path / "new"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), st.lists(st.integers(0, 9), max_size=3)), max_size=3),
+    st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    st.integers(1, 100),
+    st.integers(0, 1 << 32),
+)
+def test_any_words_of_any_dtype_come_out_bit_for_bit(shapes, share, piece_words, seed) -> None:
+    noise = random.Random(seed)
+    tensors = {str(index): (dtype, tuple(shape)) for index, (dtype, shape) in enumerate(shapes)}
+    before = noise.randbytes(8 * 9**3)
+    after = bytes(byte if noise.random() >= share else noise.randrange(256) for byte in before)
+    with TemporaryDirectory() as name, pieces_of(piece_words):
+        old, new = Path(name) / "old", Path(name) / "new"
+        write_tensors(old / "model.safetensors", tensors, before)
+        write_tensors(new / "model.safetensors", tensors, after)
+        round_trip(old, new)
+
+
+@pytest.mark.parametrize("piece_words", [1, 1000, 1 << 20])
+@pytest.mark.parametrize(("numpy_dtype", "dtype"), [("<u2", torch.bfloat16), ("<u2", torch.float16)])
+def test_every_word_turns_into_every_kind_of_other_word(tmp_path, piece_words, numpy_dtype, dtype) -> None:
+    """All 65536 patterns (both zeros, infinities, every NaN), each with steps both ways, across zero and over the ends."""
+    words = np.arange(1 << 16, dtype=numpy_dtype)[:: 64 if piece_words == 1 else 1]
+    steps = np.array([1, -1, 0x8000, 0x7FFF, 0, -300, 2, 0xFFFE], np.int64).astype(numpy_dtype)
+    others = words + np.resize(steps, len(words))
+    for name, values in {"old": words, "new": others}.items():
+        (tmp_path / name).mkdir()
+        tensor = torch.from_numpy(values.view(np.int16).copy()).view(dtype)
+        save_file({"w": tensor, "none": tensor[:0], "one": tensor[0].clone()}, tmp_path / name / "model.safetensors")
+    with pieces_of(piece_words):
+        stats = round_trip(tmp_path / "old", tmp_path / "new")
+    assert stats.compared_words == len(words) + 1
+    assert stats.changed_words == int((words != others).sum()) + 1
+
+
+def test_a_few_small_steps_take_few_bytes(tmp_path) -> None:
+    noise = np.random.default_rng(2)
+    old_words = noise.normal(0, 0.02, 1 << 20).astype(np.float32).view(np.uint32) >> 16
+    new_words = old_words + noise.choice([-1, 0, 1], len(old_words), p=[0.005, 0.99, 0.005]).astype(np.uint32)
+    for name, words in {"old": old_words, "new": new_words}.items():
+        write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", words.shape)}, words.astype("<u2").tobytes())
+    stats = round_trip(tmp_path / "old", tmp_path / "new")
+    entropy_bytes = stats.changed_words * (np.log2(100 * np.e) + 1) / 8  # where they are, and which way they went
+    assert stats.delta_bytes < 1.2 * entropy_bytes
+
+
+def test_words_that_are_shorter_than_their_steps_come_themselves(tmp_path) -> None:
+    for name, data in {"old": random.Random(2).randbytes(1 << 14), "new": b""}.items():
+        write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", (1 << 13,))}, data)
+    assert round_trip(tmp_path / "old", tmp_path / "new").delta_bytes < 100
+
+
+def test_equal_folders_make_an_empty_delta(versions) -> None:
+    old, _ = versions
+    stats = round_trip(old, old)
+    assert stats.changed_words == 0
+    assert (
+        stats.delta_bytes == len(MAGIC) + 3 + 32 + 3
+    )  # kinds, hash of the header, a kind for each tensor that has words
+
+
+def test_files_may_come_go_move_and_change_size(tmp_path, versions) -> None:
+    old, new = versions
+    (old / "gone.txt").write_bytes(b"gone")
+    (new / "sub").mkdir()
+    (new / "sub" / "added.json").write_bytes(b"added" * 100)
+    (new / "empty").write_bytes(b"")
+    (new / "tokenizer.json").write_bytes(b"longer" * 100)
+    (new / "model.safetensors").rename(new / "renamed.safetensors")
+    round_trip(old, new)
+
+
+def test_pieces_of_a_whole_file_may_be_many(tmp_path) -> None:
+    old = folder(tmp_path / "old", f=b"")
+    new = folder(tmp_path / "new", f=b"abc" * 1000 + random.Random(3).randbytes(3000))
+    with pieces_of(70):
+        round_trip(old, new)
+
+
+@pytest.mark.parametrize(("shape", "start"), [((51, 7), b""), ((50, 7), b"\xff")], ids=["other shape", "no header"])
+def test_another_header_makes_the_file_come_whole(versions, shape, start) -> None:
+    old, new = versions
+    write_tensors(new / "model.safetensors", {**TENSORS, "a": ("BF16", shape)}, b"x" * 900)
+    (new / "model.safetensors").write_bytes(start + (new / "model.safetensors").read_bytes())
+    assert round_trip(old, new).compared_words == 0
+
+
+def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch) -> None:
+    noise = random.Random(4)
+    data = noise.randbytes(1 << 20)
+    for name in ("old", "new"):
+        write_tensors(tmp_path / name / "m.safetensors", {"w": ("BF16", (1 << 19,))}, data)
+        (tmp_path / name / "other").write_bytes(noise.randbytes(1 << 20))
+        data = bytes(data[:1000]) + noise.randbytes(1 << 16) + data[1000 + (1 << 16) :]
+    files = sizes(tmp_path / "new")
+    monkeypatch.setattr(delta, "CHUNK_BYTES", 1 << 10)
+    with pieces_of(1 << 10):
+        tracemalloc.start()
+        with (tmp_path / "delta").open("wb") as file:
+            encode(tmp_path / "old", tmp_path / "new", [name for name, _ in files], file.write)
+        apply(tmp_path / "old", tmp_path / "delta", tmp_path / "out", files)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 19
+
+
+@pytest.mark.parametrize(
+    "harm, reason",
+    [
+        (lambda old: (old / "model.safetensors").unlink(), "made against another version: .*No such file"),
+        (lambda old: (old / "config.json").write_bytes(b"{ }"), "made against another version: .*3 bytes, expected 2"),
+        (lambda old: (old / "model.safetensors").write_bytes(b"x" * 900), "made against another version: .*900 bytes"),
+        (
+            lambda old: write_tensors(
+                old / "model.safetensors", {"A": TENSORS["a"], **dict([*TENSORS.items()][1:])}, b""
+            ),
+            "the header of .* differs",
+        ),
+    ],
+)
+def test_another_old_version_is_refused(tmp_path, versions, harm, reason) -> None:
+    old, new = versions
+    write_delta(old, new, tmp_path / "delta")
+    harm(old)
+    with pytest.raises(DeltaError, match=reason):
+        apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
+
+
+def apply_garbage(old: Path, garbage: bytes, files: list[tuple[str, int]], out: Path) -> None:
+    """DeltaError, or files of the right sizes."""
+    out.with_name("garbage").write_bytes(garbage)
+    try:
+        apply(old, out.with_name("garbage"), out, files)
+    except DeltaError as error:
+        assert str(error)
+    else:
+        assert sizes(out) == files
+    assert all(size_bytes <= dict(files)[name] for name, size_bytes in sizes(out))
+
+
+def test_a_delta_cut_off_anywhere_is_refused(tmp_path, versions) -> None:
+    old, new = versions
+    with pieces_of(200):
+        write_delta(old, new, tmp_path / "delta")
+        data = (tmp_path / "delta").read_bytes()
+        for size_bytes in (*range(0, len(data), 3), len(data) - 1):
+            (tmp_path / "delta").write_bytes(data[:size_bytes])
+            with pytest.raises(DeltaError, match="cut off"):
+                apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
+        (tmp_path / "delta").write_bytes(data + b"\0")
+        with pytest.raises(DeltaError, match="goes on after its last file"):
+            apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
+
+
+def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versions) -> None:
+    old, new = versions
+    with pieces_of(200):
+        write_delta(old, new, tmp_path / "delta")
+        data = (tmp_path / "delta").read_bytes()
+        for bit in range(0, 8 * len(data), 11):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            apply_garbage(old, bytes(flipped), sizes(new), tmp_path / "out")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300) | st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 4, 255]), max_size=300).map(bytes))
+def test_random_bytes_end_in_an_error_or_in_the_right_sizes(garbage) -> None:
+    with TemporaryDirectory() as name, pieces_of(200):
+        old = Path(name) / "old"
+        write_tensors(old / "model.safetensors", TENSORS, bytes(900))
+        (old / "config.json").write_bytes(b"{}")
+        header = blake3(read_layout(old / "model.safetensors").header).digest()
+        for start in (b"", MAGIC, MAGIC + bytes([Kind.SAME, Kind.TENSORS]) + header):
+            apply_garbage(old, start + garbage, sizes(old), Path(name) / "out")
+
+
+def frame(data: bytes, **options: bool) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\x00"
+
+
+@pytest.mark.parametrize(
+    "plane, reason",
+    [
+        (frame(b"a" * 101), "zstd frame of another size"),
+        (frame(b"a" * 100_000), "zstd frame of another size"),
+        (frame(b"a" * 100, write_content_size=False), "zstd frame of another size"),
+        (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\x00", "zstd frame of another size"),
+        (frame(b"a" * 50) + frame(b"a" * 50), "zstd frame of another size"),
+        (frame(b"a" * 100) + b"more", "not a zstd frame"),
+        (frame(b"a" * 100)[:-1], "not a zstd frame"),
+        (frame(b"a" * 100).replace(b"a", b"b" * 20), "not a zstd frame"),
+        (b"no frame", "not a zstd frame"),
+        (b"x" * 101, "101 bytes for a plane of 100"),
+    ],
+)
+def test_a_plane_has_exactly_the_size_asked_for(tmp_path, plane, reason) -> None:
+    (tmp_path / "delta").write_bytes(MAGIC + bytes([Kind.WHOLE]) + struct.pack("<I", len(plane)) + plane)
+    with pytest.raises(DeltaError, match=reason):
+        apply(tmp_path, tmp_path / "delta", tmp_path / "out", [("f", 100)])
+
+
+CHANGES = bytes([Kind.CHANGES])
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (CHANGES + struct.pack("<I", 351), "351 changes in 350 words"),
+        (CHANGES + struct.pack("<I", 2**32 - 1), "4294967295 changes in 350 words"),
+        (CHANGES + struct.pack("<IIBIBII", 1, 1, 350 % 256, 1, 1, 0, 0), "a change at word 350 of 350"),
+        (CHANGES + struct.pack("<I", 1) + struct.pack("<IB", 1, 255) * 4, "a change at word 4294967295 of 350"),
+        (CHANGES + struct.pack("<I", 0), "0 changes in 350 words"),
+        (bytes([Kind.TENSORS]), "kind 2 where 0 .SAME., 1 .WHOLE., 3 .CHANGES. is possible"),
+    ],
+)
+def test_changes_lie_within_their_piece(tmp_path, versions, body, reason) -> None:
+    old, _ = versions
+    path = old / "model.safetensors"
+    start = MAGIC + bytes([Kind.TENSORS]) + blake3(read_layout(path).header).digest()
+    (tmp_path / "delta").write_bytes(start + body)
+    with pytest.raises(DeltaError, match=reason):
+        apply(old, tmp_path / "delta", tmp_path / "out", [(path.name, path.stat().st_size)])
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 9, struct.pack("<Q", 5) + b"[" * 5])
+def test_what_is_no_safetensors_file_is_refused(tmp_path, data) -> None:
+    (tmp_path / "m").write_bytes(data)
+    with pytest.raises(LayoutError):
+        read_layout(tmp_path / "m")
+
+
+ONE = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        {"a": 1},
+        {"a": {**ONE, "dtype": 2}},
+        {"a": {**ONE, "data_offsets": [0, 3]}},
+        {"a": {**ONE, "data_offsets": [0, 2]}},
+        {"a": {**ONE, "data_offsets": [2, 4]}},
+        {"a": {**ONE, "data_offsets": [4, 0]}},
+        {"a": {**ONE, "data_offsets": [0, 4, 4]}},
+        {"a": {**ONE, "data_offsets": [0, 4.0]}},
+        {"a": ONE, "b": ONE},
+        {"a": ONE, "b": {**ONE, "data_offsets": [4, 8]}},
+        {"a": {"dtype": "BF16"}},
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, entries) -> None:
+    header = json.dumps(entries).encode()
+    (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
+    with pytest.raises(LayoutError):
+        read_layout(tmp_path / "m")
+
+
+def test_a_deeply_nested_header_is_refused(tmp_path) -> None:
+    (tmp_path / "m").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000)
+    with pytest.raises(LayoutError):
+        read_layout(tmp_path / "m")
+
+
+def test_the_layout_is_the_one_that_safetensors_writes(tmp_path) -> None:
+    tensors = {"x": torch.ones(2, 3), "y": torch.ones(4, dtype=torch.bfloat16), "z": torch.tensor(7)}
+    save_file(tensors, tmp_path / "m", metadata={"format": "pt"})
+    found = {tensor.name: tensor for tensor in read_layout(tmp_path / "m").tensors}
+    assert {name: (tensor.words, tensor.word_bytes) for name, tensor in found.items()} == {
+        "x": (6, 4),
+        "y": (4, 2),
+        "z": (8, 1),
+    }
+    data = (tmp_path / "m").read_bytes()
+    assert data[found["z"].offset_bytes : found["z"].end_bytes] == struct.pack("<q", 7)

@@ -1,0 +1,480 @@
+"""Servers seen from a downloader: which one is asked, what its answers mean, and how long it is waited for."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from shoal.shardcast import FetchError
+from shoal.shardcast import source as source_module
+from shoal.shardcast.source import BadData, Incoming, NotHeld, SourceError, Standing
+
+from .support import (
+    PUBLIC_KEY,
+    SHARD_BYTES,
+    Known,
+    Memory,
+    Middle,
+    Stub,
+    access,
+    answering,
+    between,
+    choosing,
+    dead_url,
+    flipped,
+    published,
+    serving,
+    shard,
+    shard_data,
+    until,
+)
+
+
+def bring(sources, index: int = 0, *, timeout_s: float = 5.0, **options) -> Memory:
+    """One shard, from whoever gives it."""
+    sink = Memory()
+    asyncio.run(bringing(sources, sink, index, timeout_s, **options))
+    assert bytes(sink.data) == shard_data(index)
+    return sink
+
+
+async def bringing(sources, sink, index=0, timeout_s=5.0, **options) -> None:
+    incoming = Incoming(shard(index), sink)
+    await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + timeout_s, **options)
+
+
+# Which one
+
+
+def shares(*stubs: Stub, times: int = 2_000) -> list[float]:
+    random.seed(0)
+    sources = choosing(*stubs)
+
+    async def run():
+        for _ in range(times):
+            await bringing(sources, Memory())
+
+    asyncio.run(run())
+    return [len(stub.asked) / times for stub in stubs]
+
+
+@pytest.mark.parametrize(
+    ("standings", "expected"),
+    [
+        ([(300, 1.0), (100, 1.0)], [0.75, 0.25]),
+        ([(100, 1.0), (100, 1.0), (100, 1.0)], [1 / 3] * 3),
+        ([(100, 1.0), (100, 0.5)], [2 / 3, 1 / 3]),
+        ([(300, 0.5), (100, 1.0), (50, 1.0)], [0.5, 1 / 3, 1 / 6]),
+        ([(1000, 1.0), (10, 1.0)], [0.99, 0.01]),  # the slowest still gets its share
+        ([(300, 1.0), (None, 1.0)], [0.5, 0.5]),  # one that is not known may be as good as the best
+        ([(None, 1.0), (None, 0.25)], [0.8, 0.2]),
+    ],
+)
+def test_a_source_is_chosen_in_proportion_to_throughput_and_success(standings, expected):
+    stubs = [Stub(f"http://{n}", standing=Known(*standing)) for n, standing in enumerate(standings)]
+    assert shares(*stubs) == pytest.approx(expected, abs=0.03)
+
+
+def test_the_order_of_the_list_says_nothing():
+    standings = [(300, 1.0), (100, 1.0)]
+    forth = shares(*(Stub(f"http://{n}", standing=Known(*standing)) for n, standing in enumerate(standings)))
+    back = shares(*(Stub(f"http://{n}", standing=Known(*standing)) for n, standing in enumerate(standings[::-1])))
+    assert forth == pytest.approx(back[::-1], abs=0.05)
+
+
+def test_an_order_names_all_who_may_be_asked():
+    bad = [Stub(f"http://{n}", *[BadData(f"http://{n}", "wrong")] * 9) for n in range(3)]
+    with pytest.raises(FetchError, match="every source was tried"):
+        bring(choosing(*bad), order=lambda shard, usable: bad[:0:-1])
+    assert [len(stub.asked) for stub in bad] == [0, 3, 3]
+
+
+# What is known of one
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(s=1_000.0)
+    monkeypatch.setattr(source_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def test_speed_is_a_moving_average_that_is_forgotten(clock):
+    standing = Standing()
+    assert standing.speed_Bps() is None
+    standing.delivered(1_000, 1.0)
+    assert standing.speed_Bps() == 1_000
+    standing.delivered(2_000, 1.0)
+    assert standing.speed_Bps() == 1_250
+    clock.s += Standing.FORGOTTEN_AFTER_S
+    assert standing.speed_Bps() is None
+    standing.delivered(50, 1.0)
+    assert standing.speed_Bps() == 50
+
+
+def test_failures_never_count_as_speed(clock):
+    standing = Standing()
+    standing.failed()
+    assert standing.speed_Bps() is None
+    standing.delivered(1_000, 1.0)
+    standing.failed()
+    assert standing.speed_Bps() == 1_000
+
+
+def test_success_falls_with_failures_and_heals_with_time(clock):
+    standing = Standing()
+    assert standing.success() == 1
+    for _ in range(4):
+        standing.failed()
+    assert standing.success() == pytest.approx(0.75**4)
+    clock.s += Standing.HEALS_IN_S
+    assert 0.7 < standing.success() < 0.8
+    clock.s += 10 * Standing.HEALS_IN_S
+    assert standing.success() > 0.999
+
+
+def test_success_heals_with_deliveries(clock):
+    standing = Standing()
+    standing.failed()
+    standing.delivered(1, 1.0)
+    assert 0.75 < standing.success() < 1
+
+
+def test_having_nothing_yet_says_nothing_of_how_good_a_source_is():
+    behind = Stub("http://a", NotHeld("http://a", "404"))
+    bring(choosing(behind))
+    assert (len(behind.asked), behind.standing.success()) == (2, 1)
+
+
+# What its answers mean
+
+
+def test_wrong_data_is_asked_for_again_a_few_times_and_then_everyone_is_named():
+    stubs = [Stub(f"http://{n}", *[BadData(f"http://{n}", f"wrong {n}")] * 9) for n in range(2)]
+    with pytest.raises(FetchError, match=r"every source was tried \(http://.: wrong .; http://.: wrong .\)"):
+        bring(choosing(*stubs))
+    assert [len(stub.asked) for stub in stubs] == [3, 3]
+
+
+def test_one_that_sends_wrong_data_is_asked_after_those_that_do_not():
+    bad, good = Stub("http://bad", *[BadData("http://bad", "wrong")] * 9), Stub("http://good")
+    bring(choosing(bad, good))
+    assert len(bad.asked) <= 1
+
+
+def test_one_that_refuses_is_asked_until_the_deadline_with_growing_rests():
+    deaf = Stub("http://a", *[SourceError("http://a", "answered 500")] * 99)
+    started_s = time.monotonic()
+    with pytest.raises(FetchError, match=r"no time is left \(http://a: answered 500\)"):
+        bring(choosing(deaf), timeout_s=1.0)
+    assert 0.5 < time.monotonic() - started_s < 1.5
+    assert 3 <= len(deaf.asked) <= 5  # after 0.1, 0.2, 0.4 seconds
+
+
+def test_one_that_had_nothing_is_asked_again_while_another_is_waited_for():
+    behind = Stub("http://behind", *[NotHeld("http://behind", "404")] * 3)
+    silent = Stub("http://silent", *[SourceError("http://silent", "sent nothing")] * 99)
+    bring(choosing(behind, silent))
+    assert len(behind.asked) == 4
+
+
+def test_a_rest_that_was_asked_for_is_given():
+    busy = Stub("http://a", SourceError("http://a", "answered 429", retry_after_s=0.4))
+    started_s = time.monotonic()
+    bring(choosing(busy))
+    assert time.monotonic() - started_s >= 0.4
+    assert busy.standing.success() == 1  # it said so
+
+
+def test_another_is_asked_while_one_rests():
+    busy = Stub("http://a", SourceError("http://a", "answered 429", retry_after_s=30))
+    other = Stub("http://b")
+    started_s = time.monotonic()
+    bring(choosing(busy, other))
+    bring(choosing(busy, other))
+    assert time.monotonic() - started_s < 1
+
+
+@pytest.mark.parametrize(
+    ("header", "rest_s"), [("2", 2), ("999999999999", 30), ("-1", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None)]
+)
+def test_a_rest_is_bounded(header, rest_s):
+    async def busy(request):
+        return web.Response(status=503, headers={"Retry-After": header})
+
+    async def run():
+        async with answering(busy) as url, access().open([url]) as sources:
+            with pytest.raises(SourceError, match="answered 503") as error:
+                await sources.sources[0].shard(7, "full", Incoming(shard(0), Memory()))
+            return error.value.retry_after_s
+
+    assert asyncio.run(run()) == rest_s
+
+
+# How long one is waited for
+
+
+def test_one_that_hangs_costs_its_patience_while_there_is_another():
+    hanging, other = Stub("http://a", 60, standing=Known(1e9)), Stub("http://b", standing=Known(1.0))
+    random.seed(0)
+    sources = choosing(hanging, other, patience_s=0.3)
+    started_s = time.monotonic()
+    bring(sources)
+    assert 0.3 <= time.monotonic() - started_s < 2
+    assert sources.patience_s == 0.6  # perhaps it is the link that is slow
+
+
+def test_the_only_one_gets_all_the_time_there_is():
+    slow = Stub("http://a", 0.6)
+    bring(choosing(slow, patience_s=0.1))
+    assert len(slow.asked) == 1
+
+
+def test_nobody_is_waited_for_past_the_deadline():
+    started_s = time.monotonic()
+    with pytest.raises(FetchError, match="no time is left"):
+        bring(choosing(Stub("http://a", *[60] * 9), Stub("http://b", *[60] * 9)), timeout_s=0.5)
+    assert time.monotonic() - started_s < 2
+
+
+# The fallback
+
+
+def test_the_fallback_is_asked_only_while_all_others_rest():
+    relay, last = Stub("http://a"), Stub("http://origin")
+    sources = choosing(relay, fallback=(last,))
+    for _ in range(20):
+        bring(sources)
+    assert last.asked == []
+    relay.script = [SourceError("http://a", "answered 500")]
+    bring(sources)
+    assert (len(relay.asked), len(last.asked)) == (21, 1)
+    time.sleep(0.2)
+    bring(sources)
+    assert (len(relay.asked), len(last.asked)) == (22, 1)
+
+
+def test_questions_go_to_the_fallback_only_where_no_other_answers():
+    async def question(stub):
+        if stub.script:
+            raise stub.script[0]
+        return stub.url
+
+    dead, alive, last = Stub("http://a", SourceError("http://a", "dead")), Stub("http://b"), Stub("http://origin")
+
+    async def run(*stubs):
+        answers, reasons = await choosing(*stubs, fallback=(last,)).ask(question)
+        return list(answers.values()), reasons
+
+    assert asyncio.run(run(dead, alive)) == (["http://b"], {"http://a": "dead"})
+    assert asyncio.run(run(dead)) == (["http://origin"], {"http://a": "dead"})
+
+
+def test_one_that_does_not_answer_delays_a_question_by_the_grace_alone():
+    async def question(stub):
+        await asyncio.sleep(stub.script[0])
+        return stub.url
+
+    quick, slow = Stub("http://a", 0.0), Stub("http://b", 60.0)
+
+    async def run():
+        answers, reasons = await choosing(quick, slow).ask(question, grace_s=0.2)
+        return list(answers.values()), reasons
+
+    started_s = time.monotonic()
+    assert asyncio.run(run()) == (["http://a"], {"http://b": "no answer while others answered"})
+    assert time.monotonic() - started_s < 2
+
+
+# Over HTTP: parts of a shard, and who is to blame for it
+
+
+class Shelf:
+    """One shard of a published version, and a server of it."""
+
+    def __init__(self, tmp_path) -> None:
+        self.store = published(tmp_path, 7).store
+        self.shard = self.store.signed(7).open(PUBLIC_KEY).content.entries()[1]
+        self.data = self.store.shard_path(7, "full", 1).read_bytes()
+
+    def incoming(self, begun: bytes = b"") -> tuple[Incoming, Memory]:
+        sink = Memory(begun)
+        incoming = Incoming(self.shard, sink)
+        for data in sink.begun():
+            incoming.resume(data)
+        return incoming, sink
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return Shelf(tmp_path)
+
+
+def asked_of(shelf: Shelf, incoming: Incoming, **settings) -> tuple[Middle, Exception | None]:
+    async def run():
+        async with (
+            serving(shelf.store) as up,
+            between(up, **settings) as middle,
+            access().open([middle.url]) as sources,
+        ):
+            try:
+                await sources.sources[0].shard(7, "full", incoming)
+            except SourceError as error:
+                return middle, error
+            return middle, None
+
+    return asyncio.run(run())
+
+
+def test_only_what_is_missing_is_asked_for(shelf):
+    incoming, sink = shelf.incoming(shelf.data[:6_000])
+    middle, error = asked_of(shelf, incoming)
+    assert error is None and bytes(sink.data) == shelf.data
+    assert (middle.asked[0][1], middle.sent_bytes) == ("bytes=6000-", 4_000)
+
+
+def test_a_server_that_ignores_ranges_sends_all_of_it(shelf):
+    incoming, sink = shelf.incoming(b"x" * 6_000)  # and the wrong beginning does no harm
+    middle, error = asked_of(shelf, incoming, passes_ranges=False)
+    assert error is None and bytes(sink.data) == shelf.data
+    assert middle.sent_bytes == SHARD_BYTES
+
+
+def test_a_wrong_hash_is_blamed_on_one_who_sent_all_of_it(shelf):
+    incoming, sink = shelf.incoming()
+    _, error = asked_of(shelf, incoming, change=lambda path, data: flipped(data))
+    assert isinstance(error, BadData) and "corrupt" in str(error)
+    assert incoming.size_bytes == 0 and not sink.data
+
+
+@pytest.mark.parametrize("wrong", ["first", "second"])
+def test_a_wrong_hash_is_blamed_on_nobody_where_several_sent_parts(shelf, wrong):
+    beginning = shelf.data[:6_000]
+    incoming, sink = shelf.incoming(flipped(beginning) if wrong == "first" else beginning)
+    change = (lambda path, data: flipped(data)) if wrong == "second" else (lambda path, data: data)
+    _, error = asked_of(shelf, incoming, change=change)
+    assert type(error) is SourceError and "corrupt" in str(error)
+    assert not sink.data  # all of it is fetched again
+    assert asked_of(shelf, incoming)[1] is None
+    assert bytes(sink.data) == shelf.data
+
+
+def test_too_much_is_refused_before_all_of_it_came(shelf):
+    incoming, _ = shelf.incoming()
+    middle, error = asked_of(shelf, incoming, change=lambda path, data: data * 1_000, rate_Bps=1e6)
+    assert isinstance(error, BadData) and "longer than its 10000 bytes" in str(error)
+    assert middle.sent_bytes < 1_000_000
+
+
+def test_too_little_is_kept_and_the_rest_may_come_from_another(shelf):
+    incoming, sink = shelf.incoming()
+    _, error = asked_of(shelf, incoming, change=lambda path, data: data[:6_000])
+    assert type(error) is SourceError and "ended after 6000 of 10000 bytes" in str(error)
+    middle, error = asked_of(shelf, incoming)
+    assert error is None and bytes(sink.data) == shelf.data
+    assert middle.asked[0][1] == "bytes=6000-"
+
+
+def test_a_shard_that_is_shorter_there_than_it_should_be_is_wrong_data(shelf):
+    path = shelf.store.shard_path(7, "full", 1)
+    path.write_bytes(shelf.data[:6_000])
+    incoming, _ = shelf.incoming(shelf.data[:6_000])
+    _, error = asked_of(shelf, incoming)
+    assert isinstance(error, BadData) and "ended early" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [(b"", "malformed"), (b"[]", "malformed"), (b'{"versions":[-1]}', "malformed"), (b"x" * 5_000, "longer than 4096")],
+)
+def test_a_list_that_makes_no_sense_is_wrong_data(body, reason, monkeypatch):
+    monkeypatch.setattr(source_module, "MAX_SMALL_BYTES", 4_096)
+
+    async def answer(request):
+        return web.Response(body=body)
+
+    async def run():
+        async with answering(answer) as url, access().open([url]) as sources:
+            with pytest.raises(BadData, match=reason):
+                await sources.sources[0].listing()
+
+    asyncio.run(run())
+
+
+def test_a_token_is_asked_for_with_each_request():
+    """A relay's session outlives any token."""
+    seen: list[str] = []
+
+    async def answer(request):
+        seen.append(request.headers["Authorization"])
+        return web.json_response({"versions": []})
+
+    async def run():
+        mine = access()
+        tokens = iter(["one", "two"])
+        mine.token = lambda: next(tokens)
+        async with answering(answer) as url, mine.open([url]) as sources:
+            for _ in range(2):
+                await sources.sources[0].listing()
+
+    asyncio.run(run())
+    assert seen == ["Bearer one", "Bearer two"]
+
+
+# Sources that come and go
+
+
+def test_a_source_that_is_added_during_a_fetch_is_used(shelf):
+    async def run():
+        incoming, sink = shelf.incoming()
+        async with serving(shelf.store) as up, access().open([dead_url()]) as sources:
+            fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
+            await asyncio.sleep(0.2)
+            sources.use([up])
+            await fetching
+        return bytes(sink.data)
+
+    assert asyncio.run(run()) == shelf.data
+
+
+def test_a_source_that_is_dropped_finishes_what_it_sends_and_is_asked_no_more(shelf):
+    async def run():
+        incoming, sink = shelf.incoming()
+        async with (
+            serving(shelf.store) as up,
+            between(up, rate_Bps=30_000) as old,
+            between(up) as new,
+            access().open([old.url]) as sources,
+        ):
+            fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
+            await until(lambda: old.sent_bytes)
+            sources.use([new.url])
+            await fetching
+            assert bytes(sink.data) == shelf.data
+            assert sources.by_source() == {old.url: SHARD_BYTES}
+            again, _ = shelf.incoming()
+            await sources.shard(7, "full", again, deadline_s=time.monotonic() + 10)
+            assert sources.by_source() == {old.url: SHARD_BYTES, new.url: SHARD_BYTES}
+            sources.use([old.url + "/", new.url, new.url])  # the same ones, whatever was known of them
+            assert Counter(source.url for source in sources.sources) == {old.url: 1, new.url: 1}
+            assert sources.received_bytes == 2 * SHARD_BYTES
+
+    asyncio.run(run())
+
+
+def test_what_is_known_of_a_server_outlives_a_download(shelf):
+    async def run():
+        mine = access()
+        async with serving(shelf.store) as up:
+            for _ in range(2):
+                async with mine.open([up]) as sources:
+                    incoming, _ = shelf.incoming()
+                    await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10)
+            return list(mine.standings) == [up], mine.standings[up].speed_Bps()
+
+    known, speed_Bps = asyncio.run(run())
+    assert known and speed_Bps > 0
