@@ -4,6 +4,7 @@
     shoal coordinator CONFIG --dir DIR   the same roles one by one; each of the others needs only an invite
     shoal invite DIR --role R --name N
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
+    shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal verify FILE --run DIR          one submission checked by hand, each check in words
     shoal calibrate CONFIG               measure honest work here, and write the validator's limits
     shoal prepare CONFIG, shoal sft      fetch, convert or train the model beforehand
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import config as config_module
+from shoal import standalone
 from shoal.config import Config, ConfigError
 
 DONE, FAILED, USAGE, EVICTED = 0, 1, 2, 3
@@ -98,11 +100,19 @@ def _parser() -> argparse.ArgumentParser:
 
     for role in ROLES:
         node = commands.add_parser(role, help=ROLES[role])
-        node.add_argument("--join", required=True, help="an invite, or a file that holds one")
-        _is_process(node)
+        alone = role in ("origin", "relay")
+        node.add_argument("--join", required=not alone, help="an invite, or a file that holds one")
+        _is_process(node, required=not alone)
         if role == "origin":
-            node.add_argument("--watch", type=Path, required=True, help="the learner's folder of versions")
+            node.add_argument("--watch", type=Path, help="with --join: the learner's folder of versions")
+            standalone.origin_arguments(node)
+        if role == "relay":
+            standalone.relay_arguments(node)
         node.set_defaults(command=_node)
+
+    fetch = commands.add_parser("fetch", help="bring published versions from relays to a folder")
+    standalone.fetch_arguments(fetch)
+    fetch.set_defaults(command=_fetch)
     return parser
 
 
@@ -130,8 +140,8 @@ def _takes_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _is_process(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, required=True, help="this node's own folder: key, cache, state")
+def _is_process(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("--dir", type=Path, required=required, help="this node's own folder: key, cache, state")
     parser.add_argument("--threads", type=int, default=0, help="cores to compute on (default: all)")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # ends when this process is gone
 
@@ -217,11 +227,33 @@ def _invite(arguments: argparse.Namespace) -> int:
 
 
 def _node(arguments: argparse.Namespace) -> int:
+    if not arguments.join:
+        return _alone(arguments)
+    needed = ["dir", "watch"] if arguments.command_name == "origin" else ["dir"]
+    _needs(arguments, needed, "--join")
     stop = _begin(arguments.command_name, arguments)
     from shoal.roles import RUN
 
     ended = RUN[arguments.command_name](arguments, stop)
     return EVICTED if ended == "evicted" else DONE
+
+
+def _alone(arguments: argparse.Namespace) -> int:
+    _needs(arguments, ["path"] if arguments.command_name == "origin" else ["upstream", "key"], "no --join")
+    stop = _begin(arguments.command_name, arguments)
+    run = standalone.run_origin if arguments.command_name == "origin" else standalone.run_relay
+    run(arguments, stop)
+    return DONE
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    standalone.run_fetch(arguments)
+    return DONE
+
+
+def _needs(arguments: argparse.Namespace, names: list[str], given: str) -> None:
+    if missing := [name for name in names if not getattr(arguments, name)]:
+        raise ConfigError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
 
 
 def _config(arguments: argparse.Namespace) -> Config:

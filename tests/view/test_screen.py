@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from shoal.messages import LARGEST, Status
+from shoal.messages import LARGEST, NodeStatus, Status
 from shoal.view import Pace, render
 
 from .support import finished, mid_run, node, status
@@ -68,10 +68,41 @@ def test_a_run_under_way_shows_where_it_stands(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
+def test_weights_are_shown_as_the_tree_they_came_down(width: int) -> None:
+    def came(name: str, role: str, url: str | None, behind_s: float | None = None, **rates: float) -> NodeStatus:
+        intake = {"bytes_per_s": {f"http://{sender}": rate for sender, rate in rates.items()}, "behind_s": behind_s}
+        return node(name, role, url=url, stats={"intake": intake})
+
+    nodes = [
+        came("worker-0", "worker", None, 0.75, relay_b=3e6, relay_a=2e6),
+        came("relay-b", "relay", "http://relay_b", 0.5, relay_a=9e6, origin=1e6),
+        came("relay-a", "relay", "http://relay_a", 0.25, origin=12e6),
+        came("origin", "origin", "http://origin"),
+    ]
+    lines = screen(status(nodes=nodes), width).splitlines()
+    rows = [line[2:] for line in lines if re.search(r"behind|B/s|origin", line)]
+    at = {
+        name: next(n for n, line in enumerate(rows) if line.lstrip().startswith(name)) for name in ("origin", "relay-a")
+    }
+    assert at["origin"] < at["relay-a"]
+    assert [len(line) - len(line.lstrip()) for line in rows[at["origin"] :]][:4] == [0, 2, 4, 6]
+    assert re.search(r"relay-b +v3 +relay-a 9.0MB/s, origin 1.0MB/s +0.5 s", " ".join(rows)) or width < 100
+
+
+def test_servers_that_sent_each_other_most_are_shown_once() -> None:
+    nodes = [
+        node("a", "relay", url="http://a", stats={"intake": {"bytes_per_s": {"http://b": 1.0}}}),
+        node("b", "relay", url="http://b", stats={"intake": {"bytes_per_s": {"http://a": 1.0}}}),
+    ]
+    text = screen(status(nodes=nodes), 120)
+    assert len(re.findall(r"│ +[ab] ", text)) == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
 def test_every_node_has_its_line(width: int) -> None:
     text = screen(mid_run(), width)
-    assert re.search(r"v3 +serving v3 +now", row(text, "origin"))
-    assert re.search(r"v2 +fetching v3 +5s", row(text, "relay-0"))
+    assert re.search(r"v3 +serving v3 +– +now", row(text, "origin"))
+    assert re.search(r"v2 +fetching v3 +– +5s", row(text, "relay-0"))
     assert re.search(r"worker +v3 +generating +– +41 +0 +900 ?M(iB)? +now", row(text, "worker-0"))
     assert re.search(r"38 +1 +– +1m 10s", row(text, "worker-1"))
     assert re.search(r"slashed +– +0 +2 +– +evicted", row(text, "worker-liar|worker-lia…"))

@@ -33,10 +33,11 @@ from shoal.view.figures import (
     total,
 )
 from shoal.view.pace import Pace
+from shoal.view.tree import SERVERS, weights_tree
 
 MAX_WIDTH = 120  # wider terminals only pull the columns apart
 WIDE = 110  # from here on headings are whole words
-SERVERS: tuple[Role, ...] = ("origin", "relay")
+EDGES = 3  # senders named in a line of the weights' tree
 NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
 
 
@@ -162,16 +163,29 @@ def _batch(status: Status) -> Text:
 
 
 def _servers(status: Status, width: int) -> RenderableType:
+    """The tree that weights come down: each node under the one that sent it most, and how fast who sent it what."""
     servers = [node for role in SERVERS for node in status.nodes if node.role == role]
     if not servers:
         return Text("no origin or relay yet", style="dim")
+    names = {node.url: node.name for node in servers if node.url}
     table = _table(width)
     _column(table, "name")
-    _column(table, "serves", right=True)
-    _column(table, "doing", rest=True)
+    _column(table, "has", right=True)
+    _column(table, "came from", rest=True)
+    _column(table, "behind", right=True)
     _column(table, "seen", right=True)
-    for node in servers:
-        table.add_row(_name(node, width), _version(node), _doing(node, status), _seen(node, status))
+    for depth, node in weights_tree(status.nodes):
+        edges = node.stats.intake.bytes_per_s
+        fast_first = sorted(edges.items(), key=lambda edge: -edge[1])
+        told = ", ".join(f"{names.get(url, NONE)} {count(rate)}B/s" for url, rate in fast_first[:EDGES])
+        behind_s = node.stats.intake.behind_s
+        table.add_row(
+            Text("  " * depth).append(_name(node, width)),
+            _version(node),
+            Text(clean(told)) if told else _doing(node, status),
+            Text(NONE if behind_s is None else f"{number(behind_s, 1)} s"),
+            _seen(node, status),
+        )
     return table
 
 

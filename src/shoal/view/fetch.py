@@ -1,0 +1,50 @@
+"""The progress of `shoal fetch`: one bar on standard error; paths of what has come go to standard output."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from shoal.shardcast import Progress
+
+
+class FetchBar:
+    """How much, how fast, from whom."""
+
+    def __init__(self) -> None:
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[sources]}"),
+            console=Console(stderr=True),
+        )
+        self.task = self.bar.add_task("", total=None, sources="")
+
+    def __enter__(self) -> FetchBar:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        sources = sorted(progress.by_source.items(), key=lambda item: -item[1])
+        told = ", ".join(f"{url} {size_bytes / 1e6:.1f} MB" for url, size_bytes in sources[:4])
+        self.bar.update(
+            self.task,
+            description=progress.doing,
+            total=progress.total_bytes or None,
+            completed=min(progress.transferred_bytes + progress.reused_bytes, progress.total_bytes or 0),
+            sources=told,
+        )
+
+    def say(self, line: str) -> None:
+        self.bar.refresh()
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,93 @@
+"""SHARDCAST from the command line, without a pool: real processes on loopback."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from shoal.cli import main
+
+Started = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Starts a server command; returns its first line."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> dict[str, Any]:
+        command = [sys.executable, "-m", "shoal", *map(str, arguments)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        output = processes[-1].stdout
+        assert output is not None
+        first: dict[str, Any] = json.loads(output.readline())
+        return first
+
+    yield start
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        assert process.wait(10) == 0
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate of 127.0.0.1 that is its own authority, and its key, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "relay")]), datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path = tmp_path / "relay.pem"
+    path.write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()) + signed.public_bytes(pem))
+    return path
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "weights").write_bytes(bytes(range(256)) * 1000)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_goes_from_origin_over_relay_to_reader(
+    tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = started("origin", model(tmp_path / "model"), "--store", tmp_path / "o", "--key-file", tmp_path / "k")
+    relay = started("relay", "--upstream", origin["url"], "--key", origin["key"], "--store", tmp_path / "r")
+    urls = f"{relay['url']},{origin['url']}"
+    status = main(["fetch", urls, "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "20"])
+    printed = capsys.readouterr()
+    assert status == 0 and printed.out == f"{tmp_path / 'out' / 'v000000'}\n"
+    assert "fetching version 0" in printed.err and relay["url"] in printed.err, "what, and from whom"
+    assert (tmp_path / "out" / "v000000" / "weights").read_bytes() == (tmp_path / "model" / "weights").read_bytes()
+
+
+def test_over_https_with_a_certificate_of_ones_own(tmp_path: Path, started: Started, certificate: Path) -> None:
+    files = ["--store", tmp_path / "o", "--key-file", tmp_path / "k", "--tls-cert", certificate]
+    origin = started("origin", model(tmp_path / "model"), *files)
+    assert origin["url"].startswith("https://")
+    fetch = ["fetch", origin["url"], "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "1"]
+    assert main(fetch) == 1, "nobody trusts it"
+    assert main([*fetch, "--ca", str(certificate), "--wait", "20"]) == 0
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["origin"]) == 2
+    assert "path" in capsys.readouterr().err
+    assert main(["relay", "--upstream", "http://127.0.0.1:1"]) == 2
+    assert "key" in capsys.readouterr().err
+    assert main(["fetch", "http://127.0.0.1:1", "--key", "0" * 64, "--out", "nowhere"]) == 1
+    assert "http://127.0.0.1:1" in capsys.readouterr().err
