@@ -18,7 +18,7 @@ from shoal.node import Node
 from shoal.pool.identity import Identity
 from shoal.pool.invite import Invite
 from shoal.pool.service import ADDRESS, invite_from, serve_forever
-from shoal.shardcast import Client
+from shoal.shardcast import Access, Client, FetchError
 
 RUN = "test-0"
 CONFIG = parse(
@@ -119,8 +119,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
     found.coordinator.stopped()
 
 
-def fetched(url: str, publisher: str, cache: Path, version: int) -> dict[str, bytes]:
-    folder, _ = Client([url], public_key=publisher, cache=cache, run=RUN).fetch(version)
+def fetched(site: Site, publisher: str, version: int, token: Callable[[], str] | None = None) -> dict[str, bytes]:
+    access = Access(publisher, RUN, token=token)
+    folder, _ = Client([site.node("relay").url], access, site.folder / "cache", timeout_s=5).fetch(version)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -130,13 +131,40 @@ def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: 
     wait_until(lambda: site.status().newest_version == 0)
     wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
     publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
-    assert fetched(site.node("relay").url, publisher, tmp_path / "cache", 0) == files
+    reader = Node.join(site.invite("worker"), tmp_path / "worker")
+    reader.beat()
+    assert fetched(site, publisher, 0, reader.reader_token) == files
     files = site.write(1)
     wait_until(lambda: site.node("relay").policy_version == 1)
-    assert fetched(site.node("relay").url, publisher, tmp_path / "cache", 1) == files
+    assert fetched(site, publisher, 1, reader.reader_token) == files
     assert [json.loads(body)["version"] for body in site.announced()] == [0, 1], "each is announced once"
     site.end()
     assert (origin.join(), relay.join()) == ("finished", "finished")
+
+
+def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp_path: Path) -> None:
+    origin, relay = site.origin(), site.relay()
+    site.write(0)
+    wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
+    publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+    with pytest.raises(FetchError, match="401"):
+        fetched(site, publisher, 0)
+    reader = Node.join(site.invite("worker"), tmp_path / "worker")
+    reader.beat()
+    assert reader.reader_token()
+    with sqlite3.connect(tmp_path / "coordinator" / "pool.sqlite") as database:
+        database.execute("UPDATE nodes SET evicted = 1 WHERE key = ?", [reader.identity.public])
+
+    def refused() -> bool:
+        try:
+            Client([site.node("relay").url], Access(publisher, RUN, token=reader.reader_token), tmp_path / "c").latest()
+        except FetchError as error:
+            return "403" in str(error)
+        return False
+
+    wait_until(refused)
+    assert reader.beat().reader_token == ""
+    assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
 
 
 def test_an_origin_that_restarts_keeps_its_port_and_announces_nothing_twice(site: Site, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from shoal.model.dtype import DtypeName
 from shoal.pool.identity import Identity
 from shoal.rollout.produce import Producer
 from shoal.rollout.torch_engine import TorchEngine
+from shoal.shardcast import Access
 from shoal.store.rollouts import Rollout
 
 ALICE, BOB, VALIDATOR = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2, 3))
@@ -38,6 +39,9 @@ class FakeNode:
     policy_version: int | None = None
     tokens: int = 0
     uploads: dict[str, bytes] = field(default_factory=dict)
+
+    def access(self, publisher: str, config: Config) -> Access:
+        return Access(publisher, self.invite.run)
 
     def doing(self, what: str, *, waiting: bool = False) -> None: ...
 

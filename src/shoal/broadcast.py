@@ -5,17 +5,20 @@ Called by `shoal origin` and `shoal relay`.
 """
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
 
-from shoal.messages import Ok, Policy, Status
+from shoal.config import Config
+from shoal.messages import Intake, Ok, Policy, Status
 from shoal.node import Node
 from shoal.pool.identity import Identity
 from shoal.pool.invite import Invite
-from shoal.shardcast import Manifest, Origin, Relay, app, serve
+from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
+from shoal.shardcast.tls import serving
 
 WATCH_S = 0.1
 
@@ -24,12 +27,13 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
     """Serve what the learner writes under `watched` until the run ends."""
     config = Node.read_config(invite)
     identity = Identity.load_or_create(folder / "identity.pem")
+    store = Store(folder / "store", keep=config.origin.keep, quota_bytes=config.origin.quota_bytes)
     origin = Origin(
-        folder / "store",
+        store,
         identity.private_key,
         run=invite.run,
         shard_size_bytes=config.origin.shard_bytes,
-        keep=config.origin.keep,
+        anchor_every=config.origin.anchor_every,
     )
 
     async def watch(node: Node) -> str:
@@ -46,20 +50,24 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
-    return asyncio.run(_serve(invite, folder, config.origin.host, config.origin.port, watch))
+    return asyncio.run(_serve(invite, config, folder, store, config.origin.host, config.origin.port, watch))
 
 
 def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
     """Mirror the origin and serve it on, until the run ends."""
     config = Node.read_config(invite)
+    store = Store(folder / "store", keep=config.relays.keep, quota_bytes=config.relays.quota_bytes)
 
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
         status = await asyncio.to_thread(node.get, "/v1/status", Status)
-        upstream = [member.url for member in status.nodes if member.role == "origin" and member.url]
-        relay = Relay(
-            upstream, folder / "store", public_key=publisher, run=invite.run, keep=config.relays.keep, poll_s=0.2
-        )
+        origins = [member.url for member in status.nodes if member.role == "origin" and member.url]
+
+        def upstream() -> list[str]:
+            """The origin, and the relays that are up now: among them they find out who is nearer to it."""
+            return origins + (node.answer.relays if node.answer else [])
+
+        relay = Relay(upstream, store, node.access(publisher, config))
         task = asyncio.create_task(relay.mirror())
         try:
             while not stop.is_set() and not task.done():
@@ -67,6 +75,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
                     return node.answer.state
                 held = relay.status.versions
                 node.policy_version = max(held) if held else None
+                node.intake = Intake(bytes_per_s=relay.status.rates_Bps, behind_s=relay.status.behind_s)
                 node.doing(relay.status.last_error or "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():
@@ -75,28 +84,64 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
         finally:
             task.cancel()
 
-    return asyncio.run(_serve(invite, folder, config.relays.host, config.relays.port, mirror))
+    return asyncio.run(_serve(invite, config, folder, store, config.relays.host, config.relays.port, mirror))
 
 
-async def _serve(invite: Invite, folder: Path, host: str, port: int, live: Callable[[Node], Awaitable[str]]) -> str:
-    """Serve the store in `folder` and join the pool with the address, then do `live` until it returns."""
-    runner, bound = await _bind(app(folder / "store"), host, port, folder / "port")
+async def _serve(
+    invite: Invite,
+    config: Config,
+    folder: Path,
+    store: Store,
+    host: str,
+    port: int,
+    live: Callable[[Node], Awaitable[str]],
+) -> str:
+    """Serve the store to the pool's nodes and join with the address, then do `live` until it returns."""
+    readers = Guard(
+        None,
+        audience=invite.run,
+        pool_key=None if config.relays.public else invite.key,
+        rate_Bps=config.relays.rate_bytes_per_s,
+        connections=config.relays.connections,
+    )
+    relays = config.relays
+    tls = serving(_path(relays.tls_cert), _path(relays.tls_key))
+    runner, bound = await _bind(app(store, guard=readers), host, port, tls, folder / "port")
     try:
-        node = await asyncio.to_thread(Node.join, invite, folder, url=f"http://{host}:{bound}")
+        url = f"{'https' if tls else 'http'}://{host}:{bound}"
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url)
         with node.heart():
-            return await live(node)
+            banning = asyncio.create_task(_ban(node, readers))
+            try:
+                return await live(node)
+            finally:
+                banning.cancel()
     finally:
         await runner.cleanup()
 
 
-async def _bind(application: web.Application, host: str, port: int, memory: Path) -> tuple[web.AppRunner, int]:
+async def _ban(node: Node, readers: Guard) -> None:
+    """Whom the coordinator evicts gets no weights from the next heartbeat on."""
+    while True:
+        if node.answer:
+            readers.update(allowed=None, banned=frozenset(node.answer.banned))
+        await asyncio.sleep(WATCH_S)
+
+
+async def _bind(
+    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, memory: Path
+) -> tuple[web.AppRunner, int]:
     """Listen on `port`, or on the port this node had before its restart, or on a free one."""
     text = memory.read_text() if port == 0 and memory.exists() else ""
     remembered = int(text) if text.isdecimal() else port  # empty where it was killed while it wrote
-    runner, bound = await serve(application, host, remembered)
+    runner, bound = await serve(application, host, remembered, ssl=tls)
     memory.parent.mkdir(parents=True, exist_ok=True)
     memory.write_text(str(bound))
     return runner, bound
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 def _announce(node: Node, manifest: Manifest) -> None:

@@ -116,15 +116,26 @@ class LearnerSection(Section):
 class OriginSection(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
-    shard_bytes: int = Field(default=32 << 20, ge=1024)
-    keep: int = Field(default=5, ge=1, description="newest versions served")
+    shard_bytes: int | None = Field(default=None, ge=1024, description="none: a 256th of a version, 64 KiB to 16 MiB")
+    anchor_every: int = Field(default=10, ge=1, description="versions between two that can be fetched whole")
+    keep: int = Field(default=5, ge=1, description="newest versions served, with what they are deltas of")
+    quota_bytes: int | None = Field(default=None, ge=1, description="of disk; fewer versions are kept where it binds")
 
 
 class RelaySection(Section):
+    """Also for the origin: who may read, and how much."""
+
+    public: bool = Field(default=False, description="serve weights to anyone, not to this run's nodes alone")
+    rate_bytes_per_s: float | None = Field(default=None, gt=0, description="for each reader; none: no limit")
+    connections: int = Field(default=64, ge=1, description="at once from one address")
+    tls_cert: str = Field(default="", description="certificate (chain) in PEM: serve https")
+    tls_key: str = Field(default="", description="its private key")
+    tls_ca: str = Field(default="", description="PEM of whom readers trust (empty: the system's authorities)")
     count: int = Field(default=1, ge=1, description="local relays `shoal run` starts")
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     keep: int = Field(default=5, ge=1)
+    quota_bytes: int | None = Field(default=None, ge=1)
 
 
 class WorkerSection(Section):
@@ -245,8 +256,8 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
 
 
 def dumps(config: Config) -> str:
-    """The whole config as TOML, defaults included."""
-    return tomli_w.dumps(config.model_dump())
+    """The whole config as TOML, defaults included; TOML has no word for none, so what is none is left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -23,7 +23,7 @@ Everybody imports this; it imports nobody.
 """
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,6 +78,15 @@ class Registered(Message):
 # --- living ----------------------------------------------------------------------------------------------------------
 
 
+class Intake(Message):
+    """How the newest weights came to a node."""
+
+    bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(
+        default={}, max_length=64
+    )  # by sender's URL
+    behind_s: float | None = Field(default=None, ge=0)  # from their publication until they were whole here
+
+
 class Stats(Message):
     """What a node tells of itself for the view and the summary. Believed for display only."""
 
@@ -87,6 +96,7 @@ class Stats(Message):
     waiting_s: float = Field(default=0, ge=0)
     rss_bytes: int = Field(default=0, ge=0, le=LARGEST)  # peak
     pid: int = Field(default=0, ge=0, le=LARGEST)
+    intake: Intake = Intake()
 
 
 class Heartbeat(Message):
@@ -115,6 +125,8 @@ class HeartbeatAnswer(Message):
     relays: list[str]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
+    reader_token: str = ""  # opens relays and the origin to this node, for a while; none for the evicted
+    banned: list[str] = []  # keys that get no weights any more; told to who serves them
 
 
 class Stored(Message):

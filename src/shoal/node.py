@@ -22,10 +22,22 @@ from pydantic import BaseModel, ValidationError
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.messages import VERSION, Heartbeat, HeartbeatAnswer, Registered, Registration, Role, RunDescriptor, Stats
+from shoal.messages import (
+    VERSION,
+    Heartbeat,
+    HeartbeatAnswer,
+    Intake,
+    Registered,
+    Registration,
+    Role,
+    RunDescriptor,
+    Stats,
+)
 from shoal.pool.identity import Identity, IdentityError, Signed
 from shoal.pool.invite import Invite
 from shoal.pool.signing import SignedAuth
+from shoal.shardcast import Access
+from shoal.shardcast.tls import trusting
 
 HEARTBEAT_S = 1.0
 PATIENCE_S = 120.0  # how long a request outlasts a coordinator that is down or restarting
@@ -56,6 +68,7 @@ class Node:
         self.answer: HeartbeatAnswer | None = None
         self._doing, self._since_s, self._seconds = "starting", time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
+        self.intake = Intake()
 
     @classmethod
     def join(
@@ -149,6 +162,15 @@ class Node:
 
     # --- living ------------------------------------------------------------------------------------------------------
 
+    def access(self, publisher: str, config: Config) -> Access:
+        """How this node reaches relays and the origin, whose key is `publisher`."""
+        authority = Path(config.relays.tls_ca) if config.relays.tls_ca else None
+        return Access(publisher, self.invite.run, token=self.reader_token, tls=trusting(authority))
+
+    def reader_token(self) -> str:
+        """What opens relays and the origin to this node; the coordinator renews it with each heartbeat."""
+        return self.answer.reader_token if self.answer else ""
+
     def doing(self, what: str, *, waiting: bool = False) -> None:
         """Say what this node does from now on, and count the time of what it did before."""
         now_s = time.monotonic()
@@ -163,6 +185,7 @@ class Node:
             waiting_s=self._seconds["waiting"],
             rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             pid=os.getpid(),
+            intake=self.intake,
         )
         beat = Heartbeat(policy_version=self.policy_version, wants_task=wants_task, stats=stats)
         self.answer = self.post("/v1/heartbeat", beat, HeartbeatAnswer)

@@ -188,4 +188,4 @@ def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path
     assert follower.wanted() is None
     node.answer = HeartbeatAnswer(state="running", newest_version=4, relays=["http://r:1"])
     assert follower.wanted() == 4
-    assert follower.client().urls == ["http://r:1"] and follower.client().run == RUN
+    assert follower.client().urls == ["http://r:1"] and follower.client().access.run == RUN

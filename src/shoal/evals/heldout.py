@@ -32,7 +32,7 @@ class Evaluator:
         self.config = config
         self.new_engine = new_engine
         self.cache = cache
-        self.publisher = publisher
+        self.access = node.access(publisher, config)
         self.tasks = tasks.load(config.tasks)
 
     def run(self, stop: threading.Event) -> str:
@@ -68,7 +68,7 @@ class Evaluator:
         """Accuracy of one version over the held-out tasks (fewer of them between the first and the last)."""
         self.node.doing(f"fetching version {version}")
         relays = self.node.answer.relays if self.node.answer else []
-        client = Client(relays, public_key=self.publisher, cache=self.cache, run=self.node.invite.run, keep=1)
+        client = Client(relays, self.access, self.cache, keep=1)
         folder, _ = fetch_published(client, version)
         engine = self.new_engine()  # for this evaluation only: the model leaves memory after it
         engine.load(folder)

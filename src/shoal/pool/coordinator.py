@@ -25,10 +25,12 @@ from shoal.pool.invite import InviteError, open_payload
 from shoal.pool.ledger import Ledger
 from shoal.pool.signing import SignatureError, SqliteNonces, split_target, verify_request
 from shoal.pool.state import Pool
+from shoal.shardcast.guard import issue
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[["Request"], Awaitable[BaseModel | bytes]]
+READER_TOKEN_S = 600.0  # renewed with each heartbeat
 MAX_JSON_BYTES = 1 << 20
 STEP = re.compile("[0-9]{1,15}")
 
@@ -109,7 +111,11 @@ class Coordinator:
         return self.pool.members.register(request.key, payload, registration.url)
 
     async def _heartbeat(self, request: Request) -> BaseModel:
-        return self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
+        answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
+        if answer.state == "evicted":
+            return answer
+        token = issue(self.identity.private_key, request.key, self.run, time.time() + READER_TOKEN_S)
+        return answer.model_copy(update={"reader_token": token})
 
     # --- rollout files -----------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Members:
                 state="evicted" if node["evicted"] else self._state_for(node["role"]),
                 newest_version=self.db.newest(),
                 relays=[relay["url"] for relay in relays],
+                banned=self._evicted() if node["role"] in ("origin", "relay") else [],
             )
             if not beat.wants_task or answer.state != "running" or node["role"] != "worker":
                 return answer
@@ -78,6 +79,9 @@ class Members:
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
+
+    def _evicted(self) -> list[str]:
+        return [node["key"] for node in self.db.all("SELECT key FROM nodes WHERE evicted ORDER BY rowid")]
 
     def _state_for(self, role: str) -> Literal["running", "finished"]:
         """Workers, validators and the learner end with the last version; who serves or evaluates it ends after that."""

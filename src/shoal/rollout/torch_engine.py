@@ -19,6 +19,7 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.sampling import choose
 from shoal.rollout.engine import Completion, Sampling
+from shoal.shardcast.inplace import advance_
 
 GROW_BY = 64  # positions added to a full cache at once, at most
 
@@ -30,12 +31,14 @@ class TorchEngine:
         self.dtype = dtype
         self.device = device
         self.model: Any = None
+        self.folder: Path | None = None  # what the weights came from; None when they were changed since
 
     def load(self, folder: Path) -> None:
         if self.model is None:
             self.model = load_model(folder, self.dtype, self.device)
-        else:
+        elif self.folder is None or not advance_(self.model.state_dict(), self.folder, folder):
             load_weights_(self.model, folder)
+        self.folder = folder
 
     @torch.inference_mode()
     def generate(

@@ -61,13 +61,18 @@ class Worker:
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
     """A follower of the relays that the coordinator names in its heartbeat answers."""
 
+    access = node.access(publisher, config)
+
     def wanted() -> int | None:
         return node.answer.newest_version if node.answer and node.answer.relays else None
 
+    def known() -> list[str]:
+        return node.answer.relays if node.answer else []
+
     def client() -> Client:
-        relays = node.answer.relays if node.answer else []
+        relays = known()
         if not relays:  # they were there when `wanted` looked
             raise FetchError("no relay is up at the moment")
-        return Client(relays, public_key=publisher, cache=cache, run=node.invite.run)
+        return Client(relays, access, cache, relays=known)
 
     return Follower(wanted, client)

@@ -43,6 +43,7 @@ class QuantizedWeights(Producer):
         super().load(folder, version)
         assert isinstance(self.engine, TorchEngine)
         round_linears_(self.engine.model, round_to_4_bits_)
+        self.engine.folder = None  # the next version must come whole: what is here is no version's weights
         return version
 
 

@@ -23,7 +23,7 @@ class Validator:
         self.node = node
         self.config = config
         self.cache = cache
-        self.publisher = publisher
+        self.access = node.access(publisher, config)
         self.judge = Judge(config, node.invite.run, dtype)
 
     def run(self, stop: threading.Event) -> str:
@@ -85,9 +85,7 @@ class Validator:
         if self.node.policy_version == version:
             return
         relays = self.node.beat().relays
-        client = Client(
-            relays, public_key=self.publisher, cache=self.cache, run=self.node.invite.run, keep=self.config.relays.keep
-        )
+        client = Client(relays, self.access, self.cache, keep=self.config.relays.keep)
         folder, _ = fetch_published(client, version, digest=digest)
         self.judge.load(folder)
         self.node.policy_version = version
