@@ -1,0 +1,114 @@
+"""How long from an optimizer step to the new weights in a worker's engine.
+
+    python benchmarks/update_latency.py --versions DIR [--count 20] [--threads 1]
+
+DIR holds published versions v000000, v000001, ... of a real run (`shoal run CONFIG --set learner.keep_versions=100`, its
+`learner/versions`). `shoal origin`, `shoal relay` and `shoal fetch --follow` run as processes on loopback; one version after
+the other is put into the origin's folder. Of each:
+
+    write_s    the learner writes it (save_model, from the weights in memory)
+    reach_s    from its appearance until the client has it whole and checked (encode, relay, fetch, apply, verify)
+    load_s     its weights copied into the engine's model
+
+and whether it came as a delta. Writes benchmarks/results/update_latency.json with every timing.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from machine import describe
+
+from shoal.model.dtype import pick
+from shoal.model.load import load_model, load_tokenizer, load_weights_, save_model
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=20, help="versions after the first")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    folders = sorted(arguments.versions.glob("v*"))[: arguments.count + 1]
+    dtype, _ = pick("auto")
+    trained, engine = load_model(folders[0], "float32", "cpu"), load_model(folders[0], dtype, "cpu")
+    tokenizer = load_tokenizer(folders[0])
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/update_latency.py --versions DIR --count {arguments.count}",
+        "machine": describe(),
+        "dtype": dtype,
+        "versions": [],
+    }
+    with tempfile.TemporaryDirectory() as name, processes(Path(name)) as (watched, arrived):
+        for folder in folders:
+            load_weights_(trained, folder)
+            made, final = Path(name) / "made", watched / folder.name
+            write_s = seconds(lambda made=made: save_model(trained, tokenizer, made))  # type: ignore[misc]
+            started_s = time.perf_counter()
+            made.rename(final)
+            here = Path(arrived.readline().strip())
+            reach_s = time.perf_counter() - started_s
+            load_s = seconds(lambda here=here: load_weights_(engine, here))  # type: ignore[misc]
+            kinds = sorted(path.name for path in (Path(name) / "relay" / folder.name).iterdir() if path.is_dir())
+            row = {"version": folder.name, "kinds": kinds, "write_s": write_s, "reach_s": reach_s, "load_s": load_s}
+            result["versions"].append(row)
+            shutil.rmtree(final)
+    later = result["versions"][1:]
+    for part in ("write_s", "reach_s", "load_s"):
+        result[part] = statistics.median(row[part] for row in later)
+    result["total_s"] = statistics.median(row["write_s"] + row["reach_s"] + row["load_s"] for row in later)
+    (HERE / "results" / "update_latency.json").write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(
+        ", ".join(f"{part} {result[part]:.2f}" for part in ("write_s", "reach_s", "load_s", "total_s")) + "\n"
+    )
+
+
+@contextmanager
+def processes(folder: Path) -> Iterator[tuple[Path, IO[str]]]:
+    """The origin's folder, and what the client prints: the path of each version that has come."""
+    watched = folder / "watched"
+    watched.mkdir()
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> IO[str]:
+        command = [sys.executable, "-m", "shoal", *arguments]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        output = started[-1].stdout
+        assert output is not None
+        return output
+
+    try:
+        own = ["--store", str(folder / "origin"), "--key-file", str(folder / "key.pem")]
+        origin = json.loads(start("origin", str(watched), *own).readline())
+        key, url = origin["key"], origin["url"]
+        relay = start("relay", "--upstream", url, "--key", key, "--store", str(folder / "relay"))
+        relay_url = json.loads(relay.readline())["url"]
+        yield watched, start("fetch", relay_url, "--key", key, "--out", str(folder / "out"), "--follow")
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+
+
+def seconds(work: Any) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+if __name__ == "__main__":
+    main()

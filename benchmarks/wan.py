@@ -1,0 +1,205 @@
+"""Seconds until a file from one origin is whole and checked at every client of an emulated wide-area network.
+
+    python -m venv PEERS && PEERS/bin/pip install shardcast==0.3.2 libtorrent==2.1.1
+    python benchmarks/wan.py --peers PEERS --rounds 2 --scale 0.25 [--loss 0.5] [--kill-relay --throttle-relay]
+
+Needs root on Linux and, as Debian calls them, gcc, iproute2, iputils-ping, nginx-light, curl, aria2, wget and b3sum. The
+systems take turns, each time in fresh network namespaces (wan/network.py) joined by an emulator (wan/link.c): an origin
+of 100 Mb/s, 4 relays of 1 Gb/s, 16 clients of 200 Mb/s, 50 ms there and back between any two. `--scale 0.25` takes a
+quarter of every rate and of the file, so that times stay and the CPU has less to do. What can run before there is a file
+does; time counts from the moment the origin is told of the file until a client has checked it. This program checks each
+client's file again, off the clock.
+
+The bound: every byte leaves the origin once and reaches a client, whichever is slower, plus two hops of latency. Frames of
+1500 bytes carry 1448 of payload, so nothing over TCP is below 1.036 times the bound.
+
+Writes benchmarks/results/wan-LABEL.json after every transfer: each client's seconds, what went wrong, bytes that each
+node sent and received, lost and dropped packets, the idle share of all cores, and `late`: packets that the emulator,
+for want of CPU, handed over more than 5 ms after their time. Files are in memory (three times the file's size for each
+node).
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from wan.network import FOLDER, INSIDE, Network, Plan, enter
+from wan.stage import LOOK_AGAIN_S, Stage
+from wan.systems import SYSTEMS
+
+HERE = Path(__file__).parent
+SLOW = ("curl",)
+LEAST_WATCH_S = 60.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--skip-slow", action="store_true", help=f"without {', '.join(SLOW)}")
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="Python environment with the public packages")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all rates and the file's size")
+    parser.add_argument("--size", type=float, default=256, help="MB")
+    parser.add_argument("--origin", type=float, default=100, help="Mb/s, as all rates, and each way")
+    parser.add_argument("--relay", type=float, default=1000)
+    parser.add_argument("--client", type=float, default=200)
+    parser.add_argument("--relays", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--rtt", type=float, default=50, help="ms between any two nodes")
+    parser.add_argument("--loss", type=float, default=0, help="percent of all packets")
+    parser.add_argument("--queue", type=float, default=100, help="ms that a link may be behind before it drops")
+    parser.add_argument("--congestion", default="cubic", help="TCP congestion control")
+    parser.add_argument("--kill-relay", action="store_true", help="kill -9 the first relay at half of the bound")
+    parser.add_argument(
+        "--throttle-relay", action="store_true", help="the second relay to a tenth at half of the bound"
+    )
+    parser.add_argument("--watchdog", type=float, default=40, help="bounds after which a transfer is given up")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--label", default="default", help="results/wan-LABEL.json")
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    enter(arguments.peers)
+    from machine import describe  # imports torch
+
+    command = " ".join(["python", *sys.argv]).removesuffix(f" {INSIDE}").replace(str(arguments.peers), "PEERS")
+    rates = (arguments.origin, arguments.relay, arguments.client)
+    plan = Plan(
+        *(rate * 1e6 * arguments.scale for rate in rates),
+        arguments.relays,
+        arguments.clients,
+        arguments.rtt,
+        arguments.loss / 100,
+        arguments.queue,
+        arguments.congestion,
+    )
+    size_bytes = round(arguments.size * 1e6 * arguments.scale)
+    bound_s = size_bytes * 8 / min(plan.origin_bps, plan.client_bps) + 2 * plan.rtt_ms / 2e3
+    result: dict[str, Any] = {"command": command, "machine": describe(), "plan": asdict(plan)}
+    result |= {"size_bytes": size_bytes, "bound_s": bound_s, "framing": 1500 / 1448, "transfers": []}
+    path = HERE / "results" / f"wan-{arguments.label}.json"
+    names = [name for name in arguments.systems if not (arguments.skip_slow and name in SLOW)]
+    print_line(f"bound {bound_s:.2f} s, with framing {bound_s * result['framing']:.2f} s")
+    for number in range(arguments.rounds):
+        for name in names:
+            done = transfer(name, plan, size_bytes, bound_s, number, arguments)
+            result["transfers"].append({"system": name, "round": number} | done)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            print_line(row(name, done))
+    for name in names:
+        seconds = [done["seconds"] for done in result["transfers"] if done["system"] == name and done["seconds"]]
+        if seconds:
+            middle_s = statistics.median(seconds)
+            print_line(f"| {name} | {middle_s:.1f} s | {middle_s / bound_s:.2f} | {len(seconds)}/{arguments.rounds} |")
+    return 0 if all(done["seconds"] for done in result["transfers"]) else 1
+
+
+def transfer(
+    name: str, plan: Plan, size_bytes: int, bound_s: float, number: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """One system's; `seconds` is None where a client did not get the file, or a wrong one."""
+    data = random.Random(arguments.seed + number).randbytes(size_bytes)
+    digest = blake3(data).hexdigest()
+    folder = FOLDER / "transfer"
+    network = Network(plan, arguments.seed + number)
+    try:
+        found: dict[str, Any] = {"rtt_ms": network.rtt_ms()}
+        stage = Stage(network, folder, folder / "given", digest, arguments.scale)
+        stage.file.write_bytes(data)
+        SYSTEMS[name].start(stage)
+        stage.wait_asking()
+        before, idle_before = network.stats(), cpu()
+        began_s = time.time()
+        SYSTEMS[name].publish(stage)
+        found["course"] = waited(stage, began_s, bound_s, arguments)
+        after, idle_after = network.stats(), cpu()
+        found |= {"cpu_idle_frac": (idle_after[0] - idle_before[0]) / (idle_after[1] - idle_before[1])}
+        found |= verdict(stage, began_s)
+        found["link"] = difference(after, before)
+    except (RuntimeError, OSError) as error:
+        return {"seconds": None, "errors": {"start": str(error)}}
+    finally:
+        network.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    found["origin_sent"] = found["link"]["nodes"]["origin"]["sent_bytes"] / size_bytes
+    found["over_bound"] = found["seconds"] and found["seconds"] / bound_s
+    return found
+
+
+def waited(stage: Stage, began_s: float, bound_s: float, arguments: argparse.Namespace) -> list[tuple[float, int, int]]:
+    """Until every client is done or has ended, or there is no hope; on the way, what happens to relays. Returns the course:
+    twice a second the time, bytes the origin had sent, and those that all clients together had received."""
+    events = []
+    course: list[tuple[float, int, int]] = []
+    first = stage.network.stats()["nodes"]
+    if arguments.kill_relay:
+        events.append(lambda: stage.network.kill("relay0"))
+    if arguments.throttle_relay:
+        events.append(lambda: stage.network.slow("relay1", 0.1))
+    clients = stage.network.clients()
+    while time.time() < began_s + max(arguments.watchdog * bound_s, LEAST_WATCH_S):
+        if events and time.time() >= began_s + bound_s / 2:
+            events.pop(0)()
+        clients = [name for name in clients if not (stage.at(name) / "done").exists()]
+        if all(stage.started[name].poll() is not None for name in clients):
+            break
+        if time.time() - began_s > 0.5 * len(course):
+            moved = difference(stage.network.stats()["nodes"], first)
+            received_bytes = sum(moved[name]["received_bytes"] for name in stage.network.clients())
+            course.append((round(time.time() - began_s, 2), moved["origin"]["sent_bytes"], received_bytes))
+        time.sleep(LOOK_AGAIN_S)
+    return course
+
+
+def verdict(stage: Stage, began_s: float) -> dict[str, Any]:
+    clients, errors = {}, {}
+    for name in stage.network.clients():
+        done, file = stage.at(name) / "done", stage.at(name) / "file"
+        if not done.exists():
+            errors[name] = f"not done: {stage.log(name)}"
+        elif blake3(file.read_bytes()).hexdigest() != stage.digest:
+            errors[name] = "another file than was published"
+        else:
+            clients[name] = done.stat().st_mtime - began_s
+    seconds = None if errors else max(clients.values())
+    return {"seconds": seconds, "clients": clients, "errors": errors}
+
+
+def cpu() -> tuple[int, int]:
+    """Ticks that all cores together were idle, and all ticks."""
+    ticks = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]))
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def difference(after: Any, before: Any) -> Any:
+    if isinstance(after, dict):
+        return {key: difference(after[key], before[key]) if key != "latest_ms" else after[key] for key in after}
+    return round(after - before, 2)
+
+
+def row(name: str, done: dict[str, Any]) -> str:
+    if done["seconds"] is None:
+        first = next(iter(done["errors"].items()))
+        return f"{name:<11}failed at {len(done['errors'])} nodes, the first: {first}"
+    clients = list(done["clients"].values())
+    return (
+        f"{name:<11}{done['seconds']:8.2f} s {done['over_bound']:6.2f} x bound   clients {min(clients):.2f} to "
+        f"{max(clients):.2f} s, median {statistics.median(clients):.2f}   origin sent {done['origin_sent']:.2f} x file   "
+        f"CPU {done['cpu_idle_frac']:.0%} idle   late {done['link']['late'] / done['link']['delivered']:.2%}"
+    )
+
+
+def print_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The systems that benchmarks/wan.py compares, each with the best settings found for it, and by which name it's called."""
+
+import json
+import shutil
+import sys
+
+from .network import FOLDER, HERE
+from .nginx import Star, Tree
+from .stage import Stage, System
+
+SHOAL = {  # {relays} and {upstream} are URLs with commas between
+    "origin": "origin published --store store --host {address} --port 8000",
+    "relay": "relay --upstream {upstream} --key {key} --store store --host {address} --port 8000",
+    "fetch": "fetch {relays} --key {key} --out out --wait 600 | (read path && mv $path/given file && touch done)",
+}
+PEERS_PYTHON = FOLDER / "peers" / "bin" / "python"
+
+
+class Shoal:
+    """SHARDCAST of this project, all settings default. The origin watches an empty folder, relays have it and each other as
+    upstreams, clients have all relays; `shoal fetch` prints a path once it has checked what is there."""
+
+    def start(self, stage: Stage) -> None:
+        relays = stage.network.relays()
+        urls = {name: f"http://{stage.address(name)}:8000" for name in ["origin", *relays]}
+        (stage.at("origin") / "published").mkdir()
+        self.run(stage, "origin", "origin")
+        key = self.announced(stage, "origin")["key"]
+        for name in relays:
+            upstream = ",".join(url for other, url in urls.items() if other != name)
+            self.run(stage, name, "relay", upstream=upstream, key=key)
+        for name in relays:
+            self.announced(stage, name)
+        for name in stage.network.clients():
+            self.run(stage, name, "fetch", relays=",".join(urls[relay] for relay in relays), key=key)
+
+    def publish(self, stage: Stage) -> None:
+        whole = stage.folder / "whole"
+        whole.mkdir()
+        stage.file.rename(whole / "given")
+        whole.rename(stage.at("origin") / "published" / "v000000")
+
+    def run(self, stage: Stage, name: str, command: str, **known: object) -> None:
+        line = SHOAL[command].format(address=stage.address(name), **known)
+        stage.start(name, ["sh", "-c", f"{sys.executable} -m shoal {line}"])
+
+    def announced(self, stage: Stage, name: str) -> dict[str, str]:
+        """The line of JSON that a server prints once it listens."""
+        stage.wait([name], "log", holds="{")
+        return json.loads(next(line for line in stage.log(name).splitlines() if line.startswith("{")))
+
+
+class Shardcast:
+    """The public package shardcast 0.3.2, but for what shardcast_node.py says. Middle nodes look for a version every second
+    (its default: 30 s) and have the origin alone as upstream: a sibling that lacks a shard would cost them waits of 2 s,
+    then 15 s. Shards of 10 MB times the scale, which took 5.5 to 7 times the bound where its default of 50 MB took 9. It
+    keeps a temporary file in /tmp and one beside itself, hence a copy of the package and a /tmp for each node."""
+
+    def start(self, stage: Stage) -> None:
+        (package,) = (FOLDER / "peers" / "lib").glob("python3*/site-packages/shardcast")
+        for name in stage.network.nodes:
+            shutil.copytree(package, stage.at(name) / "shardcast")
+            shutil.copy(HERE / "shardcast_node.py", stage.at(name))
+            (stage.at(name) / "tmp").mkdir()
+            (stage.at(name) / "store").mkdir()
+            probe = stage.at(name) / "store" / "data1.bin"  # clients measure a server's speed by it
+            probe.write_bytes(bytes(100_000))
+        self.run(stage, "origin", "shardcast_node.py", "origin", str(int(10e6 * stage.scale)))
+        stage.wait(["origin"], "ready")
+        relays = stage.network.relays()
+        origin = f"http://{stage.address('origin')}"
+        for name in relays:
+            argv = ["-m", "shardcast.middle_node", "--upstream", origin, "--data-dir", "store", "--port", "80"]
+            self.run(stage, name, *argv, "--check-interval", "1")
+        stage.wait(relays, "store/distribution.txt")
+        for name in stage.network.clients():
+            urls = [f"http://{stage.address(relay)}" for relay in relays]
+            self.run(stage, name, "shardcast_node.py", "client", *urls)
+        stage.wait(stage.network.clients(), "ready")
+
+    def run(self, stage: Stage, name: str, *argv: str) -> None:
+        apart = ["unshare", "--mount", "sh", "-c", 'mount --bind tmp /tmp && exec "$0" "$@"']
+        stage.start(name, [*apart, PEERS_PYTHON, *argv])
+
+    def publish(self, stage: Stage) -> None:
+        tell(stage, "origin", str(stage.file))
+
+
+class BitTorrent:
+    """libtorrent, TCP alone, nobody choked; all peers, relays too, are told of each other instead of by a tracker. The
+    origin is a super seed, which took 1.6 to 1.7 times the bound where a plain one took 2.0 to 2.5 and
+    `high_performance_seed` 2.8; libtorrent's sends nothing for the first 10 s."""
+
+    def start(self, stage: Stage) -> None:
+        nodes = stage.network.nodes
+        addresses = [stage.address(name) for name in nodes]
+        for name in nodes:
+            known = [stage.address(name), stage.address("origin"), str(stage.scale), *addresses]
+            stage.start(name, [PEERS_PYTHON, HERE / "torrent_node.py", *known])
+        stage.wait(nodes, "ready")
+
+    def publish(self, stage: Stage) -> None:
+        tell(stage, "origin", str(stage.file))
+
+
+def tell(stage: Stage, name: str, line: str) -> None:
+    process = stage.started[name]
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+SYSTEMS: dict[str, System] = {
+    "shoal": Shoal(),
+    "shardcast": Shardcast(),
+    "curl": Star(),
+    "aria2": Tree(),
+    "bittorrent": BitTorrent(),
+}
