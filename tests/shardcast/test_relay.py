@@ -606,7 +606,7 @@ def test_half_a_shard_is_taken_up_after_a_disconnect_and_after_a_death(tmp_path)
     first, *others = middle.starts()
     assert first == 0 and set(others) == {others[0]}
     assert 6_000 < others[0] <= 12_000  # of what was sent some may have been in a buffer
-    assert middle.sent_bytes == 12_000 + WHOLE_BYTES - others[0]
+    assert middle.sent_bytes < 12_000 + WHOLE_BYTES
 
 
 def test_old_versions_that_do_not_fit_the_quota_are_not_fetched_again_and_again(tmp_path):

@@ -9,7 +9,7 @@
              frame), bytes
 
 A gap is the number of unchanged words before a changed one, so places ascend. A step is new minus old as integers,
-modulo the word's size and in zigzag (0, -1, 1, -2 as 0, 1, 2, 3): mostly one unit in the last place. Numbers have four
+modulo the word's size and in zigzag (0, -1, 1, -2 as 0, 1, 2, 3): often one unit in the last place. Numbers have four
 bytes, kinds one; all are little endian.
 
 Invariant: the caller says how many words come next, and no length in the delta makes the reader take more. So garbage

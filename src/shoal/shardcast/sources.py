@@ -1,13 +1,10 @@
 """All servers a downloader may use: which one to take next, and what to do when it fails.
 
 Which one: at random, in proportion to expected throughput (see `Standing`), never simply the best: so load spreads, and
-what is known of each stays fresh. A relay has an order of its own, see `relay`.
-Invariant: a shard comes back right or not at all. One that sends wrong bytes is given up for that shard after
-`strikes` tries, one that has none after a moment; one that is silent or refuses rests a little longer each time, or as
-long as it asks for, and is asked again until the deadline, since relays restart.
-Called by the relay (its upstreams) and the client (its relays), which open their sources here.
-Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays are chosen at random by expected throughput, the product of
-success rate and bandwidth, with a healing factor.
+what is known of each stays fresh. A relay has an order of its own. One that sends wrong bytes is given up for that shard
+after `strikes` tries, one that has none after a moment; one that is silent or refuses rests a little longer each time.
+Invariant: a shard comes back right or not at all.
+Called by relay and client. Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
 """
 
 from __future__ import annotations
