@@ -191,7 +191,8 @@ async def _send(
         try:
             sent_bytes += await _send_piece(response, transport, file, sent_bytes, arrived_bytes - sent_bytes)
         except OSError:  # the reader left, or the disk failed: either way this body ends short
-            transport.abort()
+            if request.transport is not None:  # not lost yet
+                transport.abort()
             return False
         grew_s = time.monotonic()
     return True
