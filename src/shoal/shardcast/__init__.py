@@ -2,7 +2,15 @@
 
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
-Usable alone; imports nothing else of Shoal. Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
+    what a version is    manifest, store, files
+    publishing           origin, cutter, latest, delta, delta_format, safetensors_layout
+    asking               source (one server), sources (which of several), download (many shards), relay, shard_file
+    having               client, plan, partial, cache, follow, inplace
+    serving              server, shelf, connections, guard, rates, tls
+    without a pool       alone
+
+Usable alone; imports nothing else of Shoal. docs/shardcast.md tells how it works and what it costs.
+Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 
 from .client import Client, FetchReport, Progress

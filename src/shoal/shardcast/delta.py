@@ -8,7 +8,7 @@ Invariant: paths, sizes and headers come from the caller and the old version, ne
 has those sizes; whether it is the new version the caller sees from the hash of the whole in the manifest.
 Called by the origin (encode) and clients (apply).
 Left out: deltas over several versions (apply one after the other), and files that were renamed (they come whole).
-Source: docs/architecture.md; the paper sends whole checkpoints.
+Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
 """
 
 from __future__ import annotations
