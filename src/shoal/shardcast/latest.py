@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .cutter import Cutter
 from .files import CHUNK_BYTES, discard
 from .manifest import FileEntry, Manifest
+from .partial import Layout
 from .store import parse_version, version_name
 
 
@@ -36,26 +36,25 @@ class Latest:
                 os.link(folder / file.path, target / file.path)
             except OSError:  # another device, or a file system without links
                 shutil.copyfile(folder / file.path, target / file.path)
-        self._known = manifest.version, self._times(manifest)
+        self._known = manifest.version, file_times(target, manifest.files)
 
     def manifest(self, held: dict[int, Manifest]) -> Manifest | None:
         """Of the version whose files are here, if they are still what was published."""
-        manifest = held.get(parse_version(self.folder.name) or 0)
-        if manifest is None or not self.folder.is_dir() or manifest.version != parse_version(self.folder.name):
+        version = parse_version(self.folder.name)
+        manifest = None if version is None else held.get(version)
+        if manifest is None:
             return None
         try:
-            if self._known == (manifest.version, self._times(manifest)):
+            if self._known == (version, file_times(self.folder, manifest.files)):
                 return manifest
-            cutter = Cutter(manifest.content.shard_size_bytes, None)  # left by an earlier process
-            for chunk in file_chunks(self.folder, manifest.files):
-                cutter.add(chunk)
-            cutter.finish()
         except FileNotFoundError:
             return None
-        return manifest if tuple(cutter.shards) == manifest.content.shards else None
+        # Left by an earlier process, or written to.
+        return manifest if Layout(self.folder, manifest.files).holds(manifest.content) else None
 
-    def _times(self, manifest: Manifest) -> list[int]:
-        return [(self.folder / file.path).stat().st_mtime_ns for file in manifest.files]
+
+def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
+    return [(folder / file.path).stat().st_mtime_ns for file in files]
 
 
 def file_chunks(folder: Path, files: Sequence[FileEntry]) -> Iterator[memoryview]:

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from . import delta
 from .cutter import Cutter
 from .files import CHUNK_BYTES, NewFile, new_file
-from .latest import Latest, file_chunks
+from .latest import Latest, file_chunks, file_times
 from .manifest import (
     Delta,
     FileEntry,
@@ -84,7 +84,7 @@ class Origin:
         if held is not None and held.complete and not self.store.missing(held):
             return held
         folder, files = _files(path)
-        before = _times(folder, files)
+        before = file_times(folder, files)
         # What was damaged on disk is cut anew with its old date: the same bytes get the same digest again.
         created_s = self.clock() if held is None else held.created_s
         with self._begun(version):
@@ -101,7 +101,7 @@ class Origin:
                 cutter.finish()
                 content = Stream(size_bytes=_total(files), shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
                 self._sign(version, files, content, found, created_s, anchor=False)
-            if _times(folder, files) != before:
+            if file_times(folder, files) != before:
                 raise ValueError(f"{path} was written to while it was published; put versions there by a rename")
         manifest = self._held[version]
         self._latest.keep(folder, manifest)
@@ -255,10 +255,6 @@ def _files(path: Path) -> tuple[Path, list[FileEntry]]:
     return folder, [
         FileEntry(path=name, size_bytes=file.stat().st_size) for name, file in zip(names, paths, strict=True)
     ]
-
-
-def _times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
-    return [(folder / file.path).stat().st_mtime_ns for file in files]
 
 
 def _total(files: Sequence[FileEntry]) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from .manifest import ManifestError, Part, Stream
 from .store import Store
 
@@ -50,7 +48,7 @@ class Shelf:
             if version not in self._parsed or self._parsed[version][0] != seen:
                 self._keep(version, seen, _parse(self.store, version))
             return self._parsed[version][1]
-        except (FileNotFoundError, ManifestError, ValidationError):
+        except (FileNotFoundError, ManifestError):
             self._parsed.pop(version, None)
             return None
 
@@ -61,7 +59,7 @@ class Shelf:
 
 
 def _parse(store: Store, version: int) -> Held:
-    """Raises FileNotFoundError, ManifestError, ValidationError. The store's writer has checked the signature."""
+    """Raises FileNotFoundError, ManifestError. The store's writer has checked the signature."""
     signed = store.signed(version)
     if signed is None:
         raise FileNotFoundError

@@ -30,9 +30,8 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
     scaled_NV: logits divided by the temperature, float32.
     """
     top_N1 = scaled_NV.amax(-1, keepdim=True)
-    root_NV = torch.add(
-        top_N1 * -0.5, scaled_NV, alpha=0.5
-    ).exp_()  # of the likelihood, relative to the likeliest token's
+    # Square roots of likelihoods, relative to the likeliest token's.
+    root_NV = torch.add(top_N1 * -0.5, scaled_NV, alpha=0.5).exp_()
     roots_N = root_NV.sum(-1)
     likelihood_NV = root_NV.square_()
     total_N = likelihood_NV.sum(-1)
