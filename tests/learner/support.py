@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from shoal.config import LearnerSection, LossSection
 from shoal.learner.policy import Policy
+from shoal.recipe import LearnerSection, LossSection
 
 
 def make_policy(

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from shoal import tasks
-from shoal.config import TaskSection, load
+from shoal.config import load
 from shoal.learner.policy import Policy
 from shoal.learner.sft import TINY_TASKS, _example, _tiny_tokenizer, train
 from shoal.model.tree import pack
+from shoal.recipe import TaskSection
 from shoal.tasks.prompt import prompt_tokens
 
 from .support import make_policy

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config import LearnerSection
 from shoal.learner.batch import MicroBatch
 from shoal.learner.loss import policy_loss
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.tree import Pack, forward_hidden
+from shoal.recipe import LearnerSection
 
 
 class DivergedError(Exception):

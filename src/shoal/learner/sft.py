@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import tasks
-from shoal.config import LearnerSection, LossSection, TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.load import save_model
 from shoal.model.sources import tiny_dir
 from shoal.model.tree import Pack, Tree, pack
+from shoal.recipe import LearnerSection, LossSection, TaskSection
 from shoal.tasks.prompt import prompt_tokens
 
 TINY_TASKS = TaskSection(operand_min=10, operand_max=99, prompt="{question}=", heldout=512)

@@ -6,7 +6,7 @@ task's index says everything about it. Left out here: sandboxed code tasks and d
 
 from typing import Protocol
 
-from shoal.config import TaskSection
+from shoal.recipe import TaskSection
 from shoal.tasks.arithmetic import Arithmetic, Task
 
 __all__ = ["Task", "TaskSet", "load"]

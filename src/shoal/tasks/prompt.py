@@ -7,7 +7,7 @@ Reward = grade - alpha * |target length - length| where a target was drawn, writ
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.config import TaskSection
+from shoal.recipe import TaskSection
 from shoal.tasks.arithmetic import Task
 
 
