@@ -1,6 +1,7 @@
 """Origin and relay as members of a pool, with a real coordinator on loopback."""
 
 import json
+import shutil
 import sqlite3
 import threading
 import time
@@ -18,7 +19,10 @@ from shoal.node import Node
 from shoal.pool.identity import Identity
 from shoal.pool.invite import Invite
 from shoal.pool.service import ADDRESS, invite_from, serve_forever
+from shoal.rollout.worker import follow
 from shoal.shardcast import Access, Client, FetchError
+from shoal.shardcast.follow import fetch_published
+from shoal.view.tree import weights_tree
 
 RUN = "test-0"
 CONFIG = parse(
@@ -142,6 +146,30 @@ def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: 
     assert (origin.join(), relay.join()) == ("finished", "finished")
 
 
+def test_whoever_fetches_tells_from_whom_how_fast_and_how_late(site: Site, tmp_path: Path) -> None:
+    """As the worker does, which follows, and validator and evaluator, which fetch what they need."""
+    origin, relay = site.origin(), site.relay()
+    site.write(0)
+    wait_until(lambda: (node := site.node("relay")) is not None and node.policy_version == 0)
+    publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
+    worker = Node.join(site.invite("worker"), tmp_path / "worker")
+    validator = Node.join(site.invite("validator"), tmp_path / "validator")
+    url = site.node("relay").url
+    for node in (worker, validator):
+        assert node.beat().relays == [url]
+    with follow(worker, CONFIG, tmp_path / "worker" / "weights", publisher) as follower:
+        wait_until(lambda: follower.newest() is not None)
+    fetch_published(Client([url], validator.access(publisher, CONFIG), tmp_path / "validator" / "weights"), 0)
+    for node in (worker, validator):
+        node.beat()
+        intake = site.node(node.name).stats.intake
+        assert list(intake.bytes_per_s) == [url]
+        assert intake.bytes_per_s[url] > 0 and 0 < intake.behind_s < 15
+    rows, _ = weights_tree(site.status().nodes, 100)
+    assert {node.name: depth for depth, node in rows} == {"origin": 0, "relay": 1, "worker": 2, "validator": 2}
+    assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
+
+
 def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp_path: Path) -> None:
     origin, relay = site.origin(), site.relay()
     site.write(0)
@@ -188,6 +216,31 @@ def test_an_origin_killed_while_it_wrote_its_port_takes_a_free_one(site: Site, t
     site.write(0)
     origin = site.origin()
     wait_until(lambda: site.status().newest_version == 0 or origin.result is not None)
+    assert origin.stopped() == "stopped"
+
+
+def test_a_version_is_published_out_of_what_the_learner_is_writing(site: Site) -> None:
+    """Noticed while it grows, announced when it is whole; one that a learner left half-written is published later."""
+    site.write(0)
+    origin = site.origin()
+    wait_until(lambda: site.status().newest_version == 0)
+    temporary = site.watched / ".v000001"
+    for whole in (False, True):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        (temporary / "config.json").write_text("{}")
+        header = b'{"w":{"dtype":"BF16","shape":[5000],"data_offsets":[0,10000]}}'
+        with (temporary / ".model.safetensors.tmp").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header + bytes(5_000))
+            file.flush()
+            wait_until(lambda: "cutting version 1 while" in site.node("origin").stats.doing)
+            assert site.status().newest_version == 0
+            if whole:
+                file.write(bytes(5_000))
+    (temporary / ".model.safetensors.tmp").rename(temporary / "model.safetensors")
+    temporary.rename(site.watched / "v000001")
+    wait_until(lambda: site.status().newest_version == 1)
+    assert [json.loads(body)["version"] for body in site.announced()] == [0, 1]
     assert origin.stopped() == "stopped"
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from aiohttp import web
 
 from shoal.config import Config
-from shoal.messages import Intake, Ok, Policy, Status
+from shoal.messages import Ok, Policy, Status
 from shoal.node import Node
 from shoal.pool.identity import Identity
 from shoal.pool.invite import Invite
 from shoal.shardcast import Guard, Manifest, Origin, Relay, Store, app, serve
+from shoal.shardcast.handover import Handover
 from shoal.shardcast.tls import serving
 
 WATCH_S = 0.1
@@ -37,16 +38,22 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
     )
 
     async def watch(node: Node) -> str:
+        writer = Handover(origin, watched, stop.is_set)
         while not stop.is_set():
             if node.answer and node.answer.state != "running":
                 return node.answer.state
             newest = max(watched.glob("v*"), default=None)  # if the learner ran ahead, nobody needs those between
+            manifest = None
             if newest is not None and int(newest.name[1:]) != node.policy_version:
                 node.doing(f"cutting {newest.name}")
                 manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
+            elif (growing := writer.begun()) is not None:
+                node.doing(f"cutting version {growing.version} while it is written")
+                manifest = await asyncio.to_thread(writer.follow, growing)
+            if manifest is not None:
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
-                node.doing("the learner", waiting=True)
+            node.doing(writer.given_up or "the learner", waiting=True)
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
@@ -75,7 +82,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
                     return node.answer.state
                 held = relay.status.versions
                 node.policy_version = max(held) if held else None
-                node.intake = Intake(bytes_per_s=relay.status.rates_Bps, behind_s=relay.status.behind_s)
+                node.came(relay.status.rates_Bps, relay.status.behind_s)
                 node.doing(relay.status.last_error or "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():

@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST = 2**53 - 1  # integer: every reader of JSON and SQLite holds it exactly
+MAX_SENDERS = 64  # of one version, by each node told
 VERSION = 1  # of this protocol; a descriptor with another one is refused
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
@@ -82,7 +83,7 @@ class Intake(Message):
     """How the newest weights came to a node."""
 
     bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(
-        default={}, max_length=64
+        default={}, max_length=MAX_SENDERS
     )  # by sender's URL
     behind_s: float | None = Field(default=None, ge=0)  # from their publication until they were whole here
 

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.messages import (
+    MAX_SENDERS,
     VERSION,
     Heartbeat,
     HeartbeatAnswer,
@@ -163,9 +164,20 @@ class Node:
     # --- living ------------------------------------------------------------------------------------------------------
 
     def access(self, publisher: str, config: Config) -> Access:
-        """How this node reaches relays and the origin, whose key is `publisher`."""
+        """How this node reaches relays and the origin, whose key is `publisher`; how versions came is told to the view."""
         authority = Path(config.relays.tls_ca) if config.relays.tls_ca else None
-        return Access(publisher, self.invite.run, token=self.reader_token, tls=trusting(authority))
+        return Access(
+            publisher,
+            self.invite.run,
+            token=self.reader_token,
+            tls=trusting(authority),
+            on_fetched=self.came,
+        )
+
+    def came(self, rates_Bps: dict[str, float], behind_s: float | None) -> None:
+        """How the newest weights came to this node: bytes a second by sender's URL, seconds since their publication."""
+        fastest = sorted(rates_Bps, key=lambda url: -rates_Bps[url])[:MAX_SENDERS]
+        self.intake = Intake(bytes_per_s={url: rates_Bps[url] for url in fastest}, behind_s=behind_s)
 
     def reader_token(self) -> str:
         """What opens relays and the origin to this node; the coordinator renews it with each heartbeat."""

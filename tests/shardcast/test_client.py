@@ -8,7 +8,7 @@ import time
 import pytest
 from aiohttp import web
 
-from shoal.shardcast import Client, FetchError, Origin, SignedManifest
+from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
 from shoal.shardcast import client as client_module
 from shoal.shardcast import origin as origin_module
 from shoal.shardcast import partial as partial_module
@@ -520,8 +520,47 @@ def test_a_delta_of_what_only_the_cache_still_has(tmp_path):
 
 def test_a_delta_of_what_nobody_has_says_so(tmp_path):
     stepped(tmp_path, 0, 1).store.discard(0)
-    with pytest.raises(FetchError, match="no relay holds what version 1 is a delta of"):
+    with pytest.raises(FetchError, match=r"no relay holds version 0, which version 1 is a delta of \(http://.*404"):
         against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")
+
+
+@pytest.mark.parametrize("comes", ["parent", "parent elsewhere", "anchor"])
+def test_a_newcomer_waits_for_what_the_newest_version_is_a_delta_of(tmp_path, comes):
+    source = stepped(tmp_path, 0, 1)
+    shutil.copytree(source.store.path, tmp_path / "fresh")
+    shutil.copytree(source.store.path, tmp_path / "other")
+    Store(tmp_path / "fresh").discard(0)
+    for version in (0, 1):
+        Store(tmp_path / "other").discard(version)
+
+    def arrive():
+        if comes == "anchor":
+            signed = stepped(tmp_path, 2, anchor_every=1).store.signed(2)
+            shutil.copytree(source.store.folder(2) / "full", tmp_path / "other" / "v000002" / "full")
+            Store(tmp_path / "other").add_manifest(2, signed)
+        else:
+            to = Store(tmp_path / ("fresh" if comes == "parent" else "other"))
+            shutil.copytree(source.store.folder(0) / "full", to.folder(0) / "full")
+            to.add_manifest(0, source.store.signed(0))
+
+    def act(fresh, other):
+        timer = threading.Timer(0.5, arrive)
+        timer.start()
+        try:
+            return client(tmp_path, fresh, other, wait_s=10).fetch()
+        finally:
+            timer.join()
+
+    folder, _ = against(act, tmp_path / "fresh", tmp_path / "other")
+    assert contents(folder) == contents(tmp_path / ("model2" if comes == "anchor" else "model1"))
+
+
+def test_the_wait_for_a_parent_has_an_end_that_names_it(tmp_path):
+    stepped(tmp_path, 0, 1).store.discard(0)
+    started_s = time.monotonic()
+    with pytest.raises(FetchError, match=r"holds version 0, which version 1 is a delta of .*waited 0\.[5-9] s"):
+        against(lambda url: client(tmp_path, url, wait_s=0.5).fetch(), tmp_path / "origin")
+    assert 0.5 <= time.monotonic() - started_s < 5
 
 
 def test_a_cached_version_that_rotted_is_noticed_by_the_next_client(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 
 import aiohttp
 import pytest
@@ -175,6 +176,37 @@ def test_a_pushed_ban_takes_effect_at_once_and_so_does_its_end(tmp_path):
         return statuses
 
     assert asking(tmp_path, guard(), questions) == [[200, 200], [403, 200], [200, 200]]
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [{"allowed": None, "banned": frozenset({ANN})}, {"allowed": frozenset({BOB}), "banned": EVERYONE}],
+    ids=["banned", "no longer allowed"],
+)
+def test_a_pushed_update_ends_what_a_reader_was_receiving(tmp_path, lists):
+    data = random.Random(0).randbytes(32 << 20)  # more than the kernels hold between the two
+    write_file(tmp_path / "versions.json", data)
+
+    async def main():
+        doorman = guard()
+        runner, port = await serve(app(tmp_path, guard=doorman))
+        url = f"http://127.0.0.1:{port}"
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"{url}/versions.json", headers=bearer(token(ANN))) as ann,
+                session.get(f"{url}/versions.json", headers=bearer(token(BOB))) as bob,
+            ):
+                update = issue_update(POOL, RUN, 1, **lists)
+                async with session.put(f"{url}/readers", headers=bearer(token(POOL_KEY)), data=update) as pushed:
+                    assert pushed.status == 200
+                with pytest.raises(aiohttp.ClientError):
+                    await asyncio.wait_for(ann.read(), 10)
+                return await asyncio.wait_for(bob.read(), 10)
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(main()) == data
 
 
 def test_a_pushed_list_of_readers_replaces_the_first_and_does_not_lock_out_the_pool(tmp_path):

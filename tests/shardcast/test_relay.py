@@ -16,11 +16,14 @@ from shoal.shardcast import files as files_module
 from shoal.shardcast import origin as origin_module
 from shoal.shardcast.files import temporary
 from shoal.shardcast.manifest import FileEntry
+from shoal.shardcast.places import by_choice
 
 from .support import (
     OTHER_KEY,
     PUBLIC_KEY,
     SMALL_BYTES,
+    Known,
+    Stub,
     answering,
     between,
     client,
@@ -109,12 +112,11 @@ def test_a_corrupt_shard_upstream_is_taken_from_the_other_upstream_and_recorded(
         flip_bit(tmp_path / "bad" / "v000007" / "full" / f"0000{index}.shard")
 
     async def run():
-        async with (
-            serving(tmp_path / "bad") as bad,
-            serving(tmp_path / "origin") as good,
-            mirroring(relay(tmp_path, bad, good)) as mirror,
-        ):
-            await until(lambda: mirror.status.versions == [7])
+        async with serving(tmp_path / "bad") as bad, serving(tmp_path / "origin") as good:
+            mirror = relay(tmp_path, bad, good)
+            mirror.access.standings.update({bad: Known(1e12), good: Known(1.0)})  # so the bad one is asked first
+            async with mirroring(mirror):
+                await until(lambda: mirror.status.versions == [7])
             assert bad in mirror.status.last_error
             assert "corrupt" in mirror.status.last_error
 
@@ -580,6 +582,57 @@ def test_a_shard_reaches_the_fourth_server_while_the_first_relay_still_has_half_
                 source.store.id,
                 *(one.store.id for one in mirrors),
             ]
+
+    asyncio.run(run())
+
+
+def test_relays_spread_over_their_parents_and_keep_to_the_one_they_chose():
+    def sources(*speeds_Bps: float | None) -> list[Stub]:
+        return [Stub(f"http://{name}", standing=Known(speed)) for name, speed in zip("abc", speeds_Bps, strict=True)]
+
+    ids = [f"{n:016x}" for n in range(300)]
+
+    def firsts(parents: list[Stub]) -> list[str]:
+        return [by_choice(own, parents)[0].url[-1] for own in ids]
+
+    alike = firsts(sources(None, None, None))
+    assert all(70 <= alike.count(name) <= 130 for name in "abc")
+    assert firsts(sources(None, None, None)[::-1]) == alike  # in whatever order they are known
+    unlike = firsts(sources(3e6, 1e6, None))  # what is not known may be as good as the best
+    assert 20 <= unlike.count("b") <= 70 < min(unlike.count("a"), unlike.count("c"))
+    left = [name for name, before in zip(unlike, alike, strict=True) if before != "b"]
+    assert "b" not in left  # who moves goes away from the slow one
+    assert len(by_choice(ids[0], sources(None, None, None))) == 3
+
+
+def test_second_relays_take_from_different_first_ones_and_no_loop_comes_of_it(tmp_path):
+    source = origin(tmp_path)
+    source.publish(large_folder(tmp_path / "large"), 7)
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            up = await stack.enter_async_context(serving(source.store))
+            first = {}
+            for name in "ab":
+                one = relay(tmp_path, up, name=name)
+                first[await stack.enter_async_context(serving(one.store))] = one
+                await stack.enter_async_context(mirroring(one))
+            await all_hold({one.store.id: one for one in first.values()}, 7)
+            second = {name: relay(tmp_path, *first, name=name) for name in "cdefgh"}
+            for one in second.values():
+                url = await stack.enter_async_context(serving(one.store))
+                for above in first.values():  # they know of those behind them, too
+                    above.upstream = lambda known=above.upstream, url=url: [*known(), url]
+                await stack.enter_async_context(mirroring(one))
+            await all_hold(second, 7)
+            await until(lambda: all(len(above._behind) > 0 for above in first.values()))
+            for above in first.values():
+                assert [parent.url for parent in above._parents] == [up]
+            for one in second.values():
+                chosen = by_choice(one.store.id, one._parents)[0].url
+                path = json.loads((one.store.path / "versions.json").read_text())["path"]
+                assert path == [source.store.id, first[chosen].store.id, one.store.id]
+                assert list(one.status.rates_Bps) == [chosen]
 
     asyncio.run(run())
 

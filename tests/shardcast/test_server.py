@@ -26,11 +26,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from yarl import URL
 
-from shoal.shardcast.connections import PATIENCE, Patience, network
+from shoal.shardcast.connections import LISTENER, PATIENCE, Patience, network
 from shoal.shardcast.files import NewFile, temporary
 from shoal.shardcast.guard import Guard
 from shoal.shardcast.manifest import Delta, FileEntry, Manifest, SignedManifest, Stream
-from shoal.shardcast.server import LISTENER, app, serve
+from shoal.shardcast.server import app, serve
 from shoal.shardcast.store import Store
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
@@ -465,6 +465,23 @@ def test_readers_may_leave_before_a_shard_has_arrived(tmp_path, caplog):
 
     (status, _, body), told = asyncio.run(ask())
     assert (status, body, told["connections"]) == (200, data, 1)
+    assert not caplog.records
+
+
+def test_readers_may_leave_before_a_shard_has_begun(tmp_path, caplog):
+    store = whole(tmp_path)
+    store.shard_path(7, "full", 0).unlink()
+
+    async def ask():
+        async with serving(store) as url:
+            (await ask_raw(url, "/v000007/full/00000.shard")).close()
+            await asyncio.sleep(0.1)
+            put(store.shard_path(7, "full", 0), content()[:SHARD_BYTES])
+            await asyncio.sleep(0.2)
+            return await health(url)
+
+    told = asyncio.run(ask())
+    assert (told["connections"], told["served_bytes"]) == (1, 0)
     assert not caplog.records
 
 

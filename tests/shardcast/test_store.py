@@ -1,16 +1,31 @@
 """The store: what is kept and what goes, and what half-written files mean."""
 
+import asyncio
 import os
 import time
 
 import pytest
 
 from shoal.shardcast import Origin, Store
+from shoal.shardcast import files as files_module
 from shoal.shardcast.files import NewFile, temporary
 from shoal.shardcast.manifest import Delta, FileEntry, Manifest, Stream
 from shoal.shardcast.store import StoreFullError, chain, stored_bytes
 
-from .support import KEY, RUN, flip_bit, origin, published, stepped, weights_folder
+from .support import (
+    KEY,
+    PUBLIC_KEY,
+    RUN,
+    flip_bit,
+    mirroring,
+    origin,
+    published,
+    relay,
+    serving,
+    stepped,
+    until,
+    weights_folder,
+)
 
 HASH = "0" * 64
 WHOLE_BYTES = 37_612  # of one version of `published`
@@ -43,6 +58,7 @@ def holding(path, *manifests: Manifest, **options) -> tuple[Store, dict[int, Man
     for manifest in manifests:
         origin.store.folder(manifest.version).mkdir()
         origin.store.manifest_path(manifest.version).write_text("{}")
+    origin.store.recover()
     return origin.store, {manifest.version: manifest for manifest in manifests}
 
 
@@ -135,11 +151,68 @@ def test_a_version_that_cannot_fit_is_refused_before_it_is_announced(tmp_path):
 
 def test_a_delta_counts_with_what_it_builds_on(tmp_path):
     whole_bytes = weights_folder(tmp_path / "model0").joinpath("model.safetensors").stat().st_size + 2
-    source = stepped(tmp_path, 0, quota_bytes=whole_bytes)
-    with pytest.raises(StoreFullError, match="version 1 needs"):
-        source.publish(weights_folder(tmp_path / "model1", 1), 1)
-    assert source.published() == [0]
-    assert stepped(tmp_path, 1, quota_bytes=whole_bytes + 5_000).published() == [1, 0]
+    assert stepped(tmp_path, 0, 1, quota_bytes=whole_bytes + 5_000).published() == [1, 0]
+
+
+def test_a_delta_that_does_not_fit_beside_what_it_builds_on_is_an_anchor_instead(tmp_path):
+    whole_bytes = weights_folder(tmp_path / "model0").joinpath("model.safetensors").stat().st_size + 2
+    source = stepped(tmp_path, 0, 1, quota_bytes=whole_bytes)
+    assert source.published() == [1]
+    assert list(source.store.signed(1).open(PUBLIC_KEY).streams) == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("manifests", "more_bytes", "needs", "expected"),
+    [
+        (ANCHORS, 0, [], [5, 4, 3, 2, 1]),
+        (ANCHORS, 1, [], [5, 4, 3, 2]),
+        (ANCHORS, 2_500, [1], [5, 1]),
+        (ANCHORS, 5_000, [], []),
+        (CHAIN, 3_000, [], [5, 4, 3]),  # without its anchor the delta 2 is of no use
+        (CHAIN, 3_500, [5, 4, 3], [5, 4, 3]),
+    ],
+)
+def test_room_is_made_before_a_version_is_written(tmp_path, manifests, more_bytes, needs, expected):
+    store, held = holding(tmp_path, *manifests, keep=9, quota_bytes=5_000)
+    store.make_room(held, 6, needs, more_bytes)
+    assert store.versions() == expected
+
+
+def test_where_room_cannot_be_made_nothing_is_dropped(tmp_path):
+    store, held = holding(tmp_path, *CHAIN, keep=9, quota_bytes=5_000)
+    with pytest.raises(StoreFullError, match=f"version 6 needs 5001 bytes in {tmp_path}, the quota is 5000"):
+        store.make_room(held, 6, [5, 4, 3], 3_701)
+    assert store.versions() == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("role", ["origin", "relay"])
+def test_the_quota_holds_at_every_moment_of_a_run_of_versions(tmp_path, monkeypatch, role):
+    """Deltas and anchors, with files that get a name and files that do not have one yet."""
+    whole_bytes = weights_folder(tmp_path / "model0").joinpath("model.safetensors").stat().st_size + 2
+    quota_bytes = 2 * whole_bytes + 3_000
+    seen_bytes = []
+    real = files_module.write_all
+
+    def write_all(fd, data, offset_bytes):
+        real(fd, data, offset_bytes)
+        folder = tmp_path / role
+        paths = [*folder.glob("v*/*/*.shard"), *folder.glob("v*/*/.*.tmp"), *folder.glob(".delta.tmp")]
+        seen_bytes.append(sum(path.stat().st_size for path in paths if path.exists()))
+
+    monkeypatch.setattr(files_module, "write_all", write_all)
+    source = stepped(tmp_path, 0, anchor_every=2, quota_bytes=quota_bytes if role == "origin" else None)
+
+    async def run():
+        async with serving(source.store) as up:
+            mirror = relay(tmp_path, up, quota_bytes=quota_bytes)
+            async with mirroring(mirror):
+                for version in range(1, 6):
+                    folder = weights_folder(tmp_path / f"model{version}", version)
+                    await asyncio.to_thread(source.publish, folder, version)
+                    await until(lambda version=version: mirror.status.versions[:1] == [version])
+
+    asyncio.run(run())
+    assert 2 * whole_bytes < max(seen_bytes) <= quota_bytes
 
 
 def test_chain_ends_at_an_anchor_or_where_nothing_is_known():

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from shoal.messages import LARGEST, NodeStatus, Status
 from shoal.view import Pace, render
+from shoal.view.tree import weights_tree
 
 from .support import finished, mid_run, node, status
 
@@ -87,6 +88,18 @@ def test_weights_are_shown_as_the_tree_they_came_down(width: int) -> None:
     assert at["origin"] < at["relay-a"]
     assert [len(line) - len(line.lstrip()) for line in rows[at["origin"] :]][:4] == [0, 2, 4, 6]
     assert re.search(r"relay-b +v3 +relay-a 9.0MB/s, origin 1.0MB/s +0.5 s", " ".join(rows)) or width < 100
+
+
+def test_everyone_who_took_weights_is_in_the_tree_and_a_terminal_counts_those_it_has_no_room_for() -> None:
+    relay = node("relay", "relay", url="http://relay")
+    took = {"intake": {"bytes_per_s": {"http://relay": 5e6}, "behind_s": 1.5}}
+    takers = [node(f"worker-{n}", stats=took) for n in range(9)] + [node("validator", "validator", stats=took)]
+    rows, hidden = weights_tree([*takers, relay], 100)
+    assert ([depth for depth, _ in rows], hidden) == ([0] + [1] * 10, 0)
+    rows, hidden = weights_tree([*takers, relay], 4)
+    assert (len(rows), hidden) == (5, 6)
+    text = screen(status(nodes=[*takers, relay]), 120)
+    assert len(re.findall(r"relay 5.0MB/s +1.5 s", text)) == 10
 
 
 def test_servers_that_sent_each_other_most_are_shown_once() -> None:

@@ -3,8 +3,9 @@
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
     what a version is    manifest, store, files
-    publishing           origin, cutter, latest, delta, delta_format, safetensors_layout
-    asking               source (one server), sources (which of several), download (many shards), relay, shard_file
+    publishing           origin, cutter, latest, delta, delta_format, safetensors_layout, readable
+    while it is written  handover, growing
+    asking               source (one server), sources (which of several), download (many shards), relay (places), shard_file
     having               client, plan, partial, cache, follow, inplace
     serving              server, shelf, connections, guard, rates, tls
     without a pool       alone

@@ -21,6 +21,7 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from .client import Client, Progress
+from .handover import Handover
 from .manifest import Manifest, public_key_hex
 from .origin import Origin
 from .relay import Relay
@@ -111,10 +112,11 @@ async def serve_origin(
     path: Path, origin: Origin, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
     """Publish what is at `path` and serve it: a file or folder as one version; or every folder `v000007` in it, those
-    that appear later, too."""
+    that appear later, too, and what is written such that it may be read meanwhile (`growing`)."""
 
     async def live() -> None:
         watched = path.is_dir() and (not any(path.iterdir()) or any(map(_version, path.iterdir())))
+        writer = Handover(origin, path, stop.is_set)
         if not watched:
             told(await asyncio.to_thread(origin.publish, path, origin.next_version()))
         while not stop.is_set():
@@ -123,6 +125,8 @@ async def serve_origin(
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
                     if (version := parse_version(folder.name)) is not None and version > known:
                         told(await asyncio.to_thread(origin.publish, folder, version))
+                if (growing := writer.begun()) and (manifest := await asyncio.to_thread(writer.follow, growing)):
+                    told(manifest)
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def told(manifest: Manifest) -> None:

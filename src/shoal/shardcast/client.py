@@ -23,11 +23,11 @@ from pathlib import Path
 from . import delta
 from .cache import Cache, delta_path
 from .delta_format import DeltaError
-from .download import Download, first_error
+from .download import Download, ReplacedError, first_error
 from .files import discard
 from .manifest import FileEntry, Manifest, Part, ShardEntry, Stream
 from .partial import Partial, disk_errors
-from .plan import Step, offered, plan
+from .plan import NoWayError, Step, offered, plan
 from .source import Offer, SourceError
 from .sources import Access, FetchError, Sources
 
@@ -80,7 +80,7 @@ class Client:
         """`fallback`: servers to ask while no relay delivers, such as the origin. `relays` tells what takes the place of
         `urls` while a fetch runs, since relays come and go. `timeout_s` bounds a whole fetch
         until its bytes are here (not the check of the disk after it), `wait_s` how long to wait for a relay to answer,
-        or for the first version."""
+        for the first version, or for what a version is a delta of."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one has joined")
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
@@ -96,7 +96,8 @@ class Client:
 
         async def ask() -> Offer | None:
             async with self._sources() as sources:
-                return await self._find(sources, None, None, time.monotonic() + self.timeout_s)
+                now_s = time.monotonic()
+                return await self._find(sources, None, None, now_s + self.wait_s, now_s + self.timeout_s)
 
         offer = asyncio.run(ask())
         return offer and offer[1]
@@ -122,34 +123,53 @@ class Client:
             rates_Bps={url: size_bytes / seconds for url, size_bytes in progress.by_source.items()},
             parent=progress.parent,
         )
+        if progress.total_bytes:
+            self.access.on_fetched(self.last_report.rates_Bps, max(time.time() - held[1].created_s, 0.0))
         return held
 
     async def _bring(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
+        began_s = time.monotonic()
+        wait_until_s = min(began_s + self.wait_s, deadline_s)
         async with self._sources() as sources:
-            offer = await self._find(sources, version, digest, deadline_s)
-            if offer is None:
-                raise FetchError(f"no version is published yet at {', '.join(self.urls)}; try again later")
-            with self.cache.locked(deadline_s):
-                while True:
-                    if held := self.cache.held(offer[1].version, digest):
-                        self.progress.reused_bytes = held[1].size_bytes
-                        return held
-                    start, steps = await plan(self.cache, sources, offer)
-                    done = await self._follow_plan(sources, start, steps, deadline_s)
-                    if done is not None:
-                        self.cache.retain(done[1].version)
-                        return done
-                    if start is None:
-                        raise FetchError(
-                            f"version {offer[1].version} in {self.cache.path} does not match its manifest though every "
-                            "shard did: this machine's disk or memory is at fault; what was fetched is dropped, fetch "
-                            "again"
-                        )
-                    self.cache.drop(start)  # rotten: go without it
+            while True:
+                offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
+                if offer is None:
+                    raise FetchError(f"no version is published yet at {', '.join(self.urls)}; try again later")
+                with self.cache.locked(deadline_s):
+                    try:
+                        return await self._obtain(sources, offer, digest, deadline_s)
+                    except NoWayError as error:
+                        if time.monotonic() >= wait_until_s:
+                            raise FetchError(f"{error} (waited {time.monotonic() - began_s:.1f} s)") from error
+                        self.progress.doing = f"waiting: {error}"
+                    except ReplacedError:
+                        continue
+                await asyncio.sleep(LOOK_AGAIN_S)  # perhaps it comes, or an anchor does
 
-    async def _find(self, sources: Sources, version: int | None, digest: str | None, deadline_s: float) -> Offer | None:
+    async def _obtain(
+        self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
+    ) -> tuple[Path, Manifest]:
+        """One version, under the cache's lock."""
+        while True:
+            if held := self.cache.held(offer[1].version, digest):
+                self.progress.reused_bytes = held[1].size_bytes
+                return held
+            start, steps = await plan(self.cache, sources, offer)
+            done = await self._follow_plan(sources, start, steps, deadline_s)
+            if done is not None:
+                self.cache.retain(done[1].version)
+                return done
+            if start is None:
+                raise FetchError(
+                    f"version {offer[1].version} in {self.cache.path} does not match its manifest though every shard "
+                    "did: this machine's disk or memory is at fault; what was fetched is dropped, fetch again"
+                )
+            self.cache.drop(start)  # rotten: go without it
+
+    async def _find(
+        self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
+    ) -> Offer | None:
         """The manifest to fetch: of `version`, else of the newest version any relay can prove."""
-        wait_until_s = min(time.monotonic() + self.wait_s, deadline_s)
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -233,6 +253,8 @@ class Client:
 
     async def _grown(self, sources: Sources, offer: Offer) -> Offer:
         answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None), grace_s=0.5)
+        if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
+            raise ReplacedError(f"version {offer[1].version} is published anew while it was fetched; fetch again")
         offers = [answer for answer in answers.values() if answer and answer[1].follows(offer[1])]
         return max([offer, *offers], key=lambda o: len(o[1].content.shards))
 

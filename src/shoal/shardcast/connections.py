@@ -3,7 +3,7 @@
 Invariant: every accepted connection counts until it is closed. One too many, of its address or in total, is closed
 unread, before any TLS. One that does not ask within `headers_s`, or leaves what it asked for lying, is reset, whatever
 the server is doing with it just then (a `sendfile` too), so that no reader holds more than a socket for long.
-Called by `server.serve`.
+Called by `server.serve`, and by `guard.Guard` when it bans a reader.
 Left out: counts over several processes; and what a reader takes is known on Linux only (elsewhere none is cut as slow).
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -16,10 +16,12 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
+
+from aiohttp import web
 
 # Over long lossy links it carries several times more than CUBIC, which takes each loss for congestion.
 CONGESTION = b"bbr"
@@ -52,6 +54,7 @@ class Connection(socket.socket):
         super().__init__(listener.family, listener.type, listener.proto, fileno=fd)
         self.listener, self.peer = listener, peer
         self.asked = False
+        self.reader: str | None = None  # of its last request, where readers are told apart
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 
@@ -135,6 +138,17 @@ class Listener(socket.socket):
         if connection := self.open.get(peer[:2]):
             connection.asked = True
 
+    def read_by(self, peer: tuple[str, int], reader: str) -> None:
+        """What is asked for there from now on goes to this reader."""
+        if connection := self.open.get(peer[:2]):
+            connection.reader = reader
+
+    def cut_readers(self, refused: Callable[[str], bool]) -> None:
+        """Resets the connections of these readers, whatever they are receiving."""
+        for connection in list(self.open.values()):
+            if connection.reader is not None and refused(connection.reader):
+                self._cut(connection)
+
     async def watching(self, _: object) -> AsyncIterator[None]:
         """For aiohttp's `cleanup_ctx`: looks at all connections while the server runs."""
         task = asyncio.create_task(self._watch())
@@ -150,9 +164,15 @@ class Listener(socket.socket):
                 if connection.fileno() == -1:
                     self.forget(connection)
                 elif connection.useless(now_s, self.patience):
-                    self.forget(connection)
-                    self.cut += 1
-                    connection.cut()
+                    self._cut(connection)
+
+    def _cut(self, connection: Connection) -> None:
+        self.forget(connection)
+        self.cut += 1
+        connection.cut()
+
+
+LISTENER = web.AppKey("listener", Listener)
 
 
 def prefer_bbr(connection: socket.socket) -> str:

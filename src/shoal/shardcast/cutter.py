@@ -5,11 +5,12 @@ Called by the origin.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from blake3 import blake3
 
 from .files import NewFile
+from .manifest import Stream
 
 
 class Cutter:
@@ -52,3 +53,17 @@ class Cutter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def cut(
+    chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
+) -> Stream:
+    """All of a byte string of this size."""
+    cutter = Cutter(shard_size_bytes, create)
+    try:
+        for chunk in chunks:
+            cutter.add(chunk)
+        cutter.finish()
+    finally:
+        cutter.close()
+    return Stream(size_bytes=size_bytes, shard_size_bytes=shard_size_bytes, shards=tuple(cutter.shards))

@@ -25,7 +25,8 @@ from blake3 import blake3
 from . import delta_format
 from .delta_format import MAGIC, DeltaError, Kind, Reader, Words, Writer
 from .files import CHUNK_BYTES
-from .safetensors_layout import LayoutError, StoredTensor, read_layout
+from .readable import Files, Folder
+from .safetensors_layout import LayoutError, StoredTensor, layout_of, read_layout
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,27 @@ class DeltaStats:
     changed_words: int
 
 
-def encode(old: Path, new: Path, files: Sequence[str], sink: Callable[[bytes], None]) -> DeltaStats:
-    """Gives `sink` what turns the folder `old` into the folder `new`, of which `files` are the paths. Raises OSError,
-    and DeltaError if a file is cut while it is read."""
+def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[bytes], None]) -> DeltaStats:
+    """Gives `sink` what turns the folder `old` into `new`, of which `files` are the paths; reads `new` front to back.
+    Raises OSError, and DeltaError if a file is cut while it is read."""
     writer = Writer(sink)
-    kinds = [_kind(old / path, new / path) for path in files]
+    source = Folder(new) if isinstance(new, Path) else new
+    kinds = [_kind(old / path, source, path) for path in files]
     writer.write(MAGIC + bytes(kinds))
     compared_words = changed_words = 0
     for path, kind in zip(files, kinds, strict=True):
         if kind is Kind.TENSORS:
-            layout = read_layout(new / path)
-            writer.write(blake3(layout.header).digest())
-            with (old / path).open("rb") as before, (new / path).open("rb") as after:
+            with (old / path).open("rb") as before, source.open(path) as after:
+                layout = layout_of(after, source.size_bytes(path), path)
+                writer.write(blake3(layout.header).digest())
                 for piece in pieces(*layout.tensors):
                     compared_words += piece.words
                     changed_words += writer.piece(_read(before, piece), _read(after, piece))
         elif kind is Kind.WHOLE:
-            with (new / path).open("rb") as file:
-                for piece in pieces(_as_tensor(path, (new / path).stat().st_size)):
+            with source.open(path) as file:
+                for piece in pieces(_as_tensor(path, source.size_bytes(path))):
                     writer.words(_read(file, piece))
-    size_bytes = sum((new / path).stat().st_size for path in files)
+    size_bytes = sum(source.size_bytes(path) for path in files)
     return DeltaStats(size_bytes, writer.size_bytes, compared_words, changed_words)
 
 
@@ -80,22 +82,23 @@ def apply(old: Path, delta: Path, out: Path, files: Sequence[tuple[str, int]]) -
         reader.end()
 
 
-def _kind(old: Path, new: Path) -> Kind:
+def _kind(old: Path, source: Files, path: str) -> Kind:
     if not old.is_file():
         return Kind.WHOLE
     try:
-        if read_layout(old).header == read_layout(new).header:
-            return Kind.TENSORS
+        with source.open(path) as file:
+            if read_layout(old).header == layout_of(file, source.size_bytes(path), path).header:
+                return Kind.TENSORS
     except LayoutError:
         pass
-    return Kind.SAME if _equal(old, new) else Kind.WHOLE
+    return Kind.SAME if _equal(old, source, path) else Kind.WHOLE
 
 
-def _equal(old: Path, new: Path) -> bool:
-    size_bytes = new.stat().st_size
+def _equal(old: Path, source: Files, path: str) -> bool:
+    size_bytes = source.size_bytes(path)
     if old.stat().st_size != size_bytes:
         return False
-    with old.open("rb") as before, new.open("rb") as after:
+    with old.open("rb") as before, source.open(path) as after:
         return all(before.read(CHUNK_BYTES) == after.read(CHUNK_BYTES) for _ in range(0, size_bytes, CHUNK_BYTES))
 
 

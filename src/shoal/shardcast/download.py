@@ -195,6 +195,10 @@ class _Memory:
     def restart(self) -> None: ...
 
 
+class ReplacedError(FetchError):
+    """A version that was not whole is published anew."""
+
+
 def first_error(errors: ExceptionGroup) -> Exception:
     """The first failure of several tasks: a FetchError as it is, anything else unchanged too (it is a bug)."""
     return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])

@@ -2,9 +2,9 @@
 
 Invariant: with a `pool_key`, nothing but /healthz is answered without a token that this key signed for this audience,
 not expired, whose reader is allowed and not banned. Updates of the two lists are signed by the same key and never go
-back, over restarts too where `state` is given.
+back, over restarts too where `state` is given. A reader that an update shuts out is cut in the middle of what it gets.
 Called by `server.app`, which attaches it; the pool calls `issue` for a reader and `issue_update` for `PUT /readers`.
-Left out: ending what a reader was receiving when it was banned, and the addresses behind a proxy.
+Left out: the addresses behind a proxy.
 Source: RFC 6750 (bearer tokens).
 """
 
@@ -24,7 +24,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict, Field
 
-from .connections import network
+from .connections import LISTENER, network
 from .files import write_file
 from .manifest import Hash
 from .rates import Rates
@@ -121,14 +121,18 @@ class Guard:
         self.rates = Rates(rate_Bps) if rate_Bps else None
         self.refused = 0
         self._serial, self._clock = 0, clock
+        self._applications: list[web.Application] = []
         self._state: Path | None = None
         if state is not None and state.exists():
             self.accept(state.read_text())
         self._state = state
 
     def update(self, *, allowed: frozenset[str] | None, banned: frozenset[str]) -> None:
-        """From the next request on."""
+        """At once: a reader that may read no longer loses the connections it has, too."""
         self.allowed, self.banned = allowed, banned
+        for application in self._applications:
+            if listener := application.get(LISTENER):
+                listener.cut_readers(lambda reader: self._refusal(reader) is not None)
 
     def accept(self, text: str) -> None:
         """Takes over a signed update. Raises Refused."""
@@ -145,6 +149,7 @@ class Guard:
         self.update(allowed=told.allowed, banned=told.banned)
 
     def attach(self, application: web.Application) -> None:
+        self._applications.append(application)
         application.middlewares.append(self._admit)
         application.on_response_prepare.append(self._charge)
         application.router.add_put("/readers", self._put_readers)
@@ -176,11 +181,19 @@ class Guard:
             reader = check(token.strip(), self.pool_key, self.audience, self._clock())
         except Refused as reason:
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=f"{reason}\n") from reason
-        if reader in self.banned:
-            raise web.HTTPForbidden(text="banned\n")
-        if self.allowed is not None and reader not in self.allowed and reader != self.pool_key:
-            raise web.HTTPForbidden(text="not a reader of this run\n")
+        if refusal := self._refusal(reader):
+            raise web.HTTPForbidden(text=refusal)
+        if (listener := request.app.get(LISTENER)) and request.transport:
+            listener.read_by(request.transport.get_extra_info("peername"), reader)
         return reader
+
+    def _refusal(self, reader: str) -> str | None:
+        """Why the lists shut this reader out, if they do."""
+        if reader in self.banned:
+            return "banned\n"
+        if self.allowed is not None and reader not in self.allowed and reader != self.pool_key:
+            return "not a reader of this run\n"
+        return None
 
     async def _charge(self, request: web.Request, response: web.StreamResponse) -> None:
         client = CLIENT.get()

@@ -149,6 +149,11 @@ class Manifest(_Record):
         """blake3 of what the version is (not of how it can be had), hex: the name of the policy version."""
         return blake3(_canonical(self.model_dump(exclude={"anchor", "delta"}))).hexdigest()
 
+    def replaces(self, earlier: Manifest) -> bool:
+        """Is this the version anew, after its publisher gave up what it had begun? What was whole is never given up."""
+        later = self.complete or self.created_s > earlier.created_s
+        return not earlier.complete and self.version == earlier.version and later and not self.follows(earlier)
+
     def follows(self, earlier: Manifest) -> bool:
         """Is this the same version, with at least the shards of its content that `earlier` named?"""
         same = {"run", "version", "files", "created_s"}

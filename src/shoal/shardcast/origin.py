@@ -8,7 +8,7 @@ Invariant: a version appears in versions.json only with a signed manifest; each 
 under its final name. Killed at any moment, the next `publish` of that version redoes what was half done and repeats what
 was whole.
 Called by the origin process after an optimizer step; `server.app` serves the same store.
-Left out: deltas across more than one version (a client chains them), and deltas of what is `stream`ed.
+Left out: deltas across more than one version (a client chains them).
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
 """
 
@@ -16,26 +16,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from . import delta
-from .cutter import Cutter
+from .cutter import Cutter, cut
 from .files import CHUNK_BYTES, NewFile, new_file
+from .growing import Growing
 from .latest import Latest, file_chunks, file_times
 from .manifest import (
     Delta,
     FileEntry,
     Manifest,
     ManifestError,
+    Part,
     SignedManifest,
     Stream,
-    check_paths,
     public_key_hex,
 )
-from .store import Store
+from .readable import Files, Folder, files_at
+from .store import Store, StoreFullError, chain
 
 DRAFT_S = 0.2  # between manifests that name the shards written so far
 
@@ -62,12 +65,10 @@ class Origin:
         self.clock = clock
         self.store.recover()
         self.store.reached_via(())
-        # A store of another run or key is refused here, not at the first step.
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
         self._latest = Latest(self.store.path / ".latest")
 
     def published(self) -> list[int]:
-        """Versions held, newest first."""
         return self.store.versions()
 
     def next_version(self) -> int:
@@ -83,31 +84,66 @@ class Origin:
         held = self._held.get(version)
         if held is not None and held.complete and not self.store.missing(held):
             return held
-        folder, files = _files(path)
+        folder, files = files_at(path)
         before = file_times(folder, files)
         # What was damaged on disk is cut anew with its old date: the same bytes get the same digest again.
         created_s = self.clock() if held is None else held.created_s
         with self._begun(version):
-            found = self._encode(folder, files, version)
-            if found is None or self._anchor_is_due(found.parent) or 2 * found.stream.size_bytes > _total(files):
+            parent = self._parent_of(version)
+            found = self._encode(Folder(folder), files, version, parent) if parent else None
+            if parent is None or found is None or self._anchor_is_due(parent.version) or _saves_little(found, files):
                 with self.stream(version, files, delta=found, created_s=created_s) as write:
                     for chunk in file_chunks(folder, files):
                         write(chunk)
             else:
-                size_bytes = self._shard_bytes(_total(files))
-                cutter = Cutter(size_bytes, None)
-                for chunk in file_chunks(folder, files):
-                    cutter.add(chunk)
-                cutter.finish()
-                content = Stream(size_bytes=_total(files), shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
+                content = cut(file_chunks(folder, files), _total(files), self._shard_bytes(_total(files)), None)
                 self._sign(version, files, content, found, created_s, anchor=False)
             if file_times(folder, files) != before:
                 raise ValueError(f"{path} was written to while it was published; put versions there by a rename")
+        return self._published(version, folder)
+
+    def follow(self, growing: Growing) -> Manifest:
+        """Publishes a version while it is being written. What has nothing to be a delta of is served meanwhile; of another
+        version delta, hashes and shards are made meanwhile, and it is there when its folder is. Raises GivenUpError,
+        after which nothing of it is left, and what `publish` does."""
+        version, files, total_bytes = growing.version, growing.files, _total(growing.files)
+        if version in self._held and self._held[version].complete:
+            raise ValueError(f"version {version} is published, and versions never change")
+        with self._begun(version):
+            parent = self._parent_of(version)
+            if parent is None:
+                with self.stream(version, files) as write:
+                    for chunk in growing.chunks():
+                        write(chunk)
+                    folder = growing.finish()
+            else:
+                anchor, shard_bytes = self._anchor_is_due(parent.version), self._shard_bytes(total_bytes)
+                shards, beside_bytes = (self._new_shard(version), total_bytes) if anchor else (None, 0)
+                if anchor:
+                    self._make_room(version, (), beside_bytes)
+                with ThreadPoolExecutor(1) as threads:
+                    try:
+                        cutting = threads.submit(cut, growing.chunks(), total_bytes, shard_bytes, shards)
+                        found = self._encode(growing, files, version, parent, beside_bytes=beside_bytes)
+                        content, folder = cutting.result(), growing.finish()
+                    except BaseException:
+                        growing.abandon()
+                        raise
+                if not anchor and (found is None or _saves_little(found, files)):
+                    return self.publish(folder, version)  # as an anchor
+                self._sign(version, files, content, found, self.clock(), anchor=anchor)
+        return self._published(version, folder)
+
+    def _published(self, version: int, folder: Path) -> Manifest:
         manifest = self._held[version]
         self._latest.keep(folder, manifest)
         self.store.retain(self._held)
-        self._held = {v: manifest for v, manifest in self._held.items() if v in self.store.versions()}
+        self._forget_dropped()
         return manifest
+
+    def _parent_of(self, version: int) -> Manifest | None:
+        parent = self._latest.manifest(self._held)
+        return parent if parent is not None and parent.version < version else None
 
     @contextmanager
     def stream(
@@ -125,7 +161,8 @@ class Origin:
         created_s = self.clock() if created_s is None else created_s
         total_bytes = _total(files)
         size_bytes = self._shard_bytes(total_bytes)
-        cutter = Cutter(size_bytes, lambda index: NewFile(self.store.shard_path(version, "full", index)))
+        self._make_room(version, (), total_bytes + (delta.stream.size_bytes if delta else 0))
+        cutter = Cutter(size_bytes, self._new_shard(version))
         drafted_s = time.monotonic()
 
         def sign(delta: Delta | None) -> None:
@@ -153,28 +190,30 @@ class Origin:
             cutter.close()
         sign(delta)
 
-    def _encode(self, folder: Path, files: Sequence[FileEntry], version: int) -> Delta | None:
-        """Writes the delta of the version that was published last, and its shards; None where none would save bytes."""
-        parent = self._latest.manifest(self._held)
-        if parent is None or parent.version >= version:
-            return None
+    def _encode(
+        self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest, *, beside_bytes: int = 0
+    ) -> Delta | None:
+        """Writes the delta of the version that was published last, and its shards; None where it saves nothing, or has
+        no room. `beside_bytes`: of an anchor, which are written at the same time."""
+        needs = [] if beside_bytes else chain(self._held, parent.version)
         with new_file(self.store.path / "delta") as file:
             size_bytes = 0
 
             def sink(data: bytes) -> None:
                 nonlocal size_bytes
+                self._make_room(version, needs, beside_bytes + 2 * (size_bytes + len(data)))  # a file, then shards
                 file.write(size_bytes, data)
                 size_bytes += len(data)
 
-            delta.encode(self._latest.folder, folder, [entry.path for entry in files], sink)
+            try:
+                delta.encode(self._latest.folder, source, [entry.path for entry in files], sink)
+            except StoreFullError:
+                return None  # beside what it builds on; perhaps there is room for the whole alone
             if size_bytes >= _total(files):
                 return None
             shard_bytes = self._shard_bytes(size_bytes)
-            cutter = Cutter(shard_bytes, lambda index: NewFile(self.store.shard_path(version, "delta", index)))
-            for at in range(0, size_bytes, CHUNK_BYTES):
-                cutter.add(memoryview(file.read(at, CHUNK_BYTES)))
-            cutter.finish()
-        stream = Stream(size_bytes=size_bytes, shard_size_bytes=shard_bytes, shards=tuple(cutter.shards))
+            chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
+            stream = cut(chunks, size_bytes, shard_bytes, self._new_shard(version, "delta"))
         return Delta(parent=parent.version, parent_digest=parent.digest, stream=stream)
 
     def _anchor_is_due(self, parent: int) -> bool:
@@ -202,8 +241,6 @@ class Origin:
             delta=delta,
             created_s=created_s,
         )
-        if version not in self._held:
-            self.store.make_room(self._held, manifest)
         self.store.add_manifest(version, SignedManifest.sign(manifest, self.key))
         self._held[version] = manifest
 
@@ -221,9 +258,20 @@ class Origin:
             self._forget(version)
             raise
 
+    def _make_room(self, version: int, needs: Sequence[int], more_bytes: int) -> None:
+        self.store.make_room(self._held, version, needs, more_bytes)
+        self._forget_dropped()
+
+    def _forget_dropped(self) -> None:
+        kept = self.store.versions()
+        self._held = {version: manifest for version, manifest in self._held.items() if version in kept}
+
     def _forget(self, version: int) -> None:
         self.store.discard(version)
         self._held.pop(version, None)
+
+    def _new_shard(self, version: int, part: Part = "full") -> Callable[[int], NewFile]:
+        return lambda index: NewFile(self.store.shard_path(version, part, index))
 
     def _shard_bytes(self, size_bytes: int) -> int:
         """Small enough that a version spreads over many connections, large enough that requests cost little."""
@@ -244,18 +292,9 @@ class Origin:
             raise ValueError(f"{self.store.path} holds {error}; give each run and key its own store") from error
 
 
-def _files(path: Path) -> tuple[Path, list[FileEntry]]:
-    """A folder, and the files in it to publish: all, or the one that `path` is."""
-    folder = path if path.is_dir() else path.parent
-    paths = sorted(file for file in folder.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    names = [file.relative_to(folder).as_posix() for file in paths]
-    check_paths(names)
-    if not names:
-        raise ManifestError(f"{folder} holds no files")
-    return folder, [
-        FileEntry(path=name, size_bytes=file.stat().st_size) for name, file in zip(names, paths, strict=True)
-    ]
-
-
 def _total(files: Sequence[FileEntry]) -> int:
     return sum(file.size_bytes for file in files)
+
+
+def _saves_little(delta: Delta, files: Sequence[FileEntry]) -> bool:
+    return 2 * delta.stream.size_bytes > _total(files)

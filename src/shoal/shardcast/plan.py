@@ -20,10 +20,16 @@ OFFERS_TRIED = 5  # of one relay's newest versions, until a manifest verifies
 Step = tuple[Offer, Part]
 
 
+class NoWayError(FetchError):
+    """Nobody offers a version that the one wanted is a delta of; it may be on its way to them."""
+
+
 async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None, list[Step]]:
-    """The cheapest way to a version: the one in the cache to start from, or None, and the streams from there on."""
+    """The cheapest way to a version: the one in the cache to start from, or None, and the streams from there on.
+    Raises NoWayError."""
     ways: list[tuple[int, int | None, list[Step]]] = []
     behind: list[Step] = []  # deltas from the version looked at to the one wanted
+    reasons: dict[str, str] = {}  # by URL, for want of the version last asked for
     while True:
         manifest = offer[1]
         cost_bytes = sum(o[1].streams[part].size_bytes for o, part in behind)
@@ -40,13 +46,18 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
         found = cache.offer(parent) if cache.held(parent, digest) else None
         if found is None:
-            answers, _ = await sources.ask(bind(offered, version=parent, digest=digest), grace_s=0.5)
+            answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest), grace_s=0.5)
             found = next((answer for answer in answers.values() if answer), None)
         if found is None:
             break
         offer = found
     if not ways:
-        raise FetchError(f"no relay holds what version {behind[-1][0][1].version} is a delta of; try again later")
+        child = behind[0][0][1]
+        why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
+        raise NoWayError(
+            f"no relay holds version {child.delta and child.delta.parent}, which version {child.version} is a delta of "
+            f"({why}); add a relay that has it, or try again later"
+        )
     _, start, steps = min(ways, key=lambda way: way[0])
     return start, steps
 

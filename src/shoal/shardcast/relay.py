@@ -3,8 +3,9 @@
 A relay may be told of any servers: origins, relays above it, relays beside it. Each server says in versions.json through
 whom it got what it has. Those nearest to the origin are its parents; those as far away as itself are its siblings; one
 that is behind it is no source at all, so there are no loops. Siblings share the parents' uplink: every shard has one
-owner among them (in turns, by the order of their ids), who brings it from a parent; the others take it from the
-owner, already while it arrives there. So each byte leaves the origin about once, however many relays there are.
+owner among them (in turns, by the order of their ids), who brings it from its parent; the others take it from the
+owner, already while it arrives there. So each byte leaves the origin about once, however many relays there are. Of
+several parents each relay takes one, others than its siblings do (`by_choice`); the rest are for when that one fails.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
@@ -24,12 +25,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .download import Download, first_error
+from .download import Download, ReplacedError, first_error
 from .manifest import Manifest, ManifestError, Part, ShardEntry
+from .places import by_choice, owners_of
 from .shard_file import ShardFile
 from .source import BadData, NotHeld, Offer, Source
 from .sources import Access, FetchError, Sources
-from .store import MAX_HOPS, Listing, Store
+from .store import MAX_HOPS, Listing, Store, chain, stored_bytes
 
 PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # of a version still being written the delta is named last
 SLOW = 0.25  # a sibling that brings less than this share of the best one's throughput is passed over
@@ -118,7 +120,7 @@ class Relay:
                 return True
             except (FetchError, OSError) as error:
                 self._note(error)  # and go on: the next older one may be had
-                if listings and version not in listed:
+                if isinstance(error, ReplacedError) or (listings and version not in listed):
                     self._drop(version)  # half here, gone upstream: it will never be whole
         return bool(listings)
 
@@ -132,7 +134,7 @@ class Relay:
             return
         self._behind = {source for source in listings if source not in others}  # or perhaps, where it has no path yet
         shortest = min(map(len, others.values()))
-        self._parents = [source for source, path in others.items() if len(path) == shortest]
+        self._parents = by_choice(own, [source for source, path in others.items() if len(path) == shortest])
         self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
         self.store.reached_via(others[self._parents[0]])
 
@@ -151,15 +153,19 @@ class Relay:
                 return None
 
         answers, _ = await sources.ask(offered, grace_s=0.5)
+        if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):
+            raise ReplacedError(f"version {version} is published anew: who wrote it began again")
         offers = [offer for offer in answers.values() if offer and (held is None or offer[1].follows(held))]
         nearest = [o for source, o in answers.items() if source in self._parents and o in offers]
         best = max([*nearest, *offers], key=lambda offer: len(offer[1].content.shards), default=None)
         if best is not None and best[1] != held:
             signed, manifest = best
-            self.store.make_room(self._held, manifest)
-            if version not in self.store.wanted({**self._held, version: manifest}):
+            family = {**self._held, version: manifest}
+            if version not in self.store.wanted(family):
                 self._unfit.add(version)
                 return None
+            self.store.make_room(self._held, version, chain(family, version), stored_bytes(family, [version]))
+            self._forget_dropped()
             self.store.add_manifest(version, signed)
             self._held[version] = manifest
             if version in self._missing:
@@ -191,10 +197,8 @@ class Relay:
         self.status.rates_Bps = {url: size_bytes / took_s for url, size_bytes in new_bytes.items() if size_bytes}
         self.status.behind_s = max(time.time() - self._held[version].created_s, 0.0)
         self.store.retain(self._held)
-        kept = set(self.store.versions())
-        self._held = {held: manifest for held, manifest in self._held.items() if held in kept}
-        self._missing = {held: missing for held, missing in self._missing.items() if held in kept}
-        self.status.versions = sorted({*self.status.versions, version} & kept, reverse=True)
+        self.status.versions = sorted({*self.status.versions, version}, reverse=True)
+        self._forget_dropped()
 
     async def _fetch(self, sources: Sources, version: int, part: Part) -> None:
         """One part of a version, from each owner side by side."""
@@ -245,7 +249,7 @@ class Relay:
 
     def _order(self, sources: Sources, shard: ShardEntry, usable: list[Source]) -> list[Source]:
         """Where to look for a shard: at the first of its owners who is well, which for this relay's own means a parent;
-        then at the parents; then anywhere."""
+        then at the parents, the chosen one first; then anywhere."""
         best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self._siblings.values()), default=0.0)
 
         def well(source: Source) -> bool:
@@ -256,7 +260,9 @@ class Relay:
         owners = owners_of(shard, [self.store.id, *self._siblings])
         owner = next(id for id in owners if id == self.store.id or well(self._siblings[id]))
         first = self._siblings.get(owner)
-        return sorted(usable, key=lambda s: (s is not first, s not in self._parents, not well(s)))
+        places = {parent: place for place, parent in enumerate(self._parents)}
+        last = len(places)
+        return sorted(usable, key=lambda s: (s is not first, s not in places, not well(s), places.get(s, last)))
 
     def _open_held(self) -> None:
         for version in self.store.versions():
@@ -270,16 +276,14 @@ class Relay:
 
     def _drop(self, version: int) -> None:
         self.store.discard(version)
-        self._held.pop(version, None)
-        self._missing.pop(version, None)
+        self._forget_dropped()
+
+    def _forget_dropped(self) -> None:
+        """Of what the store no longer holds."""
+        kept = set(self.store.versions())
+        self._held = {held: manifest for held, manifest in self._held.items() if held in kept}
+        self._missing = {held: missing for held, missing in self._missing.items() if held in kept}
+        self.status.versions = [version for version in self.status.versions if version in kept]
 
     def _note(self, error: Exception) -> None:
         self.status.last_error = str(error)
-
-
-def owners_of(shard: ShardEntry, ids: Sequence[str]) -> list[str]:
-    """Siblings in the order in which they are to bring this shard from a parent: the same at each of them, each first as
-    often as any other."""
-    ranked = sorted(ids)
-    first = shard.index % len(ranked)
-    return ranked[first:] + ranked[:first]

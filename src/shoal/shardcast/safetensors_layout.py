@@ -2,7 +2,7 @@
 
 Invariant: the tensors of a `Layout` follow each other without a gap from the end of the header to the end of the
 file, each a whole number of words.
-Called by delta.py.
+Called by delta, inplace and growing.
 Left out: shapes (a tensor is its flattened words), and numbers of other widths (they are taken byte by byte).
 Source: the safetensors format: eight bytes of header length (little endian), the header in JSON, the data.
 """
@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
@@ -43,21 +44,47 @@ class Layout:
 def read_layout(path: Path) -> Layout:
     """Raises LayoutError, and OSError from the disk."""
     with path.open("rb") as file:
-        size_bytes, prefix = path.stat().st_size, file.read(8)
-        start_bytes = 8 + int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or start_bytes > min(size_bytes, 8 + MAX_HEADER_BYTES):
-            raise LayoutError(f"{path.name} has no safetensors header")
-        header = prefix + file.read(start_bytes - 8)
+        return layout_of(file, path.stat().st_size, path.name)
+
+
+def layout_of(file: BinaryIO, size_bytes: int, name: str) -> Layout:
+    """Of a file that has, or will have, so many bytes; reads its header. Raises LayoutError, OSError."""
+    header = _header(file, name)
+    if len(header) > size_bytes:
+        raise LayoutError(f"{name} has no safetensors header")
+    tensors = _tensors(header, name)
+    edges = [(len(header), len(header)), *map(_place, tensors), (size_bytes, size_bytes)]
+    if any(before[1] != after[0] for before, after in pairwise(edges)):
+        raise LayoutError(f"the tensors of {name} leave gaps, overlap, or end elsewhere than the file")
+    return Layout(header, tuple(tensors))
+
+
+def size_when_whole(file: BinaryIO, name: str) -> int | None:
+    """How many bytes a file that is still being written will have; None while its header is not there.
+    Raises LayoutError, OSError."""
+    try:
+        header = _header(file, name)
+    except LayoutError:
+        return None
+    return max((tensor.end_bytes for tensor in _tensors(header, name)), default=len(header))
+
+
+def _header(file: BinaryIO, name: str) -> bytes:
+    prefix = file.read(8)
+    rest_bytes = int.from_bytes(prefix, "little")
+    if len(prefix) == 8 and rest_bytes <= MAX_HEADER_BYTES and len(rest := file.read(rest_bytes)) == rest_bytes:
+        return prefix + rest
+    raise LayoutError(f"{name} has no safetensors header")
+
+
+def _tensors(header: bytes, name: str) -> list[StoredTensor]:
+    """In the order of the file."""
     try:
         entries = json.loads(header[8:])
         entries.pop("__metadata__", None)
-        tensors = sorted((_tensor(name, entry, start_bytes) for name, entry in entries.items()), key=_place)
+        return sorted((_tensor(tensor, entry, len(header)) for tensor, entry in entries.items()), key=_place)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise LayoutError(f"{path.name} has a malformed safetensors header: {error}") from error
-    edges = [(start_bytes, start_bytes), *map(_place, tensors), (size_bytes, size_bytes)]
-    if any(before[1] != after[0] for before, after in pairwise(edges)):
-        raise LayoutError(f"the tensors of {path.name} leave gaps, overlap, or end elsewhere than the file")
-    return Layout(header, tuple(tensors))
+        raise LayoutError(f"{name} has a malformed safetensors header: {error}") from error
 
 
 def _tensor(name: str, entry: dict[str, object], start_bytes: int) -> StoredTensor:

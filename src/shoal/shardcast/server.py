@@ -27,7 +27,7 @@ from typing import BinaryIO
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from .connections import BACKLOG, PATIENCE, Listener, Patience
+from .connections import BACKLOG, LISTENER, PATIENCE, Listener, Patience
 from .files import temporary
 from .guard import Guard
 from .manifest import Part
@@ -38,13 +38,13 @@ LOOK_AGAIN_S = 0.05
 PIECE_BYTES = 8 << 20  # between two of them the version's lease is renewed
 SEALED_PIECE_BYTES = 256 << 10
 
+BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 FRESH = {"Cache-Control": "no-cache"}
 FOREVER = {"Cache-Control": "max-age=31536000, immutable"}
 UNCHECKED = {"Cache-Control": "no-store"}  # what arrives has not been compared with its hash yet
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
-LISTENER = web.AppKey("listener", Listener)
 
 
 def app(store: Store | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
@@ -54,10 +54,12 @@ def app(store: Store | Path, *, wait_s: float = 10.0, guard: Guard | None = None
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
         [
-            web.get("/healthz", _health),
-            web.get("/versions.json", _versions),
+            web.get(
+                f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard
+            ),  # first, as the most asked for
             web.get(f"{version}/manifest.json", _manifest),
-            web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),
+            web.get("/versions.json", _versions),
+            web.get("/healthz", _health),
         ]
     )
     if guard is not None:
@@ -125,7 +127,7 @@ async def _versions(request: web.Request) -> web.StreamResponse:
 
 async def _manifest(request: web.Request) -> web.StreamResponse:
     version, held = _version(request)
-    path = request.app[SHELF].store.manifest_path(version)
+    path = request.app[SHELF].manifest_path(version)
     return _File(path, headers=FOREVER if held.complete else FRESH)  # until then a longer one may replace it
 
 
@@ -137,7 +139,7 @@ async def _shard(request: web.Request) -> web.StreamResponse:
     size_bytes = held.shard_bytes(part, index)
     if not size_bytes:
         raise web.HTTPNotFound
-    path = shelf.store.shard_path(version, part, index)
+    path = shelf.shard_path(version, part, index)
     deadline_s = time.monotonic() + shelf.wait_s
     while not (found := _open(request, path, size_bytes)):
         if shelf.held(version) is None:
@@ -147,6 +149,8 @@ async def _shard(request: web.Request) -> web.StreamResponse:
                 headers={"Retry-After": "1", **UNCHECKED}, text="this shard has not arrived yet\n"
             )
         await asyncio.sleep(LOOK_AGAIN_S)
+        if _left(request):
+            return web.Response(status=503)  # to nobody
     file, size_bytes, caching = found
     with file:
         return await _answer(request, version, file, size_bytes, caching)
@@ -156,8 +160,7 @@ async def _answer(
     request: web.Request, version: int, file: BinaryIO, size_bytes: int, caching: dict[str, str]
 ) -> web.StreamResponse:
     start_bytes, end_bytes = _range(request, size_bytes)
-    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"})
-    response.headers.update(caching)
+    response = web.StreamResponse(headers=BYTES | caching)
     response.content_length = end_bytes - start_bytes
     if "Range" in request.headers:
         response.set_status(206)
@@ -176,8 +179,8 @@ async def _send(
     shelf, grew_s = request.app[SHELF], time.monotonic()
     while sent_bytes < end_bytes:
         transport = request.transport
-        if transport is None or transport.is_closing():
-            return False  # the reader left
+        if transport is None or _left(request):
+            return False
         stat = os.fstat(file.fileno())
         arrived_bytes = min(stat.st_size, end_bytes)
         dropped = arrived_bytes < sent_bytes or (stat.st_nlink == 0 and arrived_bytes < end_bytes)
@@ -208,6 +211,11 @@ async def _send_piece(
     piece = os.pread(file.fileno(), min(size_bytes, SEALED_PIECE_BYTES), offset_bytes)
     await response.write(piece)
     return len(piece)
+
+
+def _left(request: web.Request) -> bool:
+    """Whether the reader has closed its connection."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _version(request: web.Request) -> tuple[int, Held]:

@@ -9,11 +9,13 @@ Left out: what readers asked for, beyond the lease (see store.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .manifest import ManifestError, Part, Stream
 from .store import Store
 
 MAX_PARSED = 64
+MAX_PATHS = 4096
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,15 @@ class Shelf:
 
     def __init__(self, store: Store, wait_s: float) -> None:
         self.store, self.wait_s = store, wait_s
+        # Else each request would build them anew.
+        self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
+        self.shard_path = lru_cache(MAX_PATHS)(store.shard_path)
         self.served_bytes = 0  # of bodies that have gone out whole
         self._parsed: dict[int, tuple[tuple[int, ...], Held]] = {}
 
     def held(self, version: int) -> Held | None:
         """None where the version is not here, or its manifest is damaged."""
-        path = self.store.manifest_path(version)
+        path = self.manifest_path(version)
         try:
             stat = path.stat()
             seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)

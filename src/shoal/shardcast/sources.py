@@ -29,8 +29,7 @@ from .source import BadData, Complaint, Incoming, NotHeld, Source, SourceError, 
 T = TypeVar("T")
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # those that may be asked for a shard, the first one first
 
-FIRST_REST_S = 0.1
-LONGEST_REST_S = 2.0
+FIRST_REST_S, LONGEST_REST_S = 0.1, 2.0
 CATCHES_UP_IN_S = 1.5  # a server that does not know of a version yet, but the one asking does
 WELL = 0.5  # success rate
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # times what others take, and a moment
@@ -52,7 +51,7 @@ class Limits:
 
 @dataclass
 class Access:
-    """How a downloader reaches servers and what it has learnt of them. Outlives single downloads."""
+    """How a downloader reaches servers, what it has learnt of them, whom it tells. Outlives single downloads."""
 
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
@@ -60,6 +59,7 @@ class Access:
     token: Callable[[], str] | None = None  # a reader's token, see `guard`
     tls: ssl.SSLContext | None = None
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
+    on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # by URL; since published
 
     @asynccontextmanager
     async def open(

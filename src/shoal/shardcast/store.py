@@ -68,8 +68,8 @@ class StoreFullError(OSError):
 
 class Store:
     def __init__(self, path: Path, *, keep: int = 5, quota_bytes: int | None = None, lease_s: float = 60.0) -> None:
-        """`keep` newest versions are held, with what they are deltas of; fewer where they exceed `quota_bytes`.
-        A version that a reader asked for within `lease_s` stays."""
+        """`keep` newest versions are held, with what they are deltas of; fewer where they exceed `quota_bytes`, also
+        while one is being written. A version that a reader asked for within `lease_s` stays."""
         self.path = path
         self.keep, self.quota_bytes, self.lease_s = keep, quota_bytes, lease_s
         self._asked_s: dict[int, float] = {}
@@ -143,27 +143,39 @@ class Store:
                 discard(self.folder(version))
                 self._asked_s.pop(version, None)
 
-    def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
-        """What `retain` would keep of these versions."""
+    def wanted(self, held: Mapping[int, Manifest], *, keep: int | None = None) -> set[int]:
+        """What `retain` would keep of these versions, or would if `keep` were another."""
+        keep = self.keep if keep is None else keep
         wanted: set[int] = set()
         now_s = time.monotonic()
         for place, version in enumerate(sorted(held, reverse=True)):
             family = set(chain(held, version))
             fits = self.quota_bytes is None or stored_bytes(held, wanted | family) <= self.quota_bytes
             leased = now_s - self._asked_s.get(version, -inf) < self.lease_s
-            if place == 0 or ((place < self.keep or leased) and fits):
+            if place == 0 or ((place < keep or leased) and fits):
                 wanted |= family
         return wanted
 
-    def make_room(self, held: Mapping[int, Manifest], manifest: Manifest) -> None:
-        """Raises StoreFullError where a version can't fit the quota whatever else is dropped."""
-        family = {**held, manifest.version: manifest}
-        needed_bytes = stored_bytes(family, chain(family, manifest.version))
-        if self.quota_bytes is not None and needed_bytes > self.quota_bytes:
+    def make_room(self, held: Mapping[int, Manifest], version: int, needs: Iterable[int], more_bytes: int) -> None:
+        """Drops versions, the oldest first, until `more_bytes` of a new one fit the quota beside the others. Those it
+        `needs` stay. Raises StoreFullError where that is not enough; then nothing is dropped."""
+        if self.quota_bytes is None:
+            return
+        left = set(held) - {version}
+        droppable = sorted(left - set(needs))
+        while (needed_bytes := stored_bytes(held, left) + more_bytes) > self.quota_bytes and droppable:
+            left.discard(droppable.pop(0))
+            droppable = [
+                known for known in droppable if left.issuperset(set(chain(held, known)) & set(held) - {version})
+            ]
+            left = left & {*droppable, *needs}  # half a chain is of no use
+        if needed_bytes > self.quota_bytes:
             raise StoreFullError(
-                f"version {manifest.version} needs {needed_bytes} bytes in {self.path}, the quota is "
-                f"{self.quota_bytes}; raise it"
+                f"version {version} needs {needed_bytes} bytes in {self.path}, the quota is {self.quota_bytes}; raise it"
             )
+        for dropped in set(held) - {version} - left:
+            self.discard(dropped)
+            self._asked_s.pop(dropped, None)
 
     def discard(self, version: int) -> None:
         """Forgets one version, whole or half."""

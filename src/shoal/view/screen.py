@@ -38,6 +38,7 @@ from shoal.view.tree import SERVERS, weights_tree
 MAX_WIDTH = 120  # wider terminals only pull the columns apart
 WIDE = 110  # from here on headings are whole words
 EDGES = 3  # senders named in a line of the weights' tree
+TAKERS = 4  # nodes in it that only take, on a terminal
 NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
 
 
@@ -60,7 +61,7 @@ class Screen:
         parts = [
             _header(self.status, width),
             _panel("training", _training(self.status, width)),
-            _panel("weights", _servers(self.status, width)),
+            _panel("weights", _weights(self.status, width, TAKERS if console.is_terminal else len(self.status.nodes))),
             _panel("nodes", _nodes(self.status, self.pace, width, height - 23)),
             Padding(_verdicts(self.status, width - 4), (0, 2)),
         ]
@@ -162,7 +163,7 @@ def _batch(status: Status) -> Text:
     return Text(f"{status.have} of {status.need} groups accepted for step {status.step + 1}")
 
 
-def _servers(status: Status, width: int) -> RenderableType:
+def _weights(status: Status, width: int, takers: int) -> RenderableType:
     """The tree that weights come down: each node under the one that sent it most, and how fast who sent it what."""
     servers = [node for role in SERVERS for node in status.nodes if node.role == role]
     if not servers:
@@ -174,7 +175,8 @@ def _servers(status: Status, width: int) -> RenderableType:
     _column(table, "came from", rest=True)
     _column(table, "behind", right=True)
     _column(table, "seen", right=True)
-    for depth, node in weights_tree(status.nodes):
+    rows, hidden = weights_tree(status.nodes, takers)
+    for depth, node in rows:
         edges = node.stats.intake.bytes_per_s
         fast_first = sorted(edges.items(), key=lambda edge: -edge[1])
         told = ", ".join(f"{names.get(url, NONE)} {count(rate)}B/s" for url, rate in fast_first[:EDGES])
@@ -186,7 +188,7 @@ def _servers(status: Status, width: int) -> RenderableType:
             Text(NONE if behind_s is None else f"{number(behind_s, 1)} s"),
             _seen(node, status),
         )
-    return table
+    return _with_rest(table, hidden)
 
 
 def _nodes(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
@@ -218,7 +220,10 @@ def _nodes(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
             Text(memory(node.stats.rss_bytes, short=not wide)),
             _seen(node, status),
         )
-    hidden = len(nodes) - len(shown)
+    return _with_rest(table, len(nodes) - len(shown))
+
+
+def _with_rest(table: Table, hidden: int) -> RenderableType:
     return Group(table, Text(f"and {hidden} more", style="dim")) if hidden else table
 
 

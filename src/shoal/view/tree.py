@@ -1,15 +1,18 @@
-"""The tree that weights came down: each node under the one that sent it most. Called by `screen`."""
+"""The tree that weights came down: each node under the one that sent it most. Called by `screen`.
+
+Invariant: each server is in it once, and each node that tells of a server that sent it something, up to `takers`.
+"""
 
 from collections.abc import Sequence
 
 from shoal.messages import NodeStatus, Role
 
 SERVERS: tuple[Role, ...] = ("origin", "relay")
-TAKERS, DEEPEST = 4, 4  # nodes shown that only take; steps of indentation
+DEEPEST = 4  # steps of indentation
 
 
-def weights_tree(nodes: Sequence[NodeStatus]) -> list[tuple[int, NodeStatus]]:
-    """Depth and node: servers, and below them the first few of those who only take."""
+def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
+    """Depth and node: servers, and below them those who only take, the first `takers` of them; and how many are left out."""
     servers = [node for role in SERVERS for node in nodes if node.role == role]
     urls = {node.url: node for node in servers if node.url}
 
@@ -17,8 +20,8 @@ def weights_tree(nodes: Sequence[NodeStatus]) -> list[tuple[int, NodeStatus]]:
         edges = {url: rate for url, rate in node.stats.intake.bytes_per_s.items() if url in urls}
         return urls[max(edges, key=lambda url: edges[url])].name if edges else None
 
-    takers = [node for node in nodes if node.role not in SERVERS and parent(node)][:TAKERS]
-    left = [*servers, *takers]
+    taking = [node for node in nodes if node.role not in SERVERS and parent(node)]
+    left = [*servers, *taking[:takers]]
     rows: list[tuple[int, NodeStatus]] = []
 
     def hang(above: str | None, depth: int) -> None:
@@ -29,4 +32,4 @@ def weights_tree(nodes: Sequence[NodeStatus]) -> list[tuple[int, NodeStatus]]:
                 hang(node.name, min(depth + 1, DEEPEST))
 
     hang(None, 0)
-    return [*rows, *((0, node) for node in left)]
+    return [*rows, *((0, node) for node in left)], len(taking[takers:])
