@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import DONE, FAILED, USAGE, main
+from shoal.cli import COMMANDS, DONE, FAILED, USAGE, main
 from shoal.config import load
 
 QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.toml")
@@ -81,7 +81,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 def test_an_error_that_nobody_explained_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli._prepare", lambda arguments: 1 / 0)
+    monkeypatch.setitem(COMMANDS, "prepare", lambda arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["prepare", small])
 

@@ -4,8 +4,8 @@ Invariant: every figure comes from the coordinator's last `Status` or from what 
 file is written under a temporary name, fsynced and renamed, so that a name always holds a whole file.
 Called once by `shoal run` when the run ends; the docs draw their curves with `draw_curve`.
 
-Left out: `metrics.jsonl` (grows during the run, is written by its process), comparisons between runs, and
-error bars (one run has no spread).
+Left out: `metrics.jsonl` (grows during the run: `record`), comparisons between runs (`plot`), and error bars (one run
+has no spread).
 """
 
 import io
@@ -131,9 +131,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
     Both share the x axis: version v is what v trained steps made. Raises OSError.
     """
     # Half a second and 60 MB that only the end of a run needs; no pyplot, which would keep global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -165,12 +163,26 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
     last, (low, high) = max([len(metrics), 1, *(e.version for e in evaluations)]), axes.get_ylim()
     axes.set_xlim(-0.02 * last, 1.02 * last)
     axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # from 0, so that a slope is not exaggerated
+    plain(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="best")
+    write_png(figure, path)
+
+
+def plain(axes: Any) -> None:
+    """The look of every panel: whole steps below, faint lines behind, no box."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="best")
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     write_file(path, image.getvalue())

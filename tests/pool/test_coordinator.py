@@ -1,5 +1,6 @@
 """The coordinator over real loopback HTTP, as it runs: `serve_forever` in a thread."""
 
+import json
 import socket
 import threading
 import time
@@ -336,6 +337,8 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
         assert learner.get(f"/v1/accepted/{groups[0]['submission']}").content == b"accepted"
         report = {"step": 0, "metrics": {"loss": 0.5}, "trained": [groups[0]["submission"]]}
         learner.post("/v1/steps", json=report).raise_for_status()
+    (kept,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(kept)["loss"] == 0.5, "the step before the stop is kept too"
     with served(tmp_path) as url:  # and after a restart all of it is still there
         status = Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
         assert status.step == 1 and status.metrics[0]["loss"] == 0.5

@@ -1,9 +1,11 @@
 import json
+import sqlite3
 
 import pytest
 
 from shoal.messages import Evaluation, Policy, StepReport
 from shoal.pool.database import PoolError
+from shoal.pool.status import read_history
 
 from .support import CAROL, VALIDATOR, Desk
 
@@ -29,6 +31,10 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(desk: Desk) 
     }
     (entry,) = desk.pool.db.ledger.entries(kind="trained")
     assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"]}
+
+
+def test_the_history_of_a_pool_that_was_killed_before_it_made_its_tables_is_empty() -> None:
+    assert read_history(sqlite3.connect(":memory:")) == ([], [])
 
 
 def evaluation(version: int, *, final: bool) -> Evaluation:

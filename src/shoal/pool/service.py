@@ -1,11 +1,12 @@
 """The coordinator as a process: listens, answers until told to stop; and the invites its operator makes.
 
 Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store; `coordinator.json` there
-says where it listens, for `shoal invite`.
+says where it listens, for `shoal invite`. The run's metrics are kept there too, unless `shoal run` watches and keeps them.
 """
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -17,18 +18,35 @@ from shoal.messages import Role
 from shoal.pool.coordinator import Coordinator
 from shoal.pool.identity import Identity
 from shoal.pool.invite import Invite, InviteError, make_invite
+from shoal.record import Record
+from shoal.trackers import open_tracker
 
 POLL_S = 0.1
+RECORD_S = 2.0
 KEY, ADDRESS = "identity.pem", "coordinator.json"
 
 
-def serve_forever(config: Config, run: str, folder: Path, port: int, stop: threading.Event) -> None:
-    """Serve until `stop`. Raises OSError where the port is taken."""
+def serve_forever(
+    config: Config, run: str, folder: Path, port: int, stop: threading.Event, *, watched: bool = False
+) -> None:
+    """Serve until `stop`. Raises OSError where the port is taken, TrackerError where the tracker does not start."""
     identity = Identity.load_or_create(folder / KEY)
-    asyncio.run(_serve(Coordinator(config, run, identity, folder), folder, port, stop))
+    coordinator = Coordinator(config, run, identity, folder)
+    if watched:
+        asyncio.run(_serve(coordinator, folder, port, stop))
+        return
+    record = Record(folder, logging.getLogger(__name__).warning)
+    record.tracker = open_tracker(run, folder, config)
+    try:
+        asyncio.run(_serve(coordinator, folder, port, stop, record))
+    finally:
+        record.take(*coordinator.pool.history())
+        record.close()
 
 
-async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: threading.Event) -> None:
+async def _serve(
+    coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record | None = None
+) -> None:
     host = coordinator.config.coordinator.host
     runner = web.AppRunner(coordinator.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -37,8 +55,13 @@ async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: thread
         bound = int(runner.addresses[0][1])
         address = {"url": f"http://{host}:{bound}", "run": coordinator.run}
         (folder / ADDRESS).write_text(json.dumps(address))
+        recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
+            if record is not None and time.monotonic() - recorded_s >= RECORD_S:
+                # In a thread: a tracker may wait for its own server, and members must not.
+                await asyncio.to_thread(record.take, *coordinator.pool.history())
+                recorded_s = time.monotonic()
     finally:
         await runner.cleanup()
 

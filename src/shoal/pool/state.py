@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable
 
 from shoal.config import Config
-from shoal.messages import Status
+from shoal.messages import Evaluation, Status
 from shoal.pool.assignments import Assignments
 from shoal.pool.batches import Batches
 from shoal.pool.database import Database
@@ -17,7 +17,7 @@ from shoal.pool.learning import Learning
 from shoal.pool.ledger import Ledger
 from shoal.pool.members import Members
 from shoal.pool.metrics import read_metrics
-from shoal.pool.status import read_status
+from shoal.pool.status import read_history, read_status
 from shoal.pool.submissions import Submissions
 from shoal.pool.trust import Trust
 
@@ -37,6 +37,9 @@ class Pool:
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run)
+
+    def history(self) -> tuple[list[dict[str, float]], list[Evaluation]]:
+        return read_history(self.db.connection)
 
     def metrics(self) -> str:
         return read_metrics(self.db)

@@ -1,0 +1,146 @@
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shoal.learner.groups import Group
+from shoal.learner.metrics import (
+    Shape,
+    age_metrics,
+    completion_metrics,
+    forward_flops,
+    memory_metrics,
+    reward_metrics,
+    shape_of,
+    speed_metrics,
+    sync_metrics,
+    training_flops,
+    update_metrics,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def group(rewards: list[float], lengths: list[int], *, version: int = 0, prompt: int = 4) -> Group:
+    completions = [[1] * n for n in lengths]
+    behaviour = [[-0.5] * n for n in lengths]
+    return Group("a", version, [1] * prompt, completions, behaviour, rewards)
+
+
+def tiny(*, tied: bool, kv_heads: int = 2) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=kv_heads,
+            tie_word_embeddings=tied,
+            attn_implementation="eager",
+        )
+    )
+
+
+def test_every_name_is_documented() -> None:
+    groups = [group([0.0, 1.0], [1, 2])]
+    told = update_metrics([(3, {"optim/grad_norm": 1.0, "optim/lr": 1.0, "policy/kl": 0.0})])
+    told |= reward_metrics(groups) | completion_metrics(groups, max_tokens=9) | age_metrics(groups, 0, refused=0)
+    told |= speed_metrics(n_tokens=3, flops=1, train_s=1, busy_s=1, waiting_s=1, peak_gflops=1)
+    told |= memory_metrics("cpu") | sync_metrics(Path(__file__).parent, 1.0)
+    rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    assert set(told) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_shape_counts_matrices_once_and_embeddings_never() -> None:
+    layer = 4 * 16 * 16 + 3 * 16 * 24
+    expected = Shape(body=3 * layer, head=40 * 16, layers=3, width=16)
+    assert shape_of(tiny(tied=False)) == shape_of(tiny(tied=True)) == expected
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_flops_are_those_that_torch_counts(kv_heads: int) -> None:
+    """Of one long completion after a prompt of one token: then head and body see nearly the same positions."""
+    model, length = tiny(tied=False, kv_heads=kv_heads), 9
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(1, length + 1, dtype=torch.long)).logits.sum().backward()
+    shape = shape_of(model)
+    # Eager attention computes all T x T pairs and the head at all T positions; the formula counts what is needed.
+    full = (length + 1) ** 2
+    needed = (length + 1) * (length + 2) / 2
+    waste = 3 * (4 * shape.layers * shape.width * (full - needed) + 2 * shape.head)
+    assert 3 * forward_flops(shape, 1, [length]) + waste == counter.get_total_flops()
+
+
+def test_a_prompt_is_counted_once_however_many_completions_it_has() -> None:
+    shape = Shape(body=100, head=0, layers=0, width=0)
+    assert forward_flops(shape, 10, [3, 4]) == 200 * 17
+
+
+def test_each_completion_attends_to_its_prompt_and_to_itself() -> None:
+    shape = Shape(body=0, head=0, layers=2, width=8)
+    pairs = (1 + 2) + 3 + (3 + 4 + 5)  # of the prompt of 2, of the completion of 1, of that of 3
+    assert forward_flops(shape, 2, [1, 3]) == 4 * 2 * 8 * pairs
+
+
+def test_a_pass_of_the_reference_adds_a_third() -> None:
+    shape, groups = Shape(body=10, head=5, layers=1, width=4), [group([0, 1], [2, 3])]
+    alone = training_flops(shape, groups, extra_forwards=0)
+    assert training_flops(shape, groups, extra_forwards=1) == pytest.approx(alone * 4 / 3)
+
+
+def test_rewards_spread_within_groups_not_between_them() -> None:
+    told = reward_metrics([group([0.0, 2.0], [1, 1]), group([5.0, 5.0], [1, 1])])
+    assert told == {"reward/batch_mean": 3.0, "reward/std": 0.5}
+
+
+def test_a_completion_of_the_greatest_length_counts_as_truncated() -> None:
+    told = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
+    assert told == {"completion/length_mean": 4.0, "completion/truncated_frac": 0.25}
+
+
+def test_ages_are_counted_in_versions() -> None:
+    told = age_metrics([group([0, 1], [1, 1], version=v) for v in (5, 3, 4)], 5, refused=2)
+    assert told == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/refused": 2.0}
+
+
+def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
+    updates = [
+        (30, {"policy/entropy": 30.0, "optim/grad_norm": 1.0, "optim/lr": 1e-6}),
+        (10, {"policy/entropy": 50.0, "optim/grad_norm": 3.0, "optim/lr": 2e-6}),
+    ]
+    assert update_metrics(updates) == {
+        "policy/entropy": 2.0,
+        "optim/grad_norm": 2.0,
+        "optim/lr": 2e-6,
+        "optim/skipped": 0.0,
+    }
+
+
+def test_a_skipped_update_is_counted_and_is_in_no_mean() -> None:
+    bad = (10, {"policy/entropy": math.nan, "optim/grad_norm": math.inf, "optim/skipped": 1.0})
+    good = (10, {"policy/entropy": 5.0, "optim/grad_norm": 1.0, "optim/skipped": 0.0})
+    assert update_metrics([good, bad]) == {"policy/entropy": 0.5, "optim/grad_norm": 1.0, "optim/skipped": 1.0}
+    assert update_metrics([bad]) == {"optim/skipped": 1.0}
+
+
+def test_mfu_counts_training_alone_and_tokens_the_whole_step() -> None:
+    told = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
+    assert told["perf/mfu"] == pytest.approx(0.5)
+    assert told["perf/tokens_per_s"] == 20
+
+
+def test_memory_is_measured_in_bytes() -> None:
+    told = memory_metrics("cpu")
+    assert set(told) == {"memory/rss_peak_bytes"}
+    assert 50e6 < told["memory/rss_peak_bytes"] < 1e12, "torch alone takes more than 50 MB"
+
+
+def test_a_version_weighs_what_its_files_do(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 70)
+    (tmp_path / "config.json").write_bytes(b"x" * 30)
+    assert sync_metrics(tmp_path, 0.5) == {"sync/bytes": 100.0, "sync/seconds": 0.5}
