@@ -1,15 +1,29 @@
+"""Every `loss.kind` against a plain loop in float64, and the promises about clips, sums, extremes and what is reported."""
+
 import math
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.learner.loss import LossTerms, policy_loss
+from shoal.learner.loss import LossTerms, denominator, k3, policy_loss
+from shoal.recipe import LossKind, LossSection
 
-RECIPE: dict[str, Any] = {"denominator": 200.0, "epsilon": 0.2, "delta": 4.0}
-N = 400
+KINDS: list[LossKind] = ["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
+LENGTHS = [1, 2, 5, 32, 60, 100, 100, 100]  # of the rollouts; 400 tokens
+N = sum(LENGTHS)
+D = 200.0
+
+
+def section(kind: LossKind = "grpo", **changed: Any) -> LossSection:
+    """No KL, no entropy bonus; gspo's range wide enough that random rollouts lie on both sides of its bounds."""
+    return LossSection(
+        **{"kind": kind, "beta": 0.0, "entropy": 0.0, "gspo_epsilon_low": 0.1, "gspo_epsilon_high": 0.2} | changed
+    )
 
 
 def case(seed: int = 0) -> dict[str, Tensor]:
@@ -21,55 +35,105 @@ def case(seed: int = 0) -> dict[str, Tensor]:
 
     behaviour_N = -normal().abs() - 0.1
     drift_N = 6 * torch.rand(N, generator=generator, dtype=torch.float64) - 3
+    rollout_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    shift_R = 2.5 * torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)  # apart as whole rollouts too
     return {
-        "logp_N": behaviour_N + drift_N,
+        "logp_N": (behaviour_N + 0.5 * drift_N + 0.5 * shift_R[rollout_N]).clamp(max=-1e-3),
         "behaviour_N": behaviour_N,
         "advantage_N": normal(),
+        "rollout_N": rollout_N,
         "reference_N": behaviour_N + 0.5 * normal(),
         "entropy_N": normal().abs(),
     }
 
 
-def surrogate(data: dict[str, Tensor], **recipe: Any) -> LossTerms:
-    tensors = {name: data[name] for name in ("logp_N", "behaviour_N", "advantage_N")}
-    return policy_loss(**tensors, **(RECIPE | recipe))
+def loss_of(data: dict[str, Tensor], settings: LossSection | None = None) -> LossTerms:
+    return policy_loss(**data, denominator=D, settings=settings or section())
 
 
-def whole(data: dict[str, Tensor]) -> LossTerms:
-    return policy_loss(**data, **RECIPE, beta=0.3, entropy_coef=0.1)
+def gradient(data: dict[str, Tensor], settings: LossSection | None = None) -> Tensor:
+    logp_N = data["logp_N"].detach().clone().requires_grad_()
+    (gradient_N,) = torch.autograd.grad(loss_of(data | {"logp_N": logp_N}, settings).loss, logp_N)
+    return gradient_N
 
 
-def numpy_loss(data: dict[str, Tensor], *, beta: float = 0.0, entropy_coef: float = 0.0) -> float:
-    """The formula of DESIGN section 4, one token at a time."""
-    d = {name: tensor.detach().numpy() for name, tensor in data.items()}
-    total = 0.0
-    for t in range(len(d["logp_N"])):
-        ratio, a = np.exp(d["logp_N"][t] - d["behaviour_N"][t]), d["advantage_N"][t]
-        total -= min(min(ratio, 4.0) * a, min(max(ratio, 0.8), 1.2) * a)
-        log_ref = d["reference_N"][t] - d["logp_N"][t]
-        total += beta * (np.exp(log_ref) - 1 - log_ref)
-        total -= entropy_coef * d["entropy_N"][t]
-    return float(total / 200.0)
+# ---- each kind in plain loops: the loss, and its derivative by every token's logprob
 
 
-# ---- values
+def clipped_loop(r: float, a: float, low: float, high: float, delta: float) -> tuple[float, float]:
+    """The surrogate and r times its derivative by r."""
+    value = min(min(r, delta) * a, min(max(r, low), high) * a)
+    free = (a > 0 and r < high) or (a < 0 and low < r < delta)
+    return value, r * a if free else 0.0
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 0.8), (0.8, 1.2), (1.2, 4), (4, math.inf)])
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_the_random_data_covers_every_regime_of_the_ratio(low: float, high: float, sign: int) -> None:
-    data = case()
-    ratio_N = torch.exp(data["logp_N"] - data["behaviour_N"])
-    assert int(((ratio_N > low) & (ratio_N < high) & (sign * data["advantage_N"] > 0)).sum()) > 5
+def weighted_loop(p: float, r: float, a: float, most: float, keep: bool) -> tuple[float, float]:
+    weight = min(r, most) * a * keep
+    return weight * p, weight
 
 
+def slow(data: dict[str, Tensor], s: LossSection) -> tuple[float, list[float]]:
+    d = {name: tensor.tolist() for name, tensor in data.items()}
+    logp, mu, a = d["logp_N"], d["behaviour_N"], d["advantage_N"]
+    total, slopes = 0.0, [0.0] * len(logp)
+    for rollout in set(d["rollout_N"]):
+        tokens = [t for t in range(len(logp)) if d["rollout_N"][t] == rollout]
+        share = 1 / len(tokens) if s.kind == "gspo" else 1.0
+        mean_ratio = math.exp(sum(logp[t] - mu[t] for t in tokens) / len(tokens))
+        for t in tokens:
+            r = math.exp(logp[t] - mu[t])
+            moved = math.exp(logp[t]) - math.exp(mu[t])
+            masked = (a[t] > 0 and moved > s.dppo_threshold) or (a[t] < 0 and moved < -s.dppo_threshold)
+            if s.kind in ("grpo", "dr_grpo"):
+                value, slope = clipped_loop(r, a[t], 1 - s.epsilon, 1 + s.epsilon, s.delta)
+            elif s.kind == "gspo":
+                low, high = 1 - s.gspo_epsilon_low, 1 + s.gspo_epsilon_high
+                value, slope = clipped_loop(mean_ratio, a[t], low, high, s.delta)
+            elif s.kind == "cispo":
+                value, slope = weighted_loop(logp[t], r, a[t], s.cispo_max_weight, True)
+            else:
+                value, slope = weighted_loop(logp[t], r, a[t], s.dppo_max_weight, not masked)
+            log_ref = d["reference_N"][t] - logp[t]
+            total += share * (-value + s.beta * (math.exp(log_ref) - 1 - log_ref) - s.entropy * d["entropy_N"][t])
+            slopes[t] += share * s.beta * (1 - math.exp(log_ref))
+            for u in tokens if s.kind == "gspo" else [t]:  # a rollout's ratio moves with each of its tokens
+                slopes[u] -= share * slope / (len(tokens) if s.kind == "gspo" else 1)
+    return total / D, [slope / D for slope in slopes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_surrogate_equals_a_numpy_implementation(seed: int) -> None:
-    assert float(surrogate(case(seed)).loss) == pytest.approx(numpy_loss(case(seed)), rel=1e-12)
+def test_loss_and_gradient_equal_a_plain_loop(kind: LossKind, seed: int) -> None:
+    settings = section(kind, beta=0.3, entropy=0.1)
+    value, slopes = slow(case(seed), settings)
+    assert float(loss_of(case(seed), settings).loss) == pytest.approx(value, rel=1e-12)
+    torch.testing.assert_close(gradient(case(seed), settings), torch.tensor(slopes, dtype=torch.float64))
 
 
-def test_the_whole_loss_equals_a_numpy_implementation() -> None:
-    assert float(whole(case()).loss) == pytest.approx(numpy_loss(case(), beta=0.3, entropy_coef=0.1), rel=1e-12)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_random_data_meets_every_bound_of_the_kind(kind: LossKind) -> None:
+    bounds = {"clip_low", "clip_high", "clip_delta"} - ({"clip_low", "clip_high"} if kind == "cispo" else set())
+    settings = section(kind, dppo_max_weight=3.0, delta=2.0)
+    totals = {name: sum(getattr(loss_of(case(seed), settings), name) for seed in range(3)) for name in bounds}
+    assert all(0 < total < 3 * N for total in totals.values()), totals
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_the_gradient_equals_finite_differences(kind: LossKind) -> None:
+    """The kinds whose weights are not detached: their gradient is that of their value."""
+    data, settings = case(), section(kind, beta=0.3)
+    gradient_N, h = gradient(data, settings), 1e-6
+    for t in range(0, N, 7):
+        up, down = (data["logp_N"].clone() for _ in range(2))
+        up[t] += h
+        down[t] -= h
+        slope = (
+            (loss_of(data | {"logp_N": up}, settings).loss - loss_of(data | {"logp_N": down}, settings).loss) / 2 / h
+        )
+        assert float(gradient_N[t]) == pytest.approx(float(slope), abs=1e-7)
+
+
+# ---- grpo: two-sided clipping
 
 
 def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta() -> None:
@@ -78,168 +142,304 @@ def test_two_sided_clipping_is_dual_clip_ppo_with_c_equal_to_delta() -> None:
     ratio_N, a_N = torch.exp(data["logp_N"] - data["behaviour_N"]), data["advantage_N"]
     ppo_N = torch.minimum(ratio_N * a_N, ratio_N.clamp(0.8, 1.2) * a_N)
     dual_N = torch.where(a_N < 0, torch.maximum(ppo_N, 4.0 * a_N), ppo_N)
-    torch.testing.assert_close(surrogate(data).loss, -dual_N.sum() / 200)
-
-
-def test_on_policy_the_loss_is_minus_the_mean_advantage() -> None:
-    data = case() | {"logp_N": case()["behaviour_N"]}
-    torch.testing.assert_close(surrogate(data).loss, -data["advantage_N"].sum() / 200)
-
-
-def test_micro_batches_add_up_to_the_whole_batch() -> None:
-    data = case()
-    spans = [slice(0, 7), slice(7, 150), slice(150, N)]
-    parts = [whole({name: tensor[span] for name, tensor in data.items()}).loss for span in spans]
-    torch.testing.assert_close(sum(parts), whole(data).loss)
-
-
-def test_an_empty_micro_batch_adds_nothing() -> None:
-    assert float(whole({name: tensor[:0] for name, tensor in case().items()}).loss) == 0
-
-
-# ---- gradients
-
-
-@pytest.mark.parametrize("terms", ["surrogate", "whole"])
-def test_the_gradient_equals_finite_differences(terms: str) -> None:
-    data = case()
-    logp_N = data["logp_N"].requires_grad_()
-    loss = {"surrogate": surrogate, "whole": whole}[terms]
-    (gradient_N,) = torch.autograd.grad(loss(data).loss, logp_N)
-    h = 1e-6
-    for t in range(0, N, 7):
-        up, down = (logp_N.detach().clone() for _ in range(2))
-        up[t] += h
-        down[t] -= h
-        slope = (loss(data | {"logp_N": up}).loss - loss(data | {"logp_N": down}).loss) / (2 * h)
-        assert float(gradient_N[t]) == pytest.approx(float(slope), abs=1e-7)
+    torch.testing.assert_close(loss_of(data).loss, -dual_N.sum() / D)
 
 
 @pytest.mark.parametrize(
     ("drift", "advantage", "moves"),
     [(1.0, 1.0, False), (-1.0, 1.0, True), (1.0, -1.0, True), (-1.0, -1.0, False), (2.0, -1.0, False)],
 )
-def test_a_token_beyond_its_clip_has_no_gradient_and_one_within_has(
-    drift: float, advantage: float, moves: bool
+def test_grpo_gives_no_gradient_to_a_token_beyond_its_clip(drift: float, advantage: float, moves: bool) -> None:
+    assert (float(gradient(token(drift - 3, -3.0, advantage))) != 0) == moves
+
+
+def token(logp: float, behaviour: float, advantage: float) -> dict[str, Tensor]:
+    return {
+        "logp_N": torch.tensor([logp]),
+        "behaviour_N": torch.tensor([behaviour]),
+        "advantage_N": torch.tensor([advantage]),
+        "rollout_N": torch.tensor([0]),
+    }
+
+
+def test_on_policy_the_loss_is_minus_the_mean_advantage() -> None:
+    data = case() | {"logp_N": case()["behaviour_N"]}
+    torch.testing.assert_close(loss_of(data).loss, -data["advantage_N"].sum() / D)
+
+
+# ---- the other kinds
+
+
+def test_dr_grpo_differs_from_grpo_in_its_denominator_alone() -> None:
+    assert loss_of(case(), section("dr_grpo")) == loss_of(case(), section("grpo"))
+    assert denominator("grpo", n_tokens=50, n_rollouts=4, max_tokens=100) == 50
+    assert denominator("dr_grpo", n_tokens=50, n_rollouts=4, max_tokens=100) == 400
+
+
+def test_gspo_weighs_rollouts_alike_however_long_they_are() -> None:
+    data = case() | {"logp_N": case()["behaviour_N"], "advantage_N": torch.full((N,), -1.0, dtype=torch.float64)}
+    gradient_N = gradient(data, section("gspo"))
+    totals = [float(part.sum()) for part in torch.split(gradient_N, LENGTHS)]
+    assert totals == pytest.approx([1 / D] * len(LENGTHS))
+
+
+def test_gspo_with_rollouts_of_one_token_is_grpo_with_its_range() -> None:
+    data = case() | {"rollout_N": torch.arange(N)}
+    same = section("grpo", epsilon=0.1)
+    gspo = section("gspo", gspo_epsilon_low=0.1, gspo_epsilon_high=0.1)
+    torch.testing.assert_close(gradient(data, gspo), gradient(data, same))
+
+
+def test_gspo_finds_rollouts_whatever_their_numbers_are() -> None:
+    data = case()
+    renamed = data | {"rollout_N": 7 * (len(LENGTHS) - data["rollout_N"])}
+    assert loss_of(renamed, section("gspo")) == loss_of(data, section("gspo"))
+
+
+def test_cispo_gives_every_token_a_gradient_and_none_beyond_its_weight() -> None:
+    data = case()
+    gradient_N = gradient(data, section("cispo", cispo_max_weight=2.0))
+    assert bool((gradient_N != 0).all())
+    assert bool((gradient_N.abs() <= 2.0001 * data["advantage_N"].abs() / D).all())
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "advantage", "moves"),
+    [
+        (0.75, 0.5, 1.0, False),  # up by more than 0.2, and pushed up further
+        (0.75, 0.5, -1.0, True),  # the same, pushed back
+        (0.25, 0.5, -1.0, False),  # down by more than 0.2, and pushed down further
+        (0.25, 0.5, 1.0, True),
+        (0.65, 0.5, 1.0, True),  # not far enough: PPO would clip this ratio of 1.3
+        (0.15, 0.001, 1.0, True),  # a rare token, 150 times as likely: still a small change of the policy
+        (0.75, 0.95, -1.0, True),  # a common one, just within
+        (0.74, 0.95, -1.0, False),  # a ratio of 0.78, beyond
+    ],
+)
+def test_dppo_masks_a_token_that_moved_far_the_way_its_advantage_pushes(
+    now: float, then: float, advantage: float, moves: bool
 ) -> None:
-    logp_N = torch.tensor([drift - 3], requires_grad=True)
-    terms = policy_loss(logp_N, torch.tensor([-3.0]), torch.tensor([advantage]), **RECIPE)
-    (gradient_N,) = torch.autograd.grad(terms.loss, logp_N)
+    gradient_N = gradient(token(math.log(now), math.log(then), advantage), section("dppo"))
     assert (float(gradient_N) != 0) == moves
 
 
-def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
-    data = case()
-    logp_N = data["behaviour_N"].clone().requires_grad_()
-    (gradient_N,) = torch.autograd.grad(surrogate(data | {"logp_N": logp_N}).loss, logp_N)
-    torch.testing.assert_close(gradient_N, -data["advantage_N"] / 200)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_dppo_bounds_the_weight_of_what_it_keeps(advantage: float) -> None:
+    gradient_N = gradient(token(math.log(0.1), math.log(0.001), advantage), section("dppo", dppo_max_weight=20.0))
+    assert float(gradient_N) == pytest.approx(-20.0 * advantage / D)
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_a_ratio_too_large_for_float32_gives_a_finite_gradient(advantage: float) -> None:
-    logp_N = torch.zeros(1, requires_grad=True)
-    terms = policy_loss(logp_N, torch.tensor([-200.0]), torch.tensor([advantage]), **RECIPE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_policy_every_kind_is_the_policy_gradient_where_rollouts_are_as_long_as_may_be(kind: LossKind) -> None:
+    data = {name: tensor[-300:] for name, tensor in case().items()}  # three rollouts of 100
+    data["logp_N"] = data["behaviour_N"]
+    settings = section(kind)
+    logp_N = data["logp_N"].clone().requires_grad_()
+    of_batch = denominator(kind, n_tokens=300, n_rollouts=3, max_tokens=100)
+    terms = policy_loss(**data | {"logp_N": logp_N}, denominator=of_batch, settings=settings)
     (gradient_N,) = torch.autograd.grad(terms.loss, logp_N)
-    assert gradient_N.tolist() == [0.0]
+    expected_N = data["advantage_N"]
+    if kind == "gspo":  # the rollout's mean; a rollout has one advantage, this data has not
+        expected_N = expected_N.view(3, 100).mean(1).repeat_interleave(100)
+    torch.testing.assert_close(gradient_N, -expected_N / 300)
+
+
+# ---- sums
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_of_whole_rollouts_add_up_to_the_batch(kind: LossKind) -> None:
+    data, settings = case(), section(kind, beta=0.3, entropy=0.1)
+    spans = [slice(0, 8), slice(8, 100), slice(100, N)]
+    parts = [{name: tensor[span] for name, tensor in data.items()} for span in spans]
+    whole = loss_of(data, settings)
+    torch.testing.assert_close(sum(loss_of(part, settings).loss for part in parts), whole.loss)
+    torch.testing.assert_close(torch.cat([gradient(part, settings) for part in parts]), gradient(data, settings))
+    for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl"):
+        assert sum(getattr(loss_of(part, settings), name) for part in parts) == pytest.approx(getattr(whole, name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_micro_batch_adds_nothing(kind: LossKind) -> None:
+    assert float(loss_of({name: tensor[:0] for name, tensor in case().items()}, section(kind)).loss) == 0
+
+
+@pytest.mark.parametrize(("kind", "figure"), [("cispo", 50), ("dppo", 50), ("gspo", 4)])
+def test_the_denominator_counts_what_the_kind_averages_over(kind: LossKind, figure: int) -> None:
+    assert denominator(kind, n_tokens=50, n_rollouts=4, max_tokens=100) == figure
+
+
+def test_a_batch_without_tokens_has_no_denominator() -> None:
+    with pytest.raises(ValueError, match="0 tokens in 4 rollouts"):
+        denominator("gspo", n_tokens=0, n_rollouts=4, max_tokens=100)
+
+
+# ---- extremes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    logp=st.floats(-1e4, 0, width=32),
+    behaviour=st.floats(-1e4, 0, width=32),
+    reference=st.floats(-1e4, 0, width=32),
+    advantage=st.sampled_from([-10.0, -1.0, 0.0, 1.0, 10.0]),
+)
+def test_no_logprob_however_extreme_gives_a_loss_or_gradient_that_is_no_number(
+    kind: LossKind, logp: float, behaviour: float, reference: float, advantage: float
+) -> None:
+    data = token(logp, behaviour, advantage) | {"reference_N": torch.tensor([reference])}
+    settings = section(kind, beta=0.001)
+    assert bool(torch.isfinite(loss_of(data, settings).loss))
+    assert bool(torch.isfinite(gradient(data, settings)).all())
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_ratio_too_large_for_float32_gives_no_gradient_where_ratios_are_clipped(
+    kind: LossKind, advantage: float
+) -> None:
+    assert gradient(token(0.0, -200.0, advantage), section(kind)).tolist() == [0.0]
 
 
 # ---- KL and entropy
 
 
-def test_the_kl_term_has_a_gradient() -> None:
+@pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 19.0, 25.0, 300.0])
+def test_k3_pulls_towards_the_reference_and_never_overflows(d: float) -> None:
+    logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
+    assert float(slope) == pytest.approx(1 - math.exp(min(d, 20.0)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kl_term_has_a_gradient(kind: LossKind) -> None:
     """The original computed it without: beta then did nothing."""
     data = case() | {"advantage_N": torch.zeros(N, dtype=torch.float64)}
-    logp_N = data["logp_N"].requires_grad_()
-    (gradient_N,) = torch.autograd.grad(policy_loss(**data, **RECIPE, beta=0.3).loss, logp_N)
-    expected_N = 0.3 / 200 * (1 - torch.exp(data["reference_N"] - data["logp_N"]))
-    torch.testing.assert_close(gradient_N, expected_N)
+    share_N = torch.repeat_interleave(1 / torch.tensor(LENGTHS, dtype=torch.float64), torch.tensor(LENGTHS))
+    expected_N = 0.3 / D * (1 - torch.exp(data["reference_N"] - data["logp_N"]))
+    if kind == "gspo":
+        expected_N = share_N * expected_N
+    torch.testing.assert_close(gradient(data, section(kind, beta=0.3)), expected_N)
 
 
 def test_the_kl_reported_is_the_sum_of_k3() -> None:
     data = case()
     d_N = data["reference_N"] - data["logp_N"]
-    assert whole(data).kl == pytest.approx(float((torch.exp(d_N) - d_N - 1).sum()))
+    assert loss_of(data, section(beta=0.3)).kl == pytest.approx(float((torch.exp(d_N) - d_N - 1).sum()))
 
 
 def test_the_mean_of_k3_over_samples_is_the_kl_from_policy_to_reference() -> None:
     policy_V, reference_V = torch.log_softmax(torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.5, 0.0]]), -1)
-    k3_V = torch.stack([
-        torch.tensor(policy_loss(
-            p[None], p[None], torch.zeros(1), **RECIPE, beta=1.0, reference_N=r[None]).kl)
-        for p, r in zip(policy_V, reference_V, strict=True)
-    ])  # fmt: skip
     exact = (policy_V.exp() * (policy_V - reference_V)).sum()
-    torch.testing.assert_close((policy_V.exp() * k3_V).sum(), exact)
+    torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)
 
 
 def test_a_policy_equal_to_its_reference_has_no_kl() -> None:
     data = case()
-    assert whole(data | {"reference_N": data["logp_N"]}).kl == 0
+    assert loss_of(data | {"reference_N": data["logp_N"]}, section(beta=0.3)).kl == 0
 
 
 def test_more_entropy_lowers_the_loss_by_its_coefficient() -> None:
-    data = case()
+    data, settings = case(), section(entropy=0.1)
     more = data | {"entropy_N": data["entropy_N"] + 1}
-    assert float(whole(data).loss - whole(more).loss) == pytest.approx(0.1 * N / 200)
+    assert float(loss_of(data, settings).loss - loss_of(more, settings).loss) == pytest.approx(0.1 * N / D)
 
 
 def test_the_entropy_bonus_has_a_gradient() -> None:
     data = case()
     entropy_N = data["entropy_N"].requires_grad_()
-    (gradient_N,) = torch.autograd.grad(whole(data).loss, entropy_N)
-    torch.testing.assert_close(gradient_N, torch.full_like(entropy_N, -0.1 / 200))
+    (gradient_N,) = torch.autograd.grad(loss_of(data, section(entropy=0.1)).loss, entropy_N)
+    torch.testing.assert_close(gradient_N, torch.full_like(entropy_N, -0.1 / D))
 
 
 def test_the_entropy_reported_is_the_sum() -> None:
-    assert whole(case()).entropy == pytest.approx(float(case()["entropy_N"].sum()))
+    assert loss_of(case(), section(entropy=0.1)).entropy == pytest.approx(float(case()["entropy_N"].sum()))
 
 
 def test_the_entropy_is_reported_where_it_is_not_rewarded() -> None:
-    data = case()
-    assert policy_loss(**data, **RECIPE).entropy == pytest.approx(float(data["entropy_N"].sum()))
+    assert loss_of(case()).entropy == pytest.approx(float(case()["entropy_N"].sum()))
 
 
 # ---- what is reported
 
 
-def hand_made() -> LossTerms:
-    ratios = torch.tensor([0.5, 0.5, 0.9, 1.3, 1.3, 5.0, 5.0, 5.0, 1.0])
-    advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 0.0])
-    return policy_loss(ratios.log(), torch.zeros(9), advantages, **RECIPE)
+def hand_made(kind: LossKind, **changed: Any) -> LossTerms:
+    ratio_N = torch.tensor([0.5, 0.5, 0.9, 1.3, 1.3, 5.0, 5.0, 5.0, 1.0])
+    advantage_N = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 0.0])
+    settings = section(kind, gspo_epsilon_low=0.2, cispo_max_weight=4.0, dppo_max_weight=4.0, **changed)
+    data = {"behaviour_N": torch.full((9,), math.log(0.15)), "advantage_N": advantage_N, "rollout_N": torch.arange(9)}
+    return policy_loss(ratio_N.log() + data["behaviour_N"], **data, denominator=1.0, settings=settings)
 
 
-@pytest.mark.parametrize(("counter", "tokens"), [("clip_low", 1), ("clip_high", 2), ("clip_delta", 2)])
-def test_a_counter_counts_only_tokens_whose_clip_binds(counter: str, tokens: int) -> None:
-    assert getattr(hand_made(), counter) == tokens
+CLIPPED = {"clip_low": 1, "clip_high": 2, "clip_delta": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("grpo", CLIPPED),
+        ("gspo", CLIPPED),
+        ("cispo", {"clip_low": 0, "clip_high": 0, "clip_delta": 3}),
+        ("dppo", {"clip_low": 1, "clip_high": 1, "clip_delta": 2}),  # probabilities 0.15 then; 0.075, 0.195, 0.75 now
+    ],
+)
+def test_a_counter_counts_only_tokens_whose_clip_binds(kind: LossKind, counts: dict[str, int]) -> None:
+    terms = hand_made(kind, dppo_threshold=0.07)
+    assert {name: getattr(terms, name) for name in counts} == counts
 
 
 def test_the_mismatch_is_the_sum_of_k3_between_behaviour_and_policy() -> None:
     data = case()
     drift_N = data["logp_N"] - data["behaviour_N"]
-    assert whole(data).mismatch_kl == pytest.approx(float((torch.exp(drift_N) - drift_N - 1).sum()))
+    assert loss_of(data).mismatch_kl == pytest.approx(float((torch.exp(drift_N) - drift_N - 1).sum()))
 
 
-def test_the_reported_figures_hold_no_graph() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reported_figures_hold_no_graph(kind: LossKind) -> None:
     data = case()
     data["logp_N"].requires_grad_()
-    terms = whole(data)
+    terms = loss_of(data, section(kind, beta=0.3))
     assert {name for name, value in vars(terms).items() if isinstance(value, Tensor)} == {"loss"}
 
 
 # ---- errors
 
 
-@pytest.mark.parametrize("delta", [0.5, 1.0, 1.2])
-def test_a_delta_inside_the_clip_range_is_refused(delta: float) -> None:
-    with pytest.raises(ValueError, match=f"delta {delta} must exceed"):
-        surrogate(case(), delta=delta)
+@pytest.mark.parametrize(
+    ("settings", "missing", "message"),
+    [
+        (lambda: section(beta=0.1), "reference_N", "needs the reference's logprobs"),
+        (lambda: section(entropy=0.1), "entropy_N", "needs the policy's entropies"),
+        (lambda: section("gspo"), "rollout_N", "which rollout each token is of"),
+    ],
+)
+def test_a_loss_without_what_it_needs_is_refused(
+    settings: Callable[[], LossSection], missing: str, message: str
+) -> None:
+    data = {name: tensor for name, tensor in case().items() if name != missing}
+    with pytest.raises(ValueError, match=message):
+        loss_of(data, settings())
 
 
-def test_a_kl_without_the_references_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs the reference's logprobs"):
-        surrogate(case(), beta=0.1)
+def test_a_rollout_in_two_places_is_refused() -> None:
+    with pytest.raises(ValueError, match="comes back to an earlier one"):
+        loss_of(case() | {"rollout_N": torch.arange(N) % 2}, section("gspo"))
 
 
-def test_an_entropy_bonus_without_entropies_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs the policy's entropies"):
-        surrogate(case(), entropy_coef=0.1)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kind": "grpo", "delta": 1.2}, "delta must exceed 1 . learner.loss.epsilon"),
+        ({"kind": "dr_grpo", "delta": 1.1}, "delta must exceed 1 . learner.loss.epsilon"),
+        ({"kind": "gspo", "delta": 1.0001}, "delta must exceed 1 . learner.loss.gspo_epsilon_high"),
+        ({"kind": "dr_grpo", "normalize_std": True}, "set learner.loss.normalize_std = false"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossSection(**changed)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "cispo", "dppo"])
+def test_a_delta_within_epsilon_is_no_matter_where_the_kind_does_not_read_both(kind: LossKind) -> None:
+    assert LossSection(kind=kind, delta=1.1).delta == 1.1

@@ -1,0 +1,248 @@
+"""What delta prevents: two-sided clipping against PPO's one-sided clip, on data that is many updates old.
+
+    OMP_NUM_THREADS=1 python benchmarks/stale.py [--seeds 3] [--updates 80] [--age 16] [--lr 2e-4] [--label NAME]
+
+Trains `bundled:tiny` on sums in one process, once with delta = 4 and once with a delta that is never reached, from the same
+weights and the same tasks. Every update's rollouts are sampled by the policy as it was `age` updates before (the first `age`
+updates all have the first policy's first batch): 16 is async level 2 at the recipe's 8 updates a step. Each update also
+takes the gradient that the other arm's loss has at the same weights and data, so that the two compare free of where each run
+has got to. Writes benchmarks/results/stale.json and docs/images/stale.png, and prints a table. The rewards are those of the
+rollouts when they are sampled: the policy's own at that update.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from machine import describe
+from torch import Tensor
+
+from shoal import tasks
+from shoal.config import load
+from shoal.learner.advantage import group_advantages
+from shoal.learner.loss import denominator, policy_loss
+from shoal.learner.policy import DivergedError, Policy
+from shoal.model.sampling import rollout_seed
+from shoal.model.sources import TINY, resolve
+from shoal.model.tree import Tree, pack
+from shoal.recipe import LearnerSection, LossSection
+from shoal.rollout.engine import Sampling
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.tasks.prompt import completion_text, prompt_tokens
+
+HERE = Path(__file__).parent
+TASKS = load(HERE.parent / "configs" / "tiny.toml").tasks
+PROMPTS, GROUP, MAX_TOKENS = 16, 8, 6
+ARMS = {"delta 4": 4.0, "delta off": 1e9}
+BEYOND = 4.0  # what counts as a huge ratio, in both arms
+SPIKE = 10.0  # times the run's median gradient norm
+
+
+class Stored(NamedTuple):
+    """One update's rollouts: what the loss needs of them, and the mean reward."""
+
+    trees: list[Tree]
+    behaviour_N: Tensor
+    advantage_N: Tensor
+    reward: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=80)
+    parser.add_argument("--age", type=int, default=16, help="updates between sampling and training")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--label", help="write results/stale-LABEL.json instead, and no plot")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    started_s = time.monotonic()
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": describe(),
+        "settings": {"age": arguments.age, "lr": arguments.lr, "prompts": PROMPTS, "group": GROUP, "arms": ARMS},
+        "runs": [],
+    }
+    for seed in range(arguments.seeds):
+        for arm in ARMS:
+            updates = run(seed, ARMS[arm], arguments.age, arguments.lr, arguments.updates)
+            result["runs"].append({"arm": arm, "seed": seed} | figures(updates) | {"updates": updates})
+            told = {name: value for name, value in result["runs"][-1].items() if name != "updates"}
+            sys.stdout.write(f"{time.monotonic() - started_s:.0f} s {told}\n")
+            sys.stdout.flush()
+    pooled = {arm: [u for one in result["runs"] if one["arm"] == arm for u in one["updates"]] for arm in ARMS}
+    result["all seeds"] = {arm: figures(updates) for arm, updates in pooled.items()}
+    result["off over on, same weights"] = same_weights(result["runs"])
+    result["seconds"] = round(time.monotonic() - started_s, 1)
+    name = f"stale-{arguments.label}" if arguments.label else "stale"
+    (HERE / "results" / f"{name}.json").write_text(json.dumps(result) + "\n")
+    if not arguments.label:
+        plot(result, HERE.parent / "docs" / "images" / "stale.png")
+    sys.stdout.write(table(result))
+
+
+def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[dict[str, float]]:
+    """One training run. Returns each update's figures; fewer than asked for where it diverged or has nothing to train on."""
+    loss = LossSection(delta=delta, beta=0.0, entropy=0.0, normalize_std=True)
+    policy = Policy(resolve(TINY), LearnerSection(lr=lr, warmup_steps=0, loss=loss), "float32", "cpu", temperature=1.0)
+    engine = TorchEngine("float32")
+    engine.model = policy.model
+    draw = random.Random(seed)
+    waiting: deque[Stored] = deque()
+    updates: list[dict[str, float]] = []
+    for update in range(n_updates):
+        fresh = sample(engine, policy, draw, seed, update)
+        if len(fresh.behaviour_N):  # else the online filter left nothing: the waiting data is trained on meanwhile
+            waiting.append(fresh)
+        if not waiting:
+            return updates
+        old = waiting.popleft() if len(waiting) > age or not len(fresh.behaviour_N) else waiting[0]
+        try:
+            updates.append({"update": update, "reward": fresh.reward} | train(policy, old, loss))
+        except DivergedError:
+            return updates
+    return updates
+
+
+def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, update: int) -> Stored:
+    """Rollouts of random tasks by the policy as it is now."""
+    task_set = tasks.load(TASKS)
+    chosen = draw.sample(task_set.train, k=PROMPTS)
+    prompts = [prompt_tokens(policy.tokenizer, TASKS, task, 0) for task in chosen]
+    seeds = [[rollout_seed("stale", update, str(seed), p, g) for g in range(GROUP)] for p in range(PROMPTS)]
+    groups = engine.generate(prompts, seeds, Sampling(1.0, MAX_TOKENS, (policy.tokenizer.eos_token_id,)))
+    behaviour: list[float] = []
+    advantages, rewards, trees = [], [], []
+    for task, prompt, group in zip(chosen, prompts, groups, strict=True):
+        rewards_G = torch.tensor([task_set.grade(task, completion_text(policy.tokenizer, c.tokens)) for c in group])
+        advantages_G = group_advantages(rewards_G, normalize_std=True)
+        rewards += rewards_G.tolist()
+        if not advantages_G.any():
+            continue  # the online filter
+        trees.append(Tree(prompt, [completion.tokens for completion in group]))
+        behaviour += [logprob for completion in group for logprob in completion.logprobs]
+        advantages += [advantages_G[g].expand(len(completion.tokens)) for g, completion in enumerate(group)]
+    return Stored(trees, torch.tensor(behaviour), torch.cat([torch.empty(0), *advantages]), statistics.mean(rewards))
+
+
+def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]:
+    """One update on one batch. Returns its figures, and the gradient norm that the other arm's loss has here."""
+    n_tokens = len(stored.behaviour_N)
+    told: dict[str, float] = {}
+
+    def value(batch: Stored) -> Tensor:
+        logp_N, _ = policy.logprobs(pack(batch.trees), with_entropy=False)
+        ratio_N = torch.exp(logp_N.detach() - batch.behaviour_N)
+        told["ratio_max"] = float(ratio_N.max())
+        told["beyond"] = float(((ratio_N > BEYOND) & (batch.advantage_N < 0)).sum()) / n_tokens
+        over = denominator(loss.kind, n_tokens, PROMPTS * GROUP, MAX_TOKENS)
+        losses = {
+            delta: policy_loss(
+                logp_N,
+                batch.behaviour_N,
+                batch.advantage_N,
+                denominator=over,
+                settings=loss.model_copy(update={"delta": delta}),
+            ).loss
+            for delta in ARMS.values()
+        }
+        (other,) = set(ARMS.values()) - {loss.delta}
+        gradients = torch.autograd.grad(losses[other], list(policy.model.parameters()), retain_graph=True)
+        told["grad_norm_other"] = float(torch.nn.utils.get_total_norm(gradients))
+        return losses[loss.delta]
+
+    step = policy.step(value, [stored])
+    return told | {"loss": step["loss"], "grad_norm": step["optim/grad_norm"]}
+
+
+def figures(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Of one run or several together: gradient norms, and the reward over the last quarter of the updates."""
+    norms = [update["grad_norm"] for update in updates]
+    median = statistics.median(norms)
+    late = 0.75 * max(update["update"] for update in updates)
+    last = [update["reward"] for update in updates if update["update"] >= late]
+    return {
+        "n_updates": len(updates),
+        "grad_norm_median": median,
+        "grad_norm_p99": percentile(norms, 0.99),
+        "grad_norm_max": max(norms),
+        "spikes": sum(norm > SPIKE * median for norm in norms),
+        "loss_max": max(update["loss"] for update in updates),
+        "beyond_mean": statistics.mean(update["beyond"] for update in updates),
+        "ratio_max": max(update["ratio_max"] for update in updates),
+        "reward_last": statistics.mean(last),
+    }
+
+
+def same_weights(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Gradient norm without delta over that with it, update by update at the same weights and data, over all runs."""
+    factors = []
+    for one in runs:
+        for update in one["updates"]:
+            on, off = update["grad_norm"], update["grad_norm_other"]
+            factors.append(off / on if one["arm"] == "delta 4" else on / off)
+    return {"median": statistics.median(factors), "p99": percentile(factors, 0.99), "max": max(factors)} | {
+        f"beyond {times} times": sum(factor > times for factor in factors) for times in (2, 5, 10)
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def table(result: dict[str, Any]) -> str:
+    """One line a run, then one an arm, as Markdown."""
+    columns = {
+        "grad_norm_median": "median",
+        "grad_norm_p99": "99th percentile",
+        "grad_norm_max": "max",
+        "spikes": f"> {SPIKE:.0f} x median",
+        "loss_max": "largest loss",
+        "beyond_mean": f"tokens with A < 0, r > {BEYOND:.0f}",
+        "reward_last": "reward, last quarter",
+    }
+    lines = [["delta", "seed", *columns.values()], ["---"] * (len(columns) + 2)]
+    rows = [(one["arm"], str(one["seed"]), one) for one in result["runs"]]
+    for arm, seed, one in sorted(rows) + [(arm, "all", one) for arm, one in result["all seeds"].items()]:
+        lines.append([arm, seed, *(f"{one[name]:.3g}" for name in columns)])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines) + f"{result['off over on, same weights']}\n"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Gradient norm, huge ratios and reward by update; one line a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = {
+        "grad_norm": "gradient norm, before clipping",
+        "beyond": f"tokens with A < 0, ratio > {BEYOND:.0f}",
+        "reward": "reward of fresh samples",
+    }
+    figure, panels = pyplot.subplots(1, len(names), figsize=(14, 3.6))
+    colors = dict(zip(ARMS, ("tab:blue", "tab:red"), strict=True))
+    for panel, (name, title) in zip(panels, names.items(), strict=True):
+        for one in result["runs"]:
+            values = [update[name] for update in one["updates"]]
+            label = one["arm"] if one["seed"] == 0 else None
+            panel.plot(values, color=colors[one["arm"]], lw=1, alpha=0.8, label=label)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("update")
+        panel.grid(alpha=0.25)
+    panels[0].set_yscale("log")
+    panels[0].legend(fontsize=9)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
