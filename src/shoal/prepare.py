@@ -1,8 +1,9 @@
 """What has to be there before a run: the model in the cache, and the dtype this machine computes in.
 
-Called by `shoal prepare` and, in a process of its own, by `shoal run`, which itself never imports torch.
+Called by `shoal prepare`, `shoal sft` and, in a process of its own, by `shoal run`, which itself never imports torch.
 """
 
+from pathlib import Path
 from typing import Any
 
 from shoal import tasks
@@ -16,10 +17,15 @@ def prepare(config: Config) -> dict[str, Any]:
         tasks.load(config.tasks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.model.name == sources.TINY and not (sources.tiny_dir() / "config.json").exists():
-        from shoal.learner.sft import train_tiny
-
-        train_tiny()
-    folder = sources.resolve(config.model.name)
+    folder = model_folder(config.model.name)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     return {"folder": str(folder), "dtype": picked, "gflops": {k: round(v, 1) for k, v in gflops.items()}}
+
+
+def model_folder(name: str) -> Path:
+    """The folder of model `name`, made first where it is `bundled:tiny` and not there yet."""
+    if name == sources.TINY and not (sources.tiny_dir() / "config.json").exists():
+        from shoal.learner.tiny import train_tiny
+
+        train_tiny()
+    return sources.resolve(name)

