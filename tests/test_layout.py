@@ -76,7 +76,7 @@ def strangers(package: str, allowed: list[str]) -> dict[str, set[str]]:
 def test_this_reads_imports_as_python_does() -> None:
     assert "config" in own("cli") and "swarm" in own("cli")  # `from shoal import config`, and one in a function
     assert "shardcast.client" in own("shardcast.follow")  # relative
-    assert "store.rollouts" in own("learner.batch")
+    assert "store.rollouts" in own("learner.groups")
     assert not own("messages")
 
 

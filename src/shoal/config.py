@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from shoal.recipe import LearnerSection, ModelSection, SamplingSection, Section, TaskSection
+from shoal.recipe import LearnerSection, ModelSection, SamplingSection, Section, SftSection, TaskSection
 
 Cheat = Literal["older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"]
+
+TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
 def _as_list(value: object) -> object:
@@ -31,6 +33,7 @@ class RunSection(Section):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=100, ge=1, description="rollout steps to train")
     max_restarts: int = Field(default=5, ge=0, description="of one process by `shoal run` before it gives up")
+    tracker: TrackerName = Field(default="none", description="also sends the metrics there; see docs/metrics.md")
     threads: int = Field(default=0, ge=0, description="cores to share out; 0: all that this process may use")
     stall_s: float = Field(
         default=900, gt=0, description="without an accepted submission or a trained step, the run is stopped"
@@ -135,6 +138,7 @@ class Config(Section):
     workers: WorkerSection = WorkerSection()
     validator: ValidatorSection = ValidatorSection()
     evaluator: EvaluatorSection = EvaluatorSection()
+    sft: SftSection = SftSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -148,8 +152,6 @@ class Config(Section):
             raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
         if self.sampling.max_tokens >= self.learner.row_tokens:
             raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
-        if self.learner.loss.delta <= 1 + self.learner.loss.epsilon:
-            raise ValueError("learner.loss.delta must exceed 1 + learner.loss.epsilon")
         return self
 
 

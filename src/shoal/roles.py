@@ -5,18 +5,24 @@ Each function joins, waits for what it depends on, and hands over to the role's 
 
 from __future__ import annotations
 
+import json
 import threading
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal import config as config_module
 from shoal.config import Config
 from shoal.node import Node
 from shoal.pool.invite import Invite
 
 if TYPE_CHECKING:  # torch is imported only by the roles that compute
+    from shoal.learner.ranks import Ranks
     from shoal.model.dtype import DtypeName
+
+RANKS_TIMEOUT_S = 7 * 86_400.0  # a rank may wait for the leader's next batch as long as a pool is idle
 
 
 def origin(arguments: Namespace, stop: threading.Event) -> str:
@@ -36,15 +42,32 @@ def learner(arguments: Namespace, stop: threading.Event) -> str:
 
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
+    from shoal.learner.ranks import Ranks
     from shoal.model.sources import resolve
 
+    ranks = Ranks.start(RANKS_TIMEOUT_S)
+    with _leading(arguments, ranks) as (node, config, dtype):
+        torch.manual_seed(config.run.seed)
+        folder = resolve(config.model.name)
+        policy = Policy(folder, config.learner, dtype, config.model.device, config.sampling.temperature, ranks)
+        ended = Learner(node, config, policy, arguments.dir).run(stop)
+    ranks.stop()
+    return ended
+
+
+@contextmanager
+def _leading(arguments: Namespace, ranks: Ranks) -> Iterator[tuple[Node | None, Config, DtypeName]]:
+    """The leader joins the pool and tells the other ranks the config and the dtype; they have no node."""
+    if not ranks.leads:
+        _compute_on(arguments.threads)
+        told = json.loads(ranks.tell(None))
+        yield None, config_module.parse(told["config"]), told["dtype"]
+        return
     node, config, dtype = _join(arguments)
-    torch.manual_seed(config.run.seed)
     with node.heart():
         node.doing("loading the model")
-        folder = resolve(config.model.name)
-        policy = Policy(folder, config.learner, dtype, config.model.device, config.sampling.temperature)
-        return Learner(node, config, policy, arguments.dir).run(stop)
+        ranks.tell(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
+        yield node, config, dtype
 
 
 def worker(arguments: Namespace, stop: threading.Event) -> str:
@@ -108,14 +131,18 @@ def read_invite(text: str) -> Invite:
 
 def _join(arguments: Namespace) -> tuple[Node, Config, DtypeName]:
     """Join the pool; returns the node, the run's config, and the dtype to compute in on this machine."""
-    import torch
-
     from shoal.model import dtype
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-        torch.set_num_interop_threads(1)
+    _compute_on(arguments.threads)
     node = Node.join(read_invite(arguments.join), arguments.dir)
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked
+
+
+def _compute_on(threads: int) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+        torch.set_num_interop_threads(1)

@@ -9,9 +9,11 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +26,14 @@ from shoal.children import Child, Children
 from shoal.config import Config
 from shoal.cores import available_cores, share_threads
 from shoal.memory import Peaks
-from shoal.messages import Role, Status
+from shoal.messages import Evaluation, Role, Status
 from shoal.pool.identity import Identity
 from shoal.pool.invite import make_invite
+from shoal.pool.status import read_history
 from shoal.process import Interrupted, signals_interrupt
+from shoal.record import Record
 from shoal.report import summary_table, write_report
+from shoal.trackers import open_tracker
 from shoal.view import LiveView
 
 POLL_S = 0.3
@@ -50,22 +55,40 @@ class Seen:
     peaks: Peaks = field(default_factory=Peaks)
 
 
+def stopped_run(folder: Path) -> tuple[str, str]:
+    """(name, coordinator's address) of the run in `folder`. Raises SwarmError where there is none."""
+    try:
+        found = json.loads((folder / "coordinator" / "coordinator.json").read_text())
+        return found["run"], found["url"]
+    except (OSError, ValueError, KeyError) as error:
+        raise SwarmError(f"{folder} holds no run to go on with: its coordinator never listened") from error
+
+
 class Swarm:
-    def __init__(self, config: Config, name: str, out: Path) -> None:
+    """`address` is where the coordinator of a run that goes on listened: its members know no other."""
+
+    def __init__(self, config: Config, run: str, out: Path, address: str = "") -> None:
         self.config = config
-        self.name = name
+        self.run_name = run
         self.out = out.resolve()
+        self.url = address
+        self.resume = bool(address)
         self.console = Console()
         self.children = Children(self.out / "logs", config.run.max_restarts)
         self.seen = Seen()
-        self.url = ""
+        self.view = LiveView(self.console)
+        self.record = Record(self.out, self._say)
 
     def run(self) -> int:
-        """The whole run. Returns the exit status; raises SwarmError or ChildError where it could not be finished."""
+        """The whole run. Returns the exit status.
+
+        Raises TrackerError before anything starts, SwarmError or ChildError where the run could not be finished.
+        """
         started_s = time.monotonic()
         self._make_folder()
         with signals_interrupt():
             try:
+                self.record.tracker = open_tracker(self.out.name, self.out, self.config)
                 self.config = self._prepare()
                 self._start_all()
                 self._watch()
@@ -74,7 +97,8 @@ class Swarm:
                 return 130
             finally:
                 self.children.stop_all()
-                self._keep_metrics()
+                self.record.take(*self._history())
+                self.record.close()
         self._finish(time.monotonic() - started_s)
         return 0
 
@@ -83,9 +107,9 @@ class Swarm:
     def _make_folder(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            if any(self.out.iterdir()):
-                raise SwarmError(f"{self.out} is not empty; choose another folder with --out")
-            (self.out / "logs").mkdir()
+            if not self.resume and any(self.out.iterdir()):
+                raise SwarmError(f"{self.out} is not empty; choose another folder with --out, or go on with --resume")
+            (self.out / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise SwarmError(
                 f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
@@ -119,20 +143,23 @@ class Swarm:
     def _start_all(self) -> None:
         identity = Identity.load_or_create(self.out / "coordinator" / "identity.pem")
         host = self.config.coordinator.host
-        port = self.config.coordinator.port or _free_port(host)
-        run = f"{self.name}-{self.config.run.seed}"
-        self.url = f"http://{host}:{port}"
-        command = ["coordinator", str(self.out / "config.toml"), "--run", run, "--port", str(port)]
+        if not self.url:
+            self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
+        port = self.url.rpartition(":")[2]
+        command = ["coordinator", str(self.out / "config.toml"), "--run", self.run_name, "--port", port, "--watched"]
         self._wait_for(self._add("coordinator", *command, threads=1))
 
         threads = share_threads(self.config, available_cores(self.config.run.threads))
 
         def add(role: Role, name: str, *more: str, cheat: str = "") -> None:
-            expires_s = int(time.time()) + INVITE_S
-            invite = make_invite(identity, url=self.url, run=run, role=role, name=name, expires_s=expires_s)
             folder = self.out / name
-            folder.mkdir(mode=0o700)
-            (folder / "invite").write_text(invite.encode())
+            folder.mkdir(mode=0o700, exist_ok=self.resume)
+            if not (folder / "invite").exists():  # a member that comes again is known by the one it has
+                expires_s = int(time.time()) + INVITE_S
+                invite = make_invite(
+                    identity, url=self.url, run=self.run_name, role=role, name=name, expires_s=expires_s
+                )
+                (folder / "invite").write_text(invite.encode())
             command = ["cheat", cheat] if cheat else [role]
             self._add(name, *command, "--join", str(folder / "invite"), *more, threads=threads.get(role, 1))
 
@@ -171,7 +198,7 @@ class Swarm:
 
     def _watch(self) -> None:
         """Until the last version is evaluated: show the state, restart what died, keep the metrics."""
-        with LiveView(self.console) as view:
+        with self.view as view:
             while True:
                 status = self._look()
                 if status is not None:
@@ -179,7 +206,7 @@ class Swarm:
                     self._remember(status)
                     if status.state == "finished":
                         return
-                self.children.revive(view.log)
+                self.children.revive(self._say)
                 stalled_s = time.monotonic() - self.seen.progress_s
                 if stalled_s > self.config.run.stall_s:
                     raise SwarmError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
@@ -199,15 +226,22 @@ class Swarm:
         progress = (len(status.metrics) + len(status.evaluations), sum(node.accepted for node in status.nodes))
         if progress != seen.progress:
             seen.progress, seen.progress_s = progress, time.monotonic()
-        new_step = seen.status is None or len(status.metrics) != len(seen.status.metrics)
         seen.status = status
-        if new_step:
-            self._keep_metrics()
+        self.record.take(status.metrics, status.evaluations)
 
-    def _keep_metrics(self) -> None:
-        if self.seen.status is not None:
-            lines = [json.dumps(metrics) + "\n" for metrics in self.seen.status.metrics]
-            (self.out / "metrics.jsonl").write_text("".join(lines))
+    def _history(self) -> tuple[list[dict[str, float]], list[Evaluation]]:
+        """All that the coordinator, which has ended, came to know: more than it was last asked for."""
+        path = self.out / "coordinator" / "pool.sqlite"
+        if not path.exists():
+            return [], []
+        with closing(sqlite3.connect(path)) as database:
+            return read_history(database)
+
+    def _say(self, line: str) -> None:
+        """Tell the person who watches, and who reads the logs later."""
+        self.view.log(line)
+        with (self.out / "logs" / "run.log").open("a") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     def _who_waits(self) -> str:
         nodes = self.seen.status.nodes if self.seen.status else []
@@ -219,6 +253,7 @@ class Swarm:
     def _finish(self, wall_s: float) -> None:
         """The trained model, the report and the table."""
         versions = sorted((self.out / "learner" / "versions").glob("v*"))
+        shutil.rmtree(self.out / "model", ignore_errors=True)  # of a run that is resumed with more steps
         shutil.copytree(versions[-1], self.out / "model")
         status = self.seen.status
         if status is None:

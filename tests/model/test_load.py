@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from shoal.model.load import (
     load_tokenizer,
     load_weights_,
     save_model,
+    stored_shapes,
     tied_names,
 )
 
@@ -117,6 +118,54 @@ def test_saving_leaves_the_models_dtype_alone(make_tiny: Any, tokenizer: Any, tm
 def test_saving_over_an_existing_folder_is_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         save_model(tiny_model, tokenizer, tmp_path)
+
+
+def test_weights_are_written_one_by_one_after_all_else_and_get_their_name_last(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """As `shardcast.growing` reads them: each tensor asked for when those before it are in the file."""
+    folder, seen_bytes = tmp_path / "m", []
+    shapes = stored_shapes(tiny_model)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tiny_model.state_dict().items():
+            if name in shapes:
+                assert (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
+                assert not (folder / WEIGHTS).exists()
+                seen_bytes.append((folder / f".{WEIGHTS}.tmp").stat().st_size)
+                yield name, tensor
+
+    save_model(tiny_model, tokenizer, folder, gathered())
+    assert seen_bytes == sorted(seen_bytes) and seen_bytes[-1] > seen_bytes[0] > 0
+    save_model(tiny_model, tokenizer, tmp_path / "own")
+    assert (folder / WEIGHTS).read_bytes() == (tmp_path / "own" / WEIGHTS).read_bytes()
+    stored = load_file(folder / WEIGHTS)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
+    assert list(folder.glob(".*")) == []
+
+
+def test_given_weights_are_written_in_place_of_the_models_own(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    zeros = ((name, torch.zeros(shape)) for name, shape in stored_shapes(tiny_model).items())
+    save_model(tiny_model, tokenizer, tmp_path / "m", zeros)
+    assert not any(tensor.any() for tensor in load_file(tmp_path / "m" / WEIGHTS).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda given: given[::-1], "came in place of"),
+        (lambda given: given[:-1], "did not come"),
+        (lambda given: [*given, given[0]], "came in place of None"),
+        (lambda given: [(given[0][0], given[0][1].flatten()), *given[1:]], "came in place of"),
+    ],
+)
+def test_other_tensors_than_the_model_stores_are_refused_and_get_no_name(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, change: Any, problem: str
+) -> None:
+    given = [(name, torch.zeros(shape)) for name, shape in stored_shapes(tiny_model).items()]
+    with pytest.raises(ValueError, match=problem):
+        save_model(tiny_model, tokenizer, tmp_path / "m", change(given))
+    assert not (tmp_path / "m" / WEIGHTS).exists()
 
 
 # ---- loading

@@ -1,75 +1,177 @@
-"""The learner's memory across restarts: fp32 weights, optimizer state and counters in one safetensors file.
+"""The learner's memory across restarts: fp32 masters, optimizer state, counters, and what was trained on.
 
-Invariant: a checkpoint folder appears whole (temporary name, fsync, rename) or not at all; nothing is unpickled.
-Called by the learner's loop. Left out: sharded and asynchronous checkpoints.
+Written by torch.distributed.checkpoint as safetensors, each rank its own shards, in the background: the next step waits
+for its batch and takes its gradients meanwhile, and only the next optimizer step, which would change what is being
+written, waits for the end. So nothing is copied. Any number of ranks can read what any other number wrote.
+Invariant: a checkpoint folder appears whole (temporary name, fsync, rename) or not at all; nothing is unpickled (DCP's own
+file format keeps a pickle, its Hugging Face format doesn't).
+Called by the learner's loop. Paper of the format's idea: ByteCheckpoint (arXiv 2407.20143).
 """
 
 import json
+import logging
 import shutil
+import warnings
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shoal.durable import fsync
 from shoal.learner.policy import Policy
-from shoal.model.load import tied_names
+from shoal.recipe import LearnerSection
 
-PARTS = ("model", "exp_avg", "exp_avg_sq")  # a file each: a file is copied in memory while it is written
-COUNTERS = "counters.json"
+PROGRESS = "progress.json"
+RNG = "rng_state"  # of torch on the CPU
+FILE_BYTES = 64 << 20  # of tensors in one file: a file is copied in memory while it is written
 
-
-def save(policy: Policy, step: int, folder: Path, *, keep: int = 2) -> None:
-    """Write the state before `step` (so many steps are done) and drop all but the newest `keep` checkpoints."""
-    final = folder / f"step-{step:06d}"
-    if final.exists():
-        return
-    temporary = folder / f".step-{step:06d}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    with policy.masters():
-        for part in PARTS if policy.updates else PARTS[:1]:
-            tensors = {
-                name: parameter.detach() if part == "model" else policy.optimizer.state[parameter][part]
-                for name, parameter in _parameters(policy)
-            }
-            save_file(tensors, temporary / f"{part}.safetensors")
-            fsync(temporary / f"{part}.safetensors")
-    (temporary / COUNTERS).write_text(json.dumps({"step": step, "updates": policy.updates}))
-    fsync(temporary / COUNTERS)
-    fsync(temporary)
-    temporary.rename(final)
-    fsync(folder)
-    for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old)
+log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 
-def restore(policy: Policy, folder: Path) -> int:
-    """Load the newest checkpoint into `policy`. Returns the step it stands before; 0 where there is none."""
-    complete = _complete(folder)
-    if not complete:
-        return 0
-    newest = complete[-1]
-    counters = json.loads((newest / COUNTERS).read_text())
-    for part in PARTS if counters["updates"] else PARTS[:1]:
-        path = newest / f"{part}.safetensors"
-        with safe_open(path, framework="pt", device=policy.device) as file, policy.masters():
-            for name, parameter in _parameters(policy):
-                if part == "model":
-                    parameter.copy_(file.get_tensor(name))
-                    continue
-                state = policy.optimizer.state.setdefault(parameter, {})
-                state["step"] = torch.tensor(float(counters["updates"]), device=parameter.device)
-                state[part] = file.get_tensor(name)
-    policy.updates = counters["updates"]
-    return int(counters["step"])
+@dataclass
+class Progress:
+    """Where training stands: so many steps are done, so the policy is version `step`."""
+
+    step: int = 0
+    updates: int = 0
+    skipped_in_row: int = 0
+    version_digest: str = ""  # BLAKE3 of that version's weights file; empty where none was published yet
+    trained: list[str] = field(default_factory=list)  # submissions, in order: the position in the data
 
 
-def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
-    tied = tied_names(policy.model)
-    return [(name, parameter) for name, parameter in policy.model.named_parameters() if name not in tied]
+class _NoCopy(AsyncStager):
+    """Hands the tensors themselves to the writer: who changes them waits for it first."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if (path / COUNTERS).exists())
+class Checkpoints:
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self.folder = folder
+        self.policy = policy
+        self.ranks = policy.ranks
+        self.section: LearnerSection = policy.config
+        self._writing: tuple[Future[Any], Progress] | None = None
+        policy.before_update = self.finish
+
+    def begin(self, progress: Progress) -> None:
+        """Start writing the state before step `progress.step`. The optimizer must not move until `finish`."""
+        self.finish()
+        if (self.folder / _name(progress.step)).exists():
+            return
+        progress.updates, progress.skipped_in_row = self.policy.updates, self.policy.skipped_in_row
+        temporary = self._temporary(progress.step)
+        if self.ranks.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        self.ranks.tell(b"")  # the folder is there
+        tensors = self._tensors()
+        future = async_save(
+            tensors,
+            storage_writer=HuggingFaceStorageWriter(str(temporary), _files(tensors), save_distributed=True),
+            process_group=self.ranks.checkpoint_group,
+            async_stager=_NoCopy(),
+            no_dist=self.ranks.size == 1,
+        )
+        assert isinstance(future, Future)
+        self._writing = future, progress
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written, if any, and give it its name. Raises OSError where the disk refused."""
+        if self._writing is None:
+            return
+        (future, progress), self._writing = self._writing, None
+        temporary = self._temporary(progress.step)
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise OSError(f"checkpoint {temporary} could not be written: {error}") from error
+        if not self.ranks.leads:
+            return
+        (temporary / PROGRESS).write_text(json.dumps(asdict(progress)))
+        for path in [*temporary.iterdir(), temporary]:
+            fsync(path)
+        temporary.rename(self.folder / _name(progress.step))
+        fsync(self.folder)
+        for old in self._surplus():
+            shutil.rmtree(old)
+
+    def restore(self) -> Progress:
+        """Load the newest whole checkpoint into the policy. Returns where it stands; a fresh Progress for none."""
+        complete = self._complete()
+        for half in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
+            log.warning("ignoring %s: it was being written when the learner ended", half)
+        if not complete:
+            return Progress()
+        newest = complete[-1]
+        progress = Progress(**json.loads((newest / PROGRESS).read_text()))
+        self.policy.updates, self.policy.skipped_in_row = progress.updates, progress.skipped_in_row
+        tensors = self._tensors()
+        load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(newest)),
+            process_group=self.ranks.checkpoint_group,
+            no_dist=self.ranks.size == 1,
+        )
+        self.policy.round()
+        torch.set_rng_state(tensors[RNG])
+        return progress
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Masters and optimizer state by name; the optimizer's is made where it has not stepped yet but will be read."""
+        tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
+        for name, master in self.policy.masters.items():
+            tensors[f"model.{name}"] = master.detach()
+            if not self.policy.updates:
+                continue
+            state = self.policy.optimizer.state[master]
+            if not state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            state["step"] = torch.tensor(float(self.policy.updates), device=master.device)
+            tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+        return tensors
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f".{_name(step)}"
+
+    def _complete(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step-*") if (path / PROGRESS).exists())
+
+    def _surplus(self) -> list[Path]:
+        every = self.section.keep_every
+        older = self._complete()[: -self.section.keep_last]
+        return [path for path in older if not every or int(path.name.removeprefix("step-")) % every]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Which file, counted from 1, each tensor goes to."""
+    numbers, number, used_bytes = {}, 1, 0
+    for name, tensor in tensors.items():
+        size_bytes = tensor.numel() * tensor.element_size()
+        if used_bytes and used_bytes + size_bytes > FILE_BYTES:
+            number, used_bytes = number + 1, 0
+        numbers[name] = number
+        used_bytes += size_bytes
+    return numbers

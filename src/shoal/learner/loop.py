@@ -1,8 +1,9 @@
-"""The learner's loop: wait for a full batch, train, remember, publish. Nothing here waits for a worker or a relay.
+"""The learner's loop: wait for a full batch, train, publish, remember. Nothing here waits for a worker or a relay.
 
 Publishing is writing a folder; the origin picks it up, and workers go on with the version they have meanwhile.
 Invariant: policy version v is the state after steps 0..v-1, and a version, once published, is never another.
-Called by `shoal learner`. Papers: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
+Called by `shoal learner`; under torchrun every rank runs it, and the leader alone talks to the pool.
+Papers: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
 """
 
 import shutil
@@ -10,45 +11,61 @@ import threading
 import time
 from pathlib import Path
 
+from blake3 import blake3
+
 from shoal.config import Config
-from shoal.learner import checkpoint
-from shoal.learner.batch import Group, fetch, micro_batches
+from shoal.learner import lora, metrics
+from shoal.learner.batch import micro_batches
+from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.groups import Fetched, Group, decode, encode, fetch
+from shoal.learner.loss import denominator
 from shoal.learner.policy import Policy
 from shoal.messages import Batch, Ok, StepReport
-from shoal.model.load import save_model
+from shoal.model.dtype import measure_gflops
+from shoal.model.load import WEIGHTS, save_model
 from shoal.node import Node
 
 IDLE_S = 0.1
 
 
 class Learner:
-    def __init__(self, node: Node, config: Config, policy: Policy, folder: Path) -> None:
+    """`node` is the leader's way to the pool; None on the other ranks."""
+
+    def __init__(self, node: Node | None, config: Config, policy: Policy, folder: Path) -> None:
         self.node = node
         self.config = config
         self.policy = policy
-        self.checkpoints = folder / "checkpoints"
+        self.ranks = policy.ranks
+        self.folder = folder
         self.versions = folder / "versions"
+        self.checkpoints = Checkpoints(folder / "checkpoints", policy)
+        self.shape = metrics.shape_of(policy.model)
+        self.peak_gflops = measure_gflops(policy.compute, str(policy.device))
 
     def run(self, stop: threading.Event) -> str:
         """Train to the last step, or until `stop`. Returns which."""
-        step = checkpoint.restore(self.policy, self.checkpoints)
-        self.publish(step)
-        while step < self.config.run.steps:
-            batch, waited_s = self.wait_for_batch(step, stop)
-            if batch is None:
-                return "stopped"
+        progress = self.checkpoints.restore()
+        self.publish(progress)
+        while progress.step < self.config.run.steps:
+            batch, waited_s = self.wait_for_batch(progress.step, stop)
             started_s = time.monotonic()
-            groups, refused = fetch(self.node, batch, self.config)
-            metrics = self.train(groups)
-            step += 1
-            metrics["sync/seconds"] = self.publish(step)
-            self.remember(step)
-            busy_s = time.monotonic() - started_s
-            self.report(step - 1, groups, metrics | {"perf/busy_s": busy_s, "perf/waiting_s": waited_s}, refused)
+            fetched = self.share(batch)
+            if fetched is None:
+                self.checkpoints.finish()
+                return "stopped"
+            told = self.train(fetched.groups)
+            progress.step += 1
+            progress.trained += dict.fromkeys(group.submission for group in fetched.groups)
+            told |= self.publish(progress)
+            self.remember(progress)
+            self.report(progress.step - 1, fetched, told, time.monotonic() - started_s, waited_s)
+        self.checkpoints.finish()
         return "finished"
 
     def wait_for_batch(self, step: int, stop: threading.Event) -> tuple[Batch | None, float]:
         """The step's groups once enough are accepted, and the seconds waited. None where `stop` came first."""
+        if self.node is None:
+            return None, 0.0
         self.node.doing(f"step {step}'s batch", waiting=True)
         started_s = time.monotonic()
         while not stop.is_set():
@@ -59,58 +76,86 @@ class Learner:
             stop.wait(IDLE_S)
         return None, 0.0
 
+    def share(self, batch: Batch | None) -> Fetched | None:
+        """The batch's groups, downloaded by the leader, on every rank. None where the leader stops."""
+        fetched = None
+        if self.node is not None and batch is not None:
+            fetched = fetch(self.node, batch, self.config, self.folder / "quarantine")
+        if self.ranks.size == 1:
+            return fetched
+        message = self.ranks.tell(b"" if fetched is None else encode(fetched.groups)) if self.ranks.leads else None
+        if message is None:
+            message = self.ranks.tell(None)
+        return fetched or (Fetched(decode(message), 0, 0) if message else None)
+
     def train(self, groups: list[Group]) -> dict[str, float]:
-        """The step's optimizer updates, each over an equal share of the groups. Returns metrics per trained token."""
+        """The step's optimizer updates, each over an equal share of the groups. Returns the step's metrics of training."""
+        started_s = time.monotonic()
         settings = self.config.learner
         updates = min(settings.optimizer_steps_per_step, len(groups))
-        totals: dict[str, float] = {}
-        for update in range(updates):
-            share = groups[update::updates]
+        shares = [groups[update::updates] for update in range(updates)]
+        packed = [
+            micro_batches(share, row_tokens=settings.row_tokens, normalize_std=settings.loss.normalize_std)
+            for share in shares
+        ]
+        if settings.behaviour_logprobs == "recomputed":
+            packed = [self.policy.recompute_behaviour(rows) for rows in packed]
+        told = []
+        for share, rows in zip(shares, packed, strict=True):
             n_tokens = sum(group.n_tokens for group in share)
-            packed = micro_batches(
-                share,
-                row_tokens=settings.row_tokens,
-                rows_per_microbatch=settings.rows_per_microbatch,
-                normalize_std=settings.loss.normalize_std,
-            )
-            for name, value in self.policy.update(packed, n_tokens).items():
-                totals[name] = totals.get(name, 0.0) + value
-        n_tokens = sum(group.n_tokens for group in groups)
-        return {
-            name: value / (n_tokens if name.startswith("policy/") else updates) for name, value in totals.items()
-        } | {"perf/tokens": float(n_tokens)}
+            n_rollouts = sum(len(group.completions) for group in share)
+            over = denominator(settings.loss.kind, n_tokens, n_rollouts, self.config.sampling.max_tokens)
+            told.append((n_tokens, self.policy.update(rows, over)))
+        return metrics.update_metrics(told) | {"perf/train_s": time.monotonic() - started_s}
 
-    def publish(self, version: int) -> float:
-        """Write version `version` for the origin to pick up. Returns the seconds it took."""
+    def publish(self, progress: Progress) -> dict[str, float]:
+        """Write the policy's version for the origin to pick up. Returns what it cost."""
         started_s = time.monotonic()
-        final = self.versions / f"v{version:06d}"
-        if not final.exists():
-            temporary = self.versions / f".v{version:06d}"
+        version = progress.step
+        final, temporary = self.versions / _name(version), self.versions / f".{_name(version)}"
+        published = self.policy.published() if not final.exists() else iter(())
+        if self.ranks.leads and not final.exists():
             shutil.rmtree(temporary, ignore_errors=True)
-            save_model(self.policy.model, self.policy.tokenizer, temporary)
+            save_model(self.policy.model, self.policy.tokenizer, temporary, published, self.policy.stored)
             temporary.rename(final)
+        for _ in published:  # the other ranks gather with the leader
+            pass
+        if self.node is None:
+            return {}
+        if self.config.learner.lora is not None:
+            lora.save(self.policy.model, self.config.learner.lora, self.folder / "adapter")
+        progress.version_digest = blake3(max_threads=blake3.AUTO).update_mmap(final / WEIGHTS).hexdigest()
         self.node.policy_version = version
         for old in sorted(self.versions.glob("v*"))[: -self.config.learner.keep_versions]:
             shutil.rmtree(old)
-        return time.monotonic() - started_s
+        return metrics.sync_metrics(final, time.monotonic() - started_s)
 
-    def remember(self, step: int) -> None:
-        """Keep a checkpoint each few steps and at the end."""
-        if step % self.config.learner.checkpoint_every == 0 or step == self.config.run.steps:
-            checkpoint.save(self.policy, step, self.checkpoints)
+    def remember(self, progress: Progress) -> None:
+        """Begin a checkpoint each few steps and at the end."""
+        if progress.step % self.config.learner.checkpoint_every == 0 or progress.step == self.config.run.steps:
+            self.checkpoints.begin(progress)
 
-    def report(self, step: int, groups: list[Group], metrics: dict[str, float], refused: int) -> None:
-        ages = [step - group.policy_version for group in groups]
-        lengths = [len(completion) for group in groups for completion in group.completions]
-        rewards = [reward for group in groups for reward in group.rewards]
-        cut = sum(length == self.config.sampling.max_tokens for length in lengths)
-        metrics |= {
-            "reward/batch_mean": sum(rewards) / len(rewards),
-            "async/staleness_mean": sum(ages) / len(ages),
-            "async/staleness_max": float(max(ages)),
-            "async/refused": float(refused),
-            "completion/length_mean": sum(lengths) / len(lengths),
-            "completion/truncated_frac": cut / len(lengths),
-        }
+    def report(self, step: int, fetched: Fetched, told: dict[str, float], busy_s: float, waiting_s: float) -> None:
+        if self.node is None:
+            return
+        groups, settings = fetched.groups, self.config.learner
+        passes = (settings.loss.beta > 0) + (settings.behaviour_logprobs == "recomputed")
+        told |= metrics.reward_metrics(groups)
+        told |= metrics.completion_metrics(groups, max_tokens=self.config.sampling.max_tokens)
+        told |= metrics.age_metrics(groups, step, refused=fetched.refused)
+        told |= {"data/quarantined": float(fetched.quarantined)}
+        told |= metrics.speed_metrics(
+            n_tokens=sum(group.n_tokens for group in groups),
+            flops=metrics.training_flops(self.shape, groups, extra_forwards=passes) / self.ranks.size,
+            train_s=told.pop("perf/train_s"),
+            busy_s=busy_s,
+            waiting_s=waiting_s,
+            peak_gflops=self.peak_gflops,
+        )
+        told |= metrics.memory_metrics(str(self.policy.device))
         trained = [group.submission for group in groups]
-        self.node.post("/v1/steps", StepReport(step=step, metrics=metrics, trained=trained), Ok)
+        self.node.post("/v1/steps", StepReport(step=step, metrics=told, trained=trained), Ok)
+
+
+def _name(version: int) -> str:
+    return f"v{version:06d}"

@@ -1,140 +1,204 @@
-"""The policy being trained: a model, its optimizer and learning rate, and one update.
+"""The policy being trained: a model, its fp32 masters, its optimizer, and one update.
 
-Master weights and optimizer state are fp32. Between updates the model holds the masters rounded to bf16, which is what is
-published, and `remainders` holds what rounding took off. So gradients are taken at exactly the weights that workers
-sample with, in whatever dtype this machine computes: at RL learning rates an update is smaller than a bf16 step, and a
-learner that looked at its masters would see a policy that nobody samples from.
-Called by the learner's loop and by supervised warm-up (`sft`).
+The optimizer moves fp32 masters. The model holds the masters rounded to bf16, which is what is published, in the dtype
+that this machine computes in. So gradients are taken at exactly the weights that workers sample with: at RL learning
+rates an update is smaller than a bf16 step, and a learner that looked at its masters would see a policy that nobody
+samples from.
+Invariant: between updates the model is the rounded masters; an update happens whole or not at all, on all ranks alike.
+Called by the learner's loop and by supervised fine-tuning (`sft`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.learner import lora, out_of_memory
 from shoal.learner.batch import MicroBatch
+from shoal.learner.guard import judge
 from shoal.learner.loss import policy_loss
+from shoal.learner.ranks import Ranks, whole
 from shoal.model.dtype import DtypeName
-from shoal.model.load import load_model, load_tokenizer
-from shoal.model.logprobs import chosen_logprobs
-from shoal.model.tree import Pack, forward_hidden
+from shoal.model.load import load_model, load_tokenizer, stored_shapes
+from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
+from shoal.model.tree import Pack, Tree, pack
 from shoal.recipe import LearnerSection
+
+log = logging.getLogger(__name__)
 
 
 class DivergedError(Exception):
-    """A loss or gradient that is no number; nothing was updated."""
+    """A loss or gradient norm that the guard does not let pass; nothing was updated."""
 
 
 class Policy:
-    def __init__(self, folder: Path, config: LearnerSection, dtype: DtypeName, device: str, temperature: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: LearnerSection,
+        dtype: DtypeName,
+        device: str,
+        temperature: float,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.config = config
-        self.device = device
+        self.device = torch.device(device)
         self.compute = getattr(torch, dtype)
         self.temperature = temperature
-        self.model = load_model(folder, "float32", device)
+        self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
-        self.reference: Any = load_model(folder, dtype, device) if config.loss.beta > 0 else None
+        self.model = load_model(folder, "float32", device)
+        self.stored = stored_shapes(self.model)  # what a published version holds
+        if config.lora is not None:
+            self.model = lora.attach(self.model, config.lora)
+        self.scorer = Scorer(self.model)
+        self.masters = self._prepare(self.scorer)
+        self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
+        if config.activation_checkpointing:
+            recompute_activations(self.scorer)
+        if config.compile:
+            compile_blocks(self.scorer)
+        self.reference: Scorer | None = None
+        if config.loss.beta > 0:
+            self.reference = Scorer(load_model(folder, "float32", device))
+            self._prepare(self.reference)
+            self.reference.requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            self.masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self.remainders = [torch.zeros_like(p, dtype=torch.int16) for p in self.model.parameters()]
         self.updates = 0  # optimizer steps so far
+        self.skipped_in_row = 0
+        self.before_update: Callable[[], None] = lambda: None  # a checkpoint being written ends before masters move
 
-    def update(self, micro_batches: Iterable[MicroBatch], n_tokens: int) -> dict[str, float]:
-        """One optimizer step on a batch of `n_tokens` trained tokens. Returns sums and norms to report."""
-        sums: dict[str, float] = {}
+    def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
+        """Spread over the ranks, take fp32 masters of what is trained, and leave the model rounded, in compute dtype."""
+        self.ranks.shard(scorer, self.compute)
+        masters = {}
+        for name, parameter in scorer.model.named_parameters():
+            rounded = parameter.detach().bfloat16()
+            if parameter.requires_grad:
+                masters[name] = parameter.detach().clone().requires_grad_()
+            if self.ranks.size == 1:
+                parameter.data = rounded.to(self.compute)
+            else:  # FSDP keeps its shards in fp32, and casts what it gathers
+                parameter.detach().copy_(rounded)
+        return masters
+
+    def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
+        """One optimizer step on micro-batches whose losses add up over `denominator`. Returns sums and norms."""
+        sums = dict.fromkeys(SUMMED, 0.0)
 
         def loss(micro: MicroBatch) -> Tensor:
-            value, told = self._loss(micro, n_tokens)
+            value, told = self._loss(micro, denominator)
             for name, amount in told.items():
-                sums[name] = sums.get(name, 0.0) + amount
+                sums[name] += amount
             return value
 
-        return sums | self.step(loss, micro_batches)
+        told = self.step(loss, micro_batches)
+        return self.ranks.sum(sums) | told
 
-    def step(self, loss: Callable[[Any], Tensor], batches: Iterable[Any]) -> dict[str, float]:
+    def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
         """Accumulate the gradients of `loss` over `batches`, clip, update. Raises DivergedError before any change."""
         total = 0.0
-        for batch in batches:
-            value = loss(batch)
-            value.backward()  # type: ignore[no-untyped-call]
+        for batch in self.ranks.deal(batches):
+            with out_of_memory.explained(self.config):
+                value = self._idle() if batch is None else loss(batch)
+                value.backward()  # type: ignore[no-untyped-call]
+            self._collect()
             total += float(value.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip))
-        if not torch.isfinite(torch.tensor([total, norm])).all():
-            self.optimizer.zero_grad(set_to_none=True)
-            raise DivergedError(f"update {self.updates}: loss {total}, gradient norm {norm}; lower learner.lr")
-        lr = self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        with self.masters():
-            self.optimizer.step()
+        total = self.ranks.sum({"loss": total})["loss"]
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.grad_clip)))
+        decision = judge(self.updates, total, norm, self.config.guard, skipped_in_row=self.skipped_in_row)
+        told = {"loss": total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
+        if decision.action == "go on":
+            self._move()
         self.optimizer.zero_grad(set_to_none=True)  # now, so that no gradients lie in memory while waiting
+        if decision.action == "stop":
+            raise DivergedError(decision.why)
+        if decision.action == "skip":
+            log.warning(decision.why)
+            self.skipped_in_row += 1
+            return told | {"optim/skipped": 1.0}
+        self.skipped_in_row = 0
+        return told
+
+    @property
+    def lr(self) -> float:
+        """Of the next update: linear warm-up, then constant."""
+        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+
+    def _collect(self) -> None:
+        """Add the model's gradients to the masters', in fp32, and drop them."""
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                master = self.masters[name]
+                grad = weight.grad.to(torch.float32)
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                weight.grad = None
+
+    def _move(self) -> None:
+        self.before_update()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        self.optimizer.step()
+        self.round()
         self.updates += 1
-        return {"loss": total, "optim/grad_norm": norm, "optim/lr": lr}
 
-    @contextmanager
-    def masters(self) -> Iterator[None]:
-        """The model's parameters are the fp32 masters in here, and are rounded again after."""
-        with torch.no_grad():
-            for parameter, remainder in zip(self.model.parameters(), self.remainders, strict=True):
-                parameter.view(torch.int32).add_(remainder)
-            try:
-                yield
-            finally:
-                for parameter, remainder in zip(self.model.parameters(), self.remainders, strict=True):
-                    remainder.copy_(round_to_bf16_(parameter))
+    @torch.no_grad()
+    def round(self) -> None:
+        """Leave the model at the masters, rounded."""
+        for name, weight in self.weights.items():
+            weight.copy_(self.masters[name].bfloat16())
 
-    def logprobs(self, packed: Pack, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """What a version consists of: (name, bf16 tensor on the CPU), one at a time; all ranks must go through it."""
+        tensors = lora.Merged(self.model) if self.config.lora else self.model.state_dict()
+        for name in self.stored:
+            yield name, whole(tensors[name].detach()).to("cpu", torch.bfloat16)
+
+    def logprobs(self, packed: Pack, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """The policy's logprobs of the pack's completion tokens, with gradient, and their entropies where asked for."""
-        return self._logprobs(self.model, packed.to(torch.device(self.device)), with_entropy)
+        found: tuple[Tensor, Tensor | None] = self.scorer(packed.to(self.device), self.temperature, with_entropy)
+        return found
 
-    def _logprobs(self, model: Any, packed: Pack, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.compute == torch.bfloat16):
-            hidden_NH = forward_hidden(model, packed)
-            return chosen_logprobs(
-                model, hidden_NH, packed.target_N, temperature=self.temperature, with_entropy=with_entropy
-            )
+    @torch.no_grad()
+    def recompute_behaviour(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The same micro-batches with this policy's own logprobs as the behaviour's; elsewhere than at their rank, as is."""
+        found = list(micro_batches)
+        for turn, micro in enumerate(self.ranks.deal(micro_batches)):
+            logp_N, _ = self.logprobs(micro.pack if micro else IDLE)
+            if micro is not None:
+                found[turn * self.ranks.size + self.ranks.rank] = micro.with_behaviour(logp_N.cpu())
+        return found
 
-    def _loss(self, micro: MicroBatch, n_tokens: int) -> tuple[Tensor, dict[str, float]]:
+    def _idle(self) -> Tensor:
+        """A loss without gradient, by the same calls, for a rank that has no micro-batch left while others still have."""
+        value = self.logprobs(IDLE)[0].sum() * 0.0
+        self._reference_logprobs(IDLE)
+        return value
+
+    @torch.no_grad()
+    def _reference_logprobs(self, packed: Pack) -> Tensor | None:
+        return None if self.reference is None else self.reference(packed.to(self.device), self.temperature, False)[0]
+
+    def _loss(self, micro: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
         settings = self.config.loss
-        packed = micro.pack.to(torch.device(self.device))
-        logp_N, entropy_N = self._logprobs(self.model, packed, settings.entropy > 0)
-        reference_N = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_N, _ = self._logprobs(self.reference, packed, False)
+        logp_N, entropy_N = self.logprobs(micro.pack, with_entropy=settings.entropy > 0)
         terms = policy_loss(
             logp_N,
             micro.behaviour_N.to(self.device),
             micro.advantage_N.to(self.device),
-            denominator=n_tokens,
-            epsilon=settings.epsilon,
-            delta=settings.delta,
-            beta=settings.beta,
-            reference_N=reference_N,
-            entropy_coef=settings.entropy,
+            denominator=denominator,
+            settings=settings,
+            rollout_N=micro.rollout_N.to(self.device),
+            reference_N=self._reference_logprobs(micro.pack),
             entropy_N=entropy_N,
         )
-        return terms.loss, {
-            "policy/clip_low": terms.clip_low,
-            "policy/clip_high": terms.clip_high,
-            "policy/clip_delta": terms.clip_delta,
-            "policy/mismatch_kl": terms.mismatch_kl,
-            "policy/entropy": terms.entropy,
-            "policy/kl": terms.kl,
-        }
+        return terms.loss, {name: getattr(terms, name.partition("/")[2]) for name in SUMMED}
 
 
-def round_to_bf16_(weight: Tensor) -> Tensor:
-    """Round float32 to the nearest bfloat16 in place, halves away from zero. Returns what it took off, as int16.
-
-    It is counted in the last places of float32: adding it to the bits gives the old values back, exactly.
-    """
-    bits = weight.view(torch.int32)
-    rounded = bits.add(1 << 15).bitwise_and_(-1 << 16)
-    remainder = (bits - rounded).to(torch.int16)
-    bits.copy_(rounded)
-    return remainder
+SUMMED = [f"policy/{name}" for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl")]
+IDLE = pack([Tree([0], [[0]])])

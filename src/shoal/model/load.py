@@ -1,17 +1,21 @@
 """A Hugging Face folder in, a causal language model out, and back: the only place that reads or writes weights.
 
-Invariant: weights are read from safetensors only, and written as one bf16 `model.safetensors` that
+Invariant: weights are read from safetensors only, and written as one bf16 `model.safetensors`, tensor by tensor, that
 `AutoModelForCausalLM.from_pretrained` loads. A published policy version is such a folder, tokenizer included.
 Called by every role that touches weights.
 """
 
+import json
+from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
+from shoal.model import attention
 from shoal.model.dtype import DtypeName
 
 WEIGHTS = "model.safetensors"
@@ -24,14 +28,25 @@ class UnsupportedModelError(Exception):
 
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu") -> Any:
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped)."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.masking_utils import sdpa_mask
 
+    AttentionInterface.register(attention.NAME, attention.attend)
+    AttentionMaskInterface.register(attention.NAME, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, local_files_only=True
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation=attention.NAME,
+        use_safetensors=True,
+        local_files_only=True,
     )
     for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, field, None) not in (None, 1, 1.0):
             raise UnsupportedModelError(f"{folder}: config field {field!r} rescales logits; Shoal does not support it")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UnsupportedModelError(f"{folder}: its output head has a bias; Shoal does not support it")
+    if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
+        raise UnsupportedModelError(f"{folder}: config field 'sliding_window' is set; Shoal attends to whole sequences")
     model.eval()
     return model.to(device)
 
@@ -62,20 +77,59 @@ def load_weights_(model: Any, folder: Path) -> None:
                 own[name].copy_(file.get_tensor(name))
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write `model` in bf16 with its config and tokenizer. `folder` must not exist yet."""
+def save_model(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Write `model` in bf16 with its config and tokenizer. `folder` must not exist yet.
+
+    `tensors`, where given, are the weights to write in place of the model's own: each name that `shapes` lists (else
+    `stored_shapes` of the model), in its order, whole, on any device. One is held at a time. Raises ValueError, naming
+    it, for any other.
+    The weights come last, front to back, under a temporary name until they are whole, so that an origin that watches the
+    parent folder reads them meanwhile (`shardcast.growing`).
+    """
     folder.mkdir(parents=True)
-    tied = tied_names(model)
-    tensors = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-        if name not in tied
-    }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(model).__name__]}
     type(model.config)(**config).save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    shapes = shapes or stored_shapes(model)
+    if tensors is None:
+        tensors = ((name, tensor) for name, tensor in model.state_dict().items() if name in shapes)
+    temporary = folder / f".{WEIGHTS}.tmp"
+    with temporary.open("wb") as file:
+        file.write(_header(shapes))
+        file.flush()
+        expected = iter(shapes.items())
+        for name, tensor in tensors:
+            if (wanted := next(expected, None)) != (name, tuple(tensor.shape)):
+                raise ValueError(f"{folder}: tensor {name} {tuple(tensor.shape)} came in place of {wanted}")
+            file.write(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data)
+        if wanted := next(expected, None):
+            raise ValueError(f"{folder}: tensor {wanted} did not come")
+    temporary.rename(folder / WEIGHTS)
+
+
+def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """The weights that a published version holds, in the order of its file."""
+    tied = tied_names(model)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    """What a safetensors file of bf16 tensors begins with."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end_bytes = 0
+    for name, shape in shapes.items():
+        begin_bytes, end_bytes = end_bytes, end_bytes + 2 * prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin_bytes, end_bytes]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def tied_names(model: Any) -> set[str]:

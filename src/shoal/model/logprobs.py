@@ -1,36 +1,92 @@
 """Logprobs and entropies of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
 
 The full logits of a batch (tokens x vocabulary) are the largest tensor of training a small model; here they exist only
-for `CHUNK` tokens at a time and are computed again in the backward pass.
-Called by the learner.
+for a few hundred tokens at a time and are computed again in the backward pass. Its formulas, with z the logits over the
+temperature, p their softmax and H its entropy:
+
+    d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
+
+Called by the learner. Left out: a bias of the output head, which no supported model has.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-from shoal.model.sampling import entropy, token_logprobs
-
-CHUNK = 64  # tokens whose logits are in memory together: 13 MB in float32 at a vocabulary of 49,152
+PRODUCT_BYTES = 128 << 20  # logits of one matrix product, in float32: large, so that it runs at full speed
+CACHED_BYTES = 4 << 20  # of which so much is exponentiated together: small, so that it stays in the CPU's cache
 
 
 def chosen_logprobs(
-    model: Any, hidden_NH: Tensor, target_N: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
+    hidden_NH: Tensor, head_VH: Tensor, target_N: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """logprob of each target under lm_head(hidden) / temperature, and the entropy where asked for. float32, nats."""
+    """logprob of each target under softmax(hidden @ head.T / temperature), and the entropy where asked for.
 
-    def chunk(hidden_CH: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor]:
-        logits_CV = model.lm_head(hidden_CH).float() / temperature
-        entropy_C = entropy(logits_CV) if with_entropy else logits_CV.new_zeros(len(target_C))
-        return token_logprobs(logits_CV, target_C), entropy_C
+    hidden_NH and head_VH in the compute dtype, target_N int64. Returns (logp_N, entropy_N or None), float32, in nats,
+    differentiable in hidden and head.
+    """
+    logp_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head_VH, target_N, temperature, with_entropy
+    )
+    return logp_N, entropy_N if with_entropy else None
 
-    parts = []
-    for hidden_CH, target_C in zip(torch.split(hidden_NH, CHUNK), torch.split(target_N, CHUNK), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, hidden_CH, target_C, use_reentrant=False))
-        else:
-            parts.append(chunk(hidden_CH, target_C))
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, head_VH: Tensor, target_N: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        logsumexp_N = hidden_NH.new_empty(len(target_N), dtype=torch.float32)
+        logp_N, entropy_N = torch.empty_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+        for start, z_CV in _logits(hidden_NH, head_VH):
+            for i, z_RV in _cached(z_CV, start, temperature):
+                logsumexp_N[i] = torch.logsumexp(z_RV, -1)
+                logp_N[i] = z_RV.gather(-1, target_N[i, None])[:, 0] - logsumexp_N[i]
+                if with_entropy:
+                    p_RV = torch.exp(z_RV - logsumexp_N[i, None])
+                    entropy_N[i] = logsumexp_N[i] - torch.linalg.vecdot(p_RV, z_RV)
+        ctx.save_for_backward(hidden_NH, head_VH, target_N, logsumexp_N, entropy_N)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return logp_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, head_VH, target_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_head, *_ = ctx.needs_input_grad
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if wants_head else None
+        for start, z_CV in _logits(hidden_NH, head_VH):
+            for i, z_RV in _cached(z_CV, start, ctx.temperature):
+                logp_RV = z_RV.sub_(logsumexp_N[i, None])
+                if ctx.with_entropy:
+                    factor_RV = (logp_RV + entropy_N[i, None]).mul_(grad_entropy_N[i, None]).add_(grad_logp_N[i, None])
+                    grad_RV = logp_RV.exp_().mul_(factor_RV).neg_()
+                else:
+                    grad_RV = logp_RV.exp_().mul_(-grad_logp_N[i, None])
+                grad_RV.scatter_add_(-1, target_N[i, None], grad_logp_N[i, None])
+                z_CV[i.start - start : i.stop - start] = grad_RV.div_(ctx.temperature)  # the logits are done with
+            rows = slice(start, start + len(z_CV))
+            if grad_hidden_NH is not None:
+                torch.mm(z_CV, head_VH, out=grad_hidden_NH[rows])
+            if grad_head_VH is not None:
+                grad_head_VH += z_CV.T @ hidden_NH[rows]
+        return grad_hidden_NH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None
+
+
+def _logits(hidden_NH: Tensor, head_VH: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, logits_CV in the compute dtype) a slice of rows at a time."""
+    step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
+    for start in range(0, len(hidden_NH), step):
+        yield start, hidden_NH[start : start + step] @ head_VH.T
+
+
+def _cached(z_CV: Tensor, start: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """(rows as a slice of all N, float32 logits over the temperature) a few rows of a product at a time."""
+    step = max(1, CACHED_BYTES // (4 * z_CV.shape[1])) if z_CV.device.type == "cpu" else len(z_CV)
+    for row in range(0, len(z_CV), step):
+        z_RV = z_CV[row : row + step].to(torch.float32, copy=True)
+        yield slice(start + row, start + row + len(z_RV)), z_RV if temperature == 1.0 else z_RV.div_(temperature)

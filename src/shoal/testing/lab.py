@@ -62,7 +62,7 @@ class Attack(Producer):
         completions = []
         for prompt, group in zip(prompts, groups, strict=True):
             tree = Tree(prompt, group)
-            hidden_NH = forward_hidden(self.model, pack([tree], tree.n_tokens).to(self.model.device))
+            hidden_NH = forward_hidden(self.model, pack([tree]).to(self.model.device))
             tokens_N = torch.tensor([token for tokens in group for token in tokens], device=hidden_NH.device)
             logprobs_N = token_logprobs(self.model.lm_head(hidden_NH).float() / self.sampling.temperature, tokens_N)
             lengths = [len(tokens) for tokens in group]

@@ -1,0 +1,32 @@
+"""An allocation that fails while a row is computed becomes an error that says which field to lower.
+
+Called by the policy around each row. Left out: the kernel's killer, which ends a process that was given more memory than
+there is; `shoal run` reports that as signal 9.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shoal.recipe import LearnerSection
+
+
+class OutOfMemoryError(Exception):
+    """This machine or device has too little memory for a row; the message says what to lower."""
+
+
+@contextmanager
+def explained(config: LearnerSection) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        told = str(error)
+        is_other = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        if is_other and "not enough memory" not in told and "can't allocate memory" not in told:
+            raise
+        first = next(iter(told.splitlines()), type(error).__name__)
+        hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
+        raise OutOfMemoryError(
+            f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; {first}"
+        ) from error

@@ -1,0 +1,114 @@
+"""The processes that train one policy together: their number, what they tell each other, how weights lie on them.
+
+    torchrun --nproc-per-node 4 -m shoal learner --join INVITE --dir DIR
+
+Rank 0 leads: it alone talks to the pool. The others compute. Sharding, gradients and mixed precision are FSDP2's
+(`fully_shard`); started without torchrun there is one rank, and nothing of torch.distributed is touched.
+Invariant: what passes between ranks is bytes and tensors, never pickled objects; every rank makes the same calls in the
+same order. Called by the learner. Source: SimpleFSDP/FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.model.scorer import Scorer
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One process, unless made by `start` under torchrun."""
+
+    def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.checkpoint_group = checkpoint_group  # its own: a checkpoint is written while gradients are reduced
+
+    @classmethod
+    def start(cls, timeout_s: float) -> "Ranks":
+        """The ranks that torchrun's environment tells of. No rank waits longer than `timeout_s` for another."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        import torch.distributed as dist
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(dist.get_rank(), size, group)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def stop(self) -> None:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def tell(self, message: bytes | None) -> bytes:
+        """The leader's message, on every rank; the others pass None."""
+        if self.size == 1:
+            assert message is not None
+            return message
+        import torch.distributed as dist
+
+        length = torch.tensor([len(message or b"")])
+        dist.broadcast(length, src=0)
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+        if not self.leads:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        if len(data):
+            dist.broadcast(data, src=0)
+        return data.numpy().tobytes()
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each named value, added up over the ranks; all name the same."""
+        if self.size == 1:
+            return dict(values)
+        import torch.distributed as dist
+
+        names = sorted(values)
+        totals = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(totals)
+        return dict(zip(names, totals.tolist(), strict=True))
+
+    def deal(self, items: Sequence[T]) -> list[T | None]:
+        """This rank's share: every item goes to one rank; None fills up, so that all ranks have equally many."""
+        rounds = -(-len(items) // self.size)
+        return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
+
+    def shard(self, scorer: Scorer, compute: torch.dtype) -> None:
+        """Spread the weights over the ranks, block by block; each is whole only while it is computed, in `compute`.
+
+        Gradients are added up over the ranks, not averaged, in float32.
+        """
+        if self.size == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        for module in (*scorer.layers, scorer):
+            fully_shard(module, mp_policy=policy)
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered on every rank; any other as it is. All ranks must call it together."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

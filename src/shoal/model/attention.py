@@ -1,0 +1,267 @@
+"""Attention within trees that lie side by side in one row: what a token sees is its prompt and its own completion.
+
+Three ways to compute the same thing, chosen by the device:
+
+    cascade  CPU. Each prompt and each completion attends causally to itself, batched by length; the completions of a
+             tree then attend to its prompt, whose keys are read once for all of them; the two parts of a softmax are
+             merged by their log-sum-exps. No masked score is ever computed.
+    flex     CUDA. PyTorch's flex_attention with a block mask, compiled: masked blocks are skipped.
+    masked   elsewhere, and the reference of the tests: one dense mask, which costs the square of the row.
+
+The backward of a merged softmax needs no formula of its own: the flash backward of each part, given the *merged* output
+and log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+Registered with transformers as "shoal"; without a layout (decoding with a cache) it is transformers' own SDPA.
+
+Invariant: a token's output depends on its prompt and its completion alone, whatever it is packed with.
+Called through transformers by whoever computes a pack: `tree.forward_hidden`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NAME = "shoal"
+UNEVEN = 0.75  # segments shorter than this share of the longest of their batch start a batch of their own
+
+Kernel = Literal["cascade", "flex", "masked"]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one tree lies in the row: its prompt first, then its completions, end to end."""
+
+    start: int
+    prompt: int  # tokens
+    completions: tuple[int, ...]  # tokens of each
+
+    @property
+    def branches(self) -> int:
+        """Where the completions begin."""
+        return self.start + self.prompt
+
+    @property
+    def end(self) -> int:
+        return self.branches + sum(self.completions)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of similar length as one batch, padded at the end."""
+
+    index_BL: Tensor  # int64, positions in the row; 0 where padded
+    padded_BL11: Tensor  # bool
+
+
+class Layout:
+    """Who sees whom in a row of T positions, and how it is computed on `device`."""
+
+    def __init__(self, spans: Sequence[Span], device: torch.device, kernel: Kernel | None = None) -> None:
+        self.spans = list(spans)
+        self.device = device
+        self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
+        self.length = spans[-1].end if spans else 0
+
+    def to(self, device: torch.device) -> "Layout":
+        return self if device == self.device else Layout(self.spans, device)
+
+    @cached_property
+    def segments(self) -> list[Segments]:
+        """All that attends causally to itself: prompts and completions; a tree of one completion is one segment."""
+        found: list[tuple[int, int]] = []  # start, length
+        for span in self.spans:
+            if len(span.completions) == 1:
+                found.append((span.start, span.end - span.start))
+                continue
+            found.append((span.start, span.prompt))
+            at = span.branches
+            for length in span.completions:
+                found.append((at, length))
+                at += length
+        found.sort(key=lambda segment: -segment[1])
+        batches: list[list[tuple[int, int]]] = []
+        for segment in found:
+            if not batches or segment[1] < UNEVEN * batches[-1][0][1]:
+                batches.append([])
+            batches[-1].append(segment)
+        return [self._batch(batch) for batch in batches if batch[0][1]]
+
+    def _batch(self, segments: list[tuple[int, int]]) -> Segments:
+        start_B, length_B = torch.tensor(segments, device=self.device).T
+        offset_L = torch.arange(segments[0][1], device=self.device)
+        padded_BL = offset_L >= length_B[:, None]
+        index_BL = (start_B[:, None] + offset_L).masked_fill(padded_BL, 0)
+        return Segments(index_BL, padded_BL[:, :, None, None])
+
+    @cached_property
+    def home_T(self) -> Tensor:
+        """For each position of the row, where it lies in the segments' batches, flattened one after the other."""
+        index = torch.cat([segments.index_BL.flatten() for segments in self.segments])
+        kept = ~torch.cat([segments.padded_BL11.flatten() for segments in self.segments])
+        home_T = torch.empty(self.length, dtype=torch.long, device=self.device)
+        home_T[index[kept]] = torch.arange(len(index), device=self.device)[kept]
+        return home_T
+
+    @cached_property
+    def across(self) -> list[tuple[slice, slice]]:
+        """(completions, the prompt they also attend to) of each tree that has several."""
+        return [
+            (slice(span.branches, span.end), slice(span.start, span.branches))
+            for span in self.spans
+            if len(span.completions) > 1 and span.prompt and span.end > span.branches
+        ]
+
+    @cached_property
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """tree_T and branch_T: which tree a position belongs to, and which part of it; 0 is the prompt."""
+        tree, branch = [], []
+        for i, span in enumerate(self.spans):
+            tree += [i] * (span.end - span.start)
+            for b, length in enumerate([span.prompt, *span.completions]):
+                branch += [b] * length
+        return torch.tensor(tree, device=self.device), torch.tensor(branch, device=self.device)
+
+    @cached_property
+    def mask_11TT(self) -> Tensor:
+        """bool, True where the row's query may see the column's key."""
+        at_T = torch.arange(self.length, device=self.device)
+        return self._sees(at_T[:, None], at_T)[None, None]
+
+    @cached_property
+    def block_mask(self) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return self._sees(query, key)
+
+        return create_block_mask(sees, None, None, self.length, self.length, device=str(self.device))
+
+    def _sees(self, query: Tensor, key: Tensor) -> Tensor:
+        tree_T, branch_T = self.owners
+        same_branch = (branch_T[query] == branch_T[key]) | (branch_T[key] == 0)
+        return (tree_T[query] == tree_T[key]) & same_branch & (key <= query)
+
+
+def attend(
+    module: Any,
+    query_1hTD: Tensor,
+    key_1kTD: Tensor,
+    value_1kTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. Returns (output_1ThD, None)."""
+    if layout is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query_1hTD, key_1kTD, value_1kTD, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return plain
+    scale = query_1hTD.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout.kernel == "flex":
+        output_1hTD = _flex()(
+            query_1hTD, key_1kTD, value_1kTD, block_mask=layout.block_mask, scale=scale, enable_gqa=True
+        )
+        return output_1hTD.transpose(1, 2), None
+    sharing = query_1hTD.shape[1] // key_1kTD.shape[1]  # query heads to a key head
+    key_1hTD, value_1hTD = (x.repeat_interleave(sharing, 1) if sharing > 1 else x for x in (key_1kTD, value_1kTD))
+    if layout.kernel == "masked":
+        output_1hTD = F.scaled_dot_product_attention(
+            query_1hTD, key_1hTD, value_1hTD, attn_mask=layout.mask_11TT, scale=scale
+        )
+        return output_1hTD.transpose(1, 2), None
+    parts = (x[0].transpose(0, 1) for x in (query_1hTD, key_1hTD, value_1hTD))
+    output_ThD: Tensor = _Cascade.apply(*parts, layout, scale)  # type: ignore[no-untyped-call]
+    return output_ThD[None], None
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query_ThD: Tensor, key_ThD: Tensor, value_ThD: Tensor, layout: Layout, scale: float
+    ) -> Tensor:
+        outputs, sums = [], []
+        for batch in layout.segments:
+            inputs = (_gather(x, batch) for x in (query_ThD, key_ThD, value_ThD))
+            output_BhLD, logsumexp_BhL = _flash(*inputs, 0.0, True, scale=scale)
+            outputs.append(output_BhLD.transpose(1, 2).flatten(0, 1))
+            sums.append(logsumexp_BhL.transpose(1, 2).flatten(0, 1))
+        output_ThD = torch.cat(outputs).index_select(0, layout.home_T)
+        logsumexp_Th = torch.cat(sums).index_select(0, layout.home_T)
+        for completions, prompt in layout.across:
+            output_1hCD, logsumexp_1hC = _flash(
+                _row(query_ThD, completions), _row(key_ThD, prompt), _row(value_ThD, prompt), 0.0, False, scale=scale
+            )
+            other_Ch = logsumexp_1hC[0].T
+            own_Ch = logsumexp_Th[completions]
+            merged_Ch = torch.logaddexp(own_Ch, other_Ch)
+            output_ThD[completions] = (
+                output_ThD[completions] * (own_Ch - merged_Ch).exp()[..., None]
+                + output_1hCD[0].transpose(0, 1) * (other_Ch - merged_Ch).exp()[..., None]
+            )
+            logsumexp_Th[completions] = merged_Ch
+        ctx.save_for_backward(query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th)
+        ctx.layout, ctx.scale = layout, scale
+        return output_ThD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ThD: Tensor) -> tuple[Tensor | None, ...]:
+        query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th = ctx.saved_tensors
+        layout, scale = ctx.layout, ctx.scale
+        grads: tuple[list[Tensor], ...] = ([], [], [])
+        for batch in layout.segments:
+            grad_BhLD = _gather(grad_ThD, batch).masked_fill(batch.padded_BL11.transpose(1, 2), 0)
+            inputs = (_gather(x, batch) for x in (query_ThD, key_ThD, value_ThD, output_ThD))
+            logsumexp_BhL = _gather(logsumexp_Th[..., None], batch)[..., 0]
+            found = _flash_backward(grad_BhLD, *inputs, logsumexp_BhL, 0.0, True, scale=scale)
+            for collected, grad in zip(grads, found, strict=True):
+                collected.append(grad.transpose(1, 2).flatten(0, 1))
+        query_grad, key_grad, value_grad = (torch.cat(parts).index_select(0, layout.home_T) for parts in grads)
+        for completions, prompt in layout.across:
+            found = _flash_backward(
+                _row(grad_ThD, completions),
+                _row(query_ThD, completions),
+                _row(key_ThD, prompt),
+                _row(value_ThD, prompt),
+                _row(output_ThD, completions),
+                logsumexp_Th[completions].T[None],
+                0.0,
+                False,
+                scale=scale,
+            )
+            for total, where, grad in zip(
+                (query_grad, key_grad, value_grad), (completions, prompt, prompt), found, strict=True
+            ):
+                total[where] += grad[0].transpose(0, 1)
+        return query_grad, key_grad, value_grad, None, None
+
+
+def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
+    """A batch's segments of a row. Returns x_BhLD."""
+    x_BLhD = x_ThD.index_select(0, batch.index_BL.flatten()).view(*batch.index_BL.shape, *x_ThD.shape[1:])
+    return x_BLhD.transpose(1, 2)
+
+
+def _row(x_ThD: Tensor, where: slice) -> Tensor:
+    """A stretch of a row as a batch of one. Returns x_1hLD."""
+    return x_ThD[where].transpose(0, 1)[None]
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,45 @@
+"""Logprobs of packed completions under a causal language model, as one module: what is sharded, compiled, differentiated.
+
+Invariant: everything of the model that a forward touches is touched inside this module's `forward`, as FSDP requires.
+Called by the learner. The validator wants hidden states instead and calls `tree.forward_hidden`.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.model.logprobs import chosen_logprobs
+from shoal.model.tree import Pack, forward_hidden
+
+
+class Scorer(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, packed: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """(logp_N, entropy_N or None) of the pack's completion tokens, in their order; float32, nats."""
+        hidden_NH = forward_hidden(self.model, packed)
+        head_VH = self.model.get_output_embeddings().weight
+        return chosen_logprobs(hidden_NH, head_VH, packed.target_N, temperature=temperature, with_entropy=with_entropy)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's blocks: the unit of sharding, compiling and recomputing."""
+        lists = [list(module) for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len)
+
+
+def recompute_activations(scorer: Scorer) -> None:
+    """Keep only each block's input for the backward pass, and compute what is inside again."""
+    scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer.model.train()  # transformers recomputes in training mode only
+    for module in scorer.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()  # the policy that is trained is the one that samples
+
+
+def compile_blocks(scorer: Scorer) -> None:
+    """Compile each block (they share one compilation), for rows of any length."""
+    for layer in scorer.layers:
+        layer.compile(dynamic=True)
