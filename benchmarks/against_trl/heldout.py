@@ -1,0 +1,51 @@
+"""Held-out accuracy of weights that either side wrote: one engine, one grade, off the clock. Called by `trl.py`."""
+
+from pathlib import Path
+from typing import Any
+
+from shoal import tasks
+from shoal.config import Config
+from shoal.model.dtype import DtypeName
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.rollout.engine import Sampling
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.tasks.prompt import completion_text, prompt_tokens
+
+
+def measure(
+    config: Config, dtype: DtypeName, model: Path, versions: Path, steps: list[dict[str, Any]], every: int
+) -> list[dict[str, float]]:
+    """Greedy and sampled accuracy of `model` and of each `every`-th version, with the seconds until it was there."""
+    engine = TorchEngine(dtype)
+    curve = []
+    for version in range(0, len(steps) + 1, every):
+        engine.folder = None  # read all the weights, whoever wrote them
+        engine.load(versions / f"v{version:06d}" if version else model)
+        point = {"version": version, "since_launch_s": steps[version - 1]["since_launch_s"] if version else 0.0}
+        for name, temperature in (("greedy", 0.0), ("sampled", config.sampling.temperature)):
+            point[name] = accuracy(
+                engine, config, Sampling(temperature, config.sampling.max_tokens, eos_ids(model)), model
+            )
+        curve.append(point)
+    return curve
+
+
+def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Path) -> float:
+    """The share of the first held-out tasks that are answered right; `model` is the folder of the tokenizer."""
+    found, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
+    right = 0.0
+    for start in range(0, n, config.evaluator.batch):
+        chunk = found.heldout[start : min(start + config.evaluator.batch, n)]
+        prompts = [prompt_tokens(tokenizer, config.tasks, task, 0) for task in chunk]
+        answers = engine.generate(prompts, [[start + i] for i in range(len(chunk))], sampling)
+        texts = [completion_text(tokenizer, group[0].tokens) for group in answers]
+        right += sum(found.grade(task, text) for task, text in zip(chunk, texts, strict=True))
+    return right / n
+
+
+def first_at(curve: list[dict[str, float]], targets: dict[str, float]) -> dict[str, float | None]:
+    """Seconds from launch until each accuracy was first met; None where it never was."""
+    return {
+        name: next((point["since_launch_s"] for point in curve if point[name] >= target), None)
+        for name, target in targets.items()
+    }

@@ -1,0 +1,102 @@
+"""Shoal without validation: one process that generates, grades, trains and takes its own weights. Started by `trl.py`.
+
+    python benchmarks/against_trl/loop.py JOB.json
+
+No run works like this; it shows what generation and training cost by themselves, on the prompts that TRL gets, every
+group trained on. JOB.json is that of `peer.py`, but for TRL's settings. The engine is `shoal run`'s, packing and
+update are its learner's; weights go from one to the other in memory.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from shoal import tasks
+from shoal.config import parse
+from shoal.learner.batch import micro_batches
+from shoal.learner.groups import Group
+from shoal.learner.policy import Policy
+from shoal.model.load import eos_ids, load_tokenizer, save_model
+from shoal.model.sampling import rollout_seed
+from shoal.rollout.engine import Completion, Sampling
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.tasks.prompt import completion_text, reward
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(job["threads"])
+    config = parse(job["config"])
+    folder = Path(job["model"])
+    lines = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    tokenizer = load_tokenizer(folder)
+    grade = tasks.load(config.tasks).grade
+    policy = Policy(folder, config.learner, job["dtype"], "cpu", config.sampling.temperature)
+    row_tokens, normalize_std = config.learner.row_tokens, config.learner.loss.normalize_std
+    engine = TorchEngine(job["dtype"])
+    engine.load(folder)
+    sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos_ids(folder))
+    alpha = config.tasks.length_penalty
+    size, prompts = config.sampling.group_size, config.coordinator.prompts_per_step
+    ready_s, off_s, steps = time.time() - job["launched_s"], 0.0, []
+    for step in range(job["steps"]):
+        started_s, started_cpu_s = time.time(), time.process_time()
+        asked = lines[step * prompts : (step + 1) * prompts]
+        seeds = [[rollout_seed("benchmark", step, "", 0, i * size + g) for g in range(size)] for i in range(prompts)]
+        answered = engine.generate([line["tokens"] for line in asked], seeds, sampling)
+        generated_s, generated_cpu_s = time.time(), time.process_time()
+        grades = [
+            [grade(tasks.Task(line["task"], "", line["answer"]), completion_text(tokenizer, c.tokens)) for c in group]
+            for line, group in zip(asked, answered, strict=True)
+        ]
+        groups = []
+        for line, group, values in zip(asked, answered, grades, strict=True):
+            pairs = zip(values, group, strict=True)
+            rewards = [
+                reward(value, len(completion.tokens), job["target_length"], alpha) for value, completion in pairs
+            ]
+            groups.append(as_group(line["tokens"], group, rewards))
+        n_tokens = sum(group.n_tokens for group in groups)
+        policy.update(micro_batches(groups, row_tokens=row_tokens, normalize_std=normalize_std), n_tokens)
+        with torch.no_grad():
+            for own, new in zip(engine.model.parameters(), policy.model.parameters(), strict=True):
+                own.copy_(new)
+        ended_s = time.time()
+        steps.append(
+            {
+                "step": step + 1,
+                "seconds": ended_s - started_s,
+                "cpu_s": time.process_time() - started_cpu_s,
+                "generate_s": generated_s - started_s,
+                "generate_cpu_s": generated_cpu_s - started_cpu_s,
+                "since_launch_s": ended_s - job["launched_s"] - off_s,
+                "completions": size * prompts,
+                "tokens": n_tokens,
+                "grade_mean": sum(map(sum, grades)) / (size * prompts),
+            }
+        )
+        if job["versions"] and (step + 1) % job["save_every"] == 0:
+            folder_of = Path(job["versions"]) / f"v{step + 1:06d}"
+            save_model(policy.model, policy.tokenizer, folder_of, policy.published(), policy.stored)
+        off_s += time.time() - ended_s
+    Path(job["out"]).write_text(
+        json.dumps({"ready_s": ready_s, "dtype": job["dtype"], "steps": steps}, indent=1) + "\n"
+    )
+
+
+def as_group(prompt: list[int], completions: list[Completion], rewards: list[float]) -> Group:
+    return Group(
+        submission="",
+        policy_version=0,
+        prompt=prompt,
+        completions=[c.tokens for c in completions],
+        behaviour=[c.logprobs for c in completions],
+        rewards=rewards,
+    )
+
+
+if __name__ == "__main__":
+    main()

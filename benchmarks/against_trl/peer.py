@@ -1,0 +1,151 @@
+"""One run of TRL's GRPOTrainer on prompts that Shoal exported. Runs in the peer's environment: started by `trl.py`.
+
+    PYTHONPATH=src PEER/bin/python benchmarks/against_trl/peer.py JOB.json
+
+JOB.json (written by `trl.py`) names the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, the
+functions that Shoal's own side uses; of the package only those are imported, so Shoal's patches and pins stay outside.
+Writes each step's seconds, tokens and rewards to the job's `out`, and, where `versions` names a folder, the bf16 weights
+after each `save_every` steps, off the clock. The prompts are checked to be the tokens that Shoal gives its engine.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from shoal import tasks
+from shoal.recipe import TaskSection
+from shoal.tasks.prompt import completion_text, reward
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(job["threads"])
+    torch.manual_seed(job["seed"])
+    settings = dict(job["settings"])
+    section = TaskSection.model_validate(job["tasks"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    lines = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    for line in lines:
+        if tokenizer(line["prompt"])["input_ids"] != line["tokens"]:
+            raise SystemExit(f"TRL would read other tokens than Shoal for task {line['task']}")
+    model = AutoModelForCausalLM.from_pretrained(
+        job["model"],
+        dtype=getattr(torch, settings.pop("weights")),
+        attn_implementation=settings.pop("attention", "sdpa"),
+    )
+    grade = tasks.load(section).grade
+    steps: list[dict[str, Any]] = []
+    now: dict[str, Any] = {}
+
+    def graded(completion_ids: list[list[int]], task: list[str], answer: list[str], **_: Any) -> list[float]:
+        """Called once a step, on the whole batch."""
+        grades = [
+            grade(tasks.Task(name, "", right), completion_text(tokenizer, ids))
+            for ids, name, right in zip(completion_ids, task, answer, strict=True)
+        ]
+        now.update(
+            generated_s=time.time(),
+            generated_cpu_s=time.process_time(),
+            completions=len(completion_ids),
+            tokens=sum(map(len, completion_ids)),
+            grade_mean=sum(grades) / len(grades),
+        )
+        return [
+            reward(value, len(ids), job["target_length"], section.length_penalty)
+            for value, ids in zip(grades, completion_ids, strict=True)
+        ]
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Times each step; what is written for the evaluation does not count."""
+
+        def __init__(self) -> None:
+            self.off_s = 0.0  # not counted so far
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            now.update(started_s=time.time(), started_cpu_s=time.process_time())
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            ended_s = time.time()
+            steps.append(
+                {
+                    "step": state.global_step,
+                    "seconds": ended_s - now["started_s"],
+                    "cpu_s": time.process_time() - now["started_cpu_s"],
+                    "generate_s": now["generated_s"] - now["started_s"],
+                    "generate_cpu_s": now["generated_cpu_s"] - now["started_cpu_s"],
+                    "since_launch_s": ended_s - job["launched_s"] - self.off_s,
+                    **{name: now[name] for name in ("completions", "tokens", "grade_mean")},
+                }
+            )
+            if job["versions"] and state.global_step % job["save_every"] == 0:
+                save(trainer.model, Path(job["versions"]) / f"v{state.global_step:06d}")
+            self.off_s += time.time() - ended_s
+
+    recipe = job["recipe"]
+    batch = recipe["group_size"] * recipe["prompts"]
+    micro_batch = min(settings.pop("per_device_train_batch_size"), batch)
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=graded,
+        train_dataset=Dataset.from_list(
+            [{name: line[name] for name in ("prompt", "task", "answer")} for line in lines]
+        ),
+        args=GRPOConfig(
+            output_dir=str(Path(job["out"]).parent / "trainer"),
+            max_steps=job["steps"],
+            num_generations=recipe["group_size"],
+            generation_batch_size=batch,
+            gradient_accumulation_steps=batch // micro_batch,
+            per_device_train_batch_size=micro_batch,
+            max_completion_length=recipe["max_tokens"],
+            temperature=recipe["temperature"],
+            learning_rate=recipe["lr"],
+            adam_beta1=recipe["betas"][0],
+            adam_beta2=recipe["betas"][1],
+            max_grad_norm=recipe["grad_clip"],
+            epsilon=recipe["epsilon"],
+            delta=recipe["delta"],
+            beta=0.0,
+            loss_type="dapo",  # over tokens, one denominator for the whole batch, as Shoal's
+            scale_rewards="group" if recipe["normalize_std"] else "none",
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            use_cpu=True,
+            seed=job["seed"],
+            shuffle_dataset=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **settings,
+        ),
+        callbacks=[Clock()],
+    )
+    ready_s = time.time() - job["launched_s"]
+    trainer.train()
+    result = {"ready_s": ready_s, "dtype": str(next(trainer.model.parameters()).dtype), "steps": steps}
+    Path(job["out"]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def save(model: Any, folder: Path) -> None:
+    """The weights in bf16, under the names of the folder they were loaded from."""
+    folder.mkdir(parents=True)
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

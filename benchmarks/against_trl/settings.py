@@ -1,0 +1,30 @@
+"""TRL's settings to choose from: what `trl.py --tune` tries, and what the measurement uses.
+
+Each is laid over the shared recipe (`peer.py`). `weights` is the dtype the model is loaded in, `attention` its
+implementation; the rest are fields of GRPOConfig. `bf16` there means autocast, which bfloat16 weights do without.
+"""
+
+from typing import Any
+
+LEAN = {"bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False}
+BF16 = LEAN | {"weights": "bfloat16"}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {"weights": "float32", "per_device_train_batch_size": 8},  # autocast and gradient checkpointing
+    "autocast x8": LEAN | {"weights": "float32", "bf16": True, "per_device_train_batch_size": 8},
+    "autocast x16": LEAN | {"weights": "float32", "bf16": True, "per_device_train_batch_size": 16},
+    "float32 x16": LEAN | {"weights": "float32", "per_device_train_batch_size": 16},
+    "bf16 x4": BF16 | {"per_device_train_batch_size": 4},
+    "bf16 x8": BF16 | {"per_device_train_batch_size": 8},
+    "bf16 x16": BF16 | {"per_device_train_batch_size": 16},
+    "bf16 x64": BF16 | {"per_device_train_batch_size": 64},
+    "bf16 x16 eager": BF16 | {"per_device_train_batch_size": 16, "attention": "eager"},
+    "bf16 x16 static cache": BF16 | {"per_device_train_batch_size": 16, "cache_implementation": "static"},
+    "bf16 x16 continuous": BF16 | {"per_device_train_batch_size": 16, "use_transformers_continuous_batching": True},
+    "bf16 x16 compiled": BF16 | {"per_device_train_batch_size": 16, "torch_compile": True},
+    "bf16 x16 liger": BF16 | {"per_device_train_batch_size": 16, "use_liger_kernel": True},
+    "bf16 x16 untruncated": BF16 | {"per_device_train_batch_size": 16, "mask_truncated_completions": True},
+}
+# The fastest, and the fastest that keeps the weights in float32 as Shoal's learner does: at these learning rates much of
+# an update is smaller than a step of bfloat16, and is lost where the weights themselves are rounded.
+CHOSEN = ("bf16 x8", "autocast x8")

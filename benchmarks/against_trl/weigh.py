@@ -1,0 +1,57 @@
+"""The most memory that a process and all its descendants held at one moment, pages that several map counted once.
+
+Sampled from Linux's /proc (smaps_rollup, Pss); called by `trl.py`, the same for both sides.
+"""
+
+import threading
+from pathlib import Path
+
+SAMPLE_S = 0.5  # reading a process's figure takes the kernel milliseconds a gigabyte
+
+
+class Scales:
+    """Weighs while the `with` block runs: `together_bytes` is the peak, `samples` how often it was looked at."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.together_bytes = 0
+        self.samples = 0
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._weigh, daemon=True)
+
+    def __enter__(self) -> "Scales":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+
+    def _weigh(self) -> None:
+        while not self.stop.wait(SAMPLE_S):
+            self.together_bytes = max(self.together_bytes, sum(map(pss_bytes, family(self.pid))))
+            self.samples += 1
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and every process that descends from it, now."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(parent, []).append(int(folder.name))
+    found = [pid]
+    for member in found:
+        found.extend(children.get(member, []))
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    """What a process holds in memory, its share of what others hold too; 0 where it has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)

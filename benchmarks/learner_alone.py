@@ -1,0 +1,154 @@
+"""The learner alone against a plain transformers loop with padding: forward, backward and optimizer step on the same rows.
+
+    python benchmarks/learner_alone.py [--rounds 5] [--dtypes bfloat16 float32]
+
+SmolLM2-135M on all cores, batches of sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths
+uniform from an eighth of that to all of it, seed 0). The two take turns. Both train every token after the first with
+-advantage * logp and step once.
+
+    shoal   Policy.update: fp32 masters, trees packed into rows without padding, logits a slice at a time
+    plain   AutoModelForCausalLM in the same dtype (its weights too: no masters to move), right-padded batches in the given
+            order, labels -100 where padded, its own loss; torch.optim.AdamW(fused=True)
+
+Tokens per second count real tokens. MFU: FLOPs of real tokens (learner/metrics.py: no padding, no recomputation) over
+seconds and the peak, which is the fastest of some square matrix products in that dtype here, measured before and after.
+Writes benchmarks/results/learner_alone.json.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from shoal.learner.batch import micro_batches
+from shoal.learner.groups import Group
+from shoal.learner.metrics import forward_flops, shape_of
+from shoal.learner.policy import Policy
+from shoal.model.sources import SMOLLM2, resolve
+from shoal.recipe import LearnerSection, LossSection
+
+PATH = Path(__file__).parent / "results" / "learner_alone.json"
+ROW_TOKENS = 4096  # computed at once, by both
+BATCHES = {512: 16, 4096: 2}  # sequences in one update, by their length
+LR = 1e-6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
+    for dtype in arguments.dtypes:
+        peak = matmul_peak(getattr(torch, dtype))
+        shoal, plain = make_shoal(dtype), make_plain(dtype)
+        for longest, n in BATCHES.items():
+            for kind in ("equal", "ragged"):
+                sequences = make_sequences(longest, n, ragged=kind == "ragged")
+                seconds = take_turns([lambda s=sequences: shoal(s), lambda s=sequences: plain(s)], arguments.rounds)
+                peak = max(peak, matmul_peak(getattr(torch, dtype)))
+                result["cases"].append(figures(dtype, f"{kind} {longest}", sequences, seconds, peak))
+                sys.stdout.write(f"{result['cases'][-1]}\n")
+                sys.stdout.flush()
+                PATH.write_text(json.dumps(result, indent=1) + "\n")
+        del shoal, plain
+        gc.collect()
+
+
+def make_sequences(longest: int, n: int, *, ragged: bool) -> list[list[int]]:
+    draw = random.Random(0)
+    lengths = [draw.randint(longest // 8, longest) if ragged else longest for _ in range(n)]
+    return [[draw.randrange(1000, 40_000) for _ in range(length)] for length in lengths]
+
+
+def make_shoal(dtype: str) -> Callable[[list[list[int]]], None]:
+    section = LearnerSection(lr=LR, warmup_steps=0, row_tokens=ROW_TOKENS, loss=LossSection(beta=0.0, entropy=0.0))
+    policy = Policy(resolve(SMOLLM2), section, dtype, "cpu", 1.0)  # type: ignore[arg-type]
+
+    def update(sequences: list[list[int]]) -> None:
+        groups = [Group("s", 0, [s[0]], [s[1:]], [[-5.0] * (len(s) - 1)], [1.0]) for s in sequences]
+        rows = micro_batches(groups, row_tokens=ROW_TOKENS, normalize_std=False)
+        policy.update(rows, sum(group.n_tokens for group in groups))
+
+    return update
+
+
+def make_plain(dtype: str) -> Callable[[list[list[int]]], None]:
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve(SMOLLM2), dtype=getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def update(sequences: list[list[int]]) -> None:
+        n_tokens = sum(map(len, sequences)) - len(sequences)
+        per_batch = max(1, ROW_TOKENS // max(map(len, sequences)))
+        for start in range(0, len(sequences), per_batch):
+            batch = pad(sequences[start : start + per_batch])
+            model(**batch, num_items_in_batch=n_tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def pad(sequences: list[list[int]]) -> dict[str, Tensor]:
+    width = max(map(len, sequences))
+    ids = torch.tensor([s + [0] * (width - len(s)) for s in sequences])
+    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def take_turns(systems: list[Callable[[], None]], rounds: int) -> list[list[float]]:
+    """Seconds of each system in each round, after one that doesn't count."""
+    seconds: list[list[float]] = [[] for _ in systems]
+    for turn in range(rounds + 1):
+        for system, found in zip(systems, seconds, strict=True):
+            started_s = time.perf_counter()
+            system()
+            if turn:
+                found.append(time.perf_counter() - started_s)
+    return seconds
+
+
+def matmul_peak(dtype: torch.dtype) -> float:
+    """GFLOP/s of the fastest square product of some sizes."""
+    best = 0.0
+    for size in (512, 1024, 2048):
+        a = torch.randn(size, size).to(dtype)
+        for _ in range(8):
+            started_s = time.perf_counter()
+            torch.matmul(a, a)
+            best = max(best, 2 * size**3 / (time.perf_counter() - started_s) / 1e9)
+    return best
+
+
+def figures(
+    dtype: str, case: str, sequences: list[list[int]], seconds: list[list[float]], peak: float
+) -> dict[str, Any]:
+    n_tokens = sum(map(len, sequences))
+    flops = 3 * sum(forward_flops(SHAPE, 1, [len(s) - 1]) for s in sequences)
+    shoal_s, plain_s = (statistics.median(found) for found in seconds)
+    return {
+        "dtype": dtype,
+        "case": case,
+        "lengths": [len(s) for s in sequences],
+        "peak_gflops": round(peak, 1),
+        "shoal": {"seconds": seconds[0], "tokens_per_s": n_tokens / shoal_s, "mfu": flops / shoal_s / peak / 1e9},
+        "plain": {"seconds": seconds[1], "tokens_per_s": n_tokens / plain_s, "mfu": flops / plain_s / peak / 1e9},
+        "times_faster": statistics.median(b / a for a, b in zip(*seconds, strict=True)),
+    }
+
+
+if __name__ == "__main__":
+    SHAPE = shape_of(AutoModelForCausalLM.from_pretrained(resolve(SMOLLM2)))
+    main()

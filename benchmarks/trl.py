@@ -1,0 +1,282 @@
+"""Shoal against TRL's GRPOTrainer: the same model, tasks, prompts, batch and recipe, in turns on the same machine.
+
+    python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install trl==1.16.0 pydantic
+    python benchmarks/trl.py --peer PEER [--workload a] [--rounds 3] [--smoke]
+    python benchmarks/trl.py --peer PEER --tune [--workload b] [--only "bf16 x8" "bf16 x16"]
+
+    a   prompt-heavy: small sums, prompts of 46 tokens, completions of at most 16
+    b   completion-heavy: GSM8K, prompts of about 120 tokens, completions of at most 256
+
+Eight prompts of eight completions and one optimizer step a step. Three systems take turns in each round:
+
+    shoal run    all of it: two workers, proofs, validation, training, SHARDCAST, the ledger
+    shoal loop   generation and training in one process, nothing checked (against_trl/loop.py)
+    trl          GRPOTrainer with settings that --tune found fastest (against_trl/settings.py says which, and why two)
+
+`shoal run` also samples anew in place of groups whose rewards are all equal, which TRL trains on; in b a length target
+gives every group a spread, so that all sides generate the same number of completions. Held-out accuracy (a) is that of
+the bf16 weights after each few steps, written off the clock, read by one engine and graded by one function after the
+run. Seconds to an accuracy count from the launch of the first process. Memory is the most that all processes of a system
+held at one moment (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run` with the published
+version; its last steps do not count, since nothing is generated beside them.
+
+Writes benchmarks/results/trl.json after every run: commands, machine, versions, every step, every setting tried.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from against_trl.heldout import first_at, measure
+from against_trl.job import write_job
+from against_trl.settings import CHOSEN, SETTINGS
+from against_trl.weigh import Scales
+from machine import describe
+
+from shoal import config as config_module
+from shoal.model import dtype
+from shoal.model.sources import resolve
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CALCULATOR = (
+    "You are a calculator. You answer every sum with its result, a number, and write no words, no units and no working."
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    config: str
+    overrides: tuple[str, ...]
+    smoke: tuple[str, ...]
+    steps: int
+    accuracy: bool  # is held-out accuracy measured?
+
+
+WORKLOADS = {
+    "a": Workload(
+        "quickstart",
+        (f"tasks.system={CALCULATOR}",),
+        ("evaluator.n=32", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
+        16,
+        True,
+    ),
+    "b": Workload(
+        "gsm8k",
+        ("tasks.length_targets=[128]",),
+        ("sampling.max_tokens=48", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
+        8,
+        False,
+    ),
+}
+SYSTEMS = ("trl", "shoal loop", "shoal run")
+
+
+def main() -> None:
+    arguments = read_arguments()
+    torch.set_num_threads(arguments.threads)
+    path = HERE / "results" / f"{arguments.label or ('trl-smoke' if arguments.smoke else 'trl')}.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    part: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": describe(),
+        "peer": versions(arguments.peer),
+        "runs": [],
+    }
+    result[f"{'settings' if arguments.tune else 'measurement'} {arguments.workload}"] = part
+    for workload, system, settings, seed in turns(arguments):
+        with tempfile.TemporaryDirectory() as folder:
+            run = one_run(arguments, workload, system, settings, seed, Path(folder))
+        part["runs"].append({"workload": workload, "system": system, "settings": settings, "seed": seed} | run)
+        part["median"] = medians(part["runs"])
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        sys.stdout.write(row(part["runs"][-1]) + "\n")
+        sys.stdout.flush()
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, required=True, help="Python environment with TRL")
+    parser.add_argument("--workload", choices=[*WORKLOADS, "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--steps", type=int, help="of each run (default: 16 in a, 8 in b; 3 with --tune or --smoke)")
+    parser.add_argument("--every", type=int, default=2, help="steps between two measurements of held-out accuracy")
+    parser.add_argument(
+        "--target", type=float, nargs=2, default=(0.85, 0.6), help="held-out accuracy, greedy and sampled"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="of each side: one process's, or all of `shoal run`'s")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="Shoal's")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of GSM8K's files")
+    parser.add_argument("--limit-s", type=float, default=3600, help="of one run; what takes longer counts as failed")
+    parser.add_argument("--tune", action="store_true", help="try TRL's settings in place of the measurement")
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), help="these of TRL's settings")
+    parser.add_argument("--smoke", action="store_true", help="one short round of both, to see that it works")
+    parser.add_argument("--label", help="name of the results file")
+    arguments = parser.parse_args()
+    arguments.dtype, _ = dtype.pick(arguments.dtype)
+    if arguments.smoke:
+        arguments.rounds = 1
+    return arguments
+
+
+def turns(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
+    """Workload, system, TRL's settings and seed of every run, in order."""
+    workloads = list(WORKLOADS) if arguments.workload == "both" else [arguments.workload]
+    if arguments.tune:
+        return [(workload, "trl", name, 0) for workload in workloads for name in arguments.only or SETTINGS]
+    return [
+        (workload, system, settings, seed)
+        for seed in range(arguments.rounds)
+        for workload in workloads
+        for system in arguments.systems
+        for settings in (arguments.only or CHOSEN if system == "trl" else ("",))
+    ]
+
+
+def one_run(
+    arguments: argparse.Namespace, workload: str, system: str, settings: str, seed: int, folder: Path
+) -> dict[str, Any]:
+    """One system's steps, memory and accuracy; `failed` says why where it did not end well."""
+    asked = WORKLOADS[workload]
+    steps = arguments.steps or (3 if arguments.smoke or arguments.tune else asked.steps)
+    more = [*asked.overrides, *(asked.smoke if arguments.smoke else ())]
+    if asked.config == "gsm8k":
+        more.append(f"tasks.path={arguments.data.resolve()}")
+    # The run's own evaluator takes one task only: accuracy is measured after it, of all versions, off the clock.
+    more += [f"run.steps={steps}", f"run.threads={arguments.threads}", f"run.seed={seed}", "evaluator.every=0"]
+    more += [f"model.dtype={arguments.dtype}", f"learner.keep_versions={steps + 1}"]
+    config = config_module.load(ROOT / "configs" / f"{asked.config}.toml", more)
+    model, keeps = resolve(config.model.name), asked.accuracy and not arguments.tune
+    if system == "shoal run":
+        versions_in = folder / "run" / "learner" / "versions"
+        quiet = config.evaluator.model_copy(update={"n": 1})
+        (folder / "config.toml").write_text(config_module.dumps(config.model_copy(update={"evaluator": quiet})))
+        argv = [sys.executable, "-m", "shoal", "run", str(folder / "config.toml"), "--out", str(folder / "run")]
+        launched_s = time.time()
+    else:
+        versions_in = folder / "versions"
+        told_more = {"threads": arguments.threads, "dtype": arguments.dtype, "save_every": arguments.every}
+        told_more["settings"] = SETTINGS.get(settings)
+        launched_s = write_job(folder, config, model, versions_in if keeps else None, **told_more)
+        python = arguments.peer / "bin" / "python" if system == "trl" else sys.executable
+        script = HERE / "against_trl" / ("peer.py" if system == "trl" else "loop.py")
+        argv = [str(python), str(script), str(folder / "job.json")]
+    peak_bytes, failed = execute(argv, arguments, folder / "log")
+    if failed:
+        return {"failed": failed}
+    ran = (
+        read_run(folder / "run", launched_s) if system == "shoal run" else json.loads((folder / "out.json").read_text())
+    )
+    ran |= {"peak_bytes": peak_bytes, "median_step_s": statistics.median(step["seconds"] for step in counted(ran))}
+    if keeps:
+        ran["heldout"] = measure(config, arguments.dtype, model, versions_in, ran["steps"], arguments.every)
+        ran["heldout_n"] = config.evaluator.n
+        targets = dict(zip(("greedy", "sampled"), arguments.target, strict=True))
+        ran |= {"targets": targets, "seconds_to_target": first_at(ran["heldout"], targets)}
+    return ran
+
+
+def execute(argv: list[str], arguments: argparse.Namespace, log: Path) -> tuple[int, str]:
+    """Run it to its end. Returns the most bytes that it and its children held, and why it failed ("": it did not)."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "PYTHONPATH": str(ROOT / "src"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(argv, stdout=out, stderr=out, env=environment) as process,
+        Scales(process.pid) as scales,
+    ):
+        try:
+            code = process.wait(arguments.limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # `shoal run` ends its children
+            process.wait()
+            return scales.together_bytes, f"not done after {arguments.limit_s:.0f} s"
+    words = log.read_text(errors="replace").strip().splitlines()
+    return scales.together_bytes, "" if code == 0 else "\n".join(words[-3:])[-600:]
+
+
+def read_run(out: Path, launched_s: float) -> dict[str, Any]:
+    """A `shoal run`'s steps as the others tell them; a step lasts from the report of the one before to its own."""
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((out / "summary.json").read_text())
+    completions = summary["config"]["coordinator"]["prompts_per_step"] * summary["config"]["sampling"]["group_size"]
+    level = summary["config"]["coordinator"]["async_level"]  # the last steps' rollouts were made during earlier ones
+    starts = [launched_s, *(step["time_s"] for step in metrics)]
+    names = {
+        "train_s": "perf/busy_s",
+        "waited_s": "perf/waiting_s",
+        "tokens": "perf/tokens",
+        "reward_mean": "reward/mean",
+    }
+    steps = [
+        {
+            "step": number,
+            "seconds": step["time_s"] - start,
+            "since_launch_s": step["time_s"] - launched_s,
+            "completions": completions,
+            "counted": number > 1 and (number <= len(metrics) - level or len(metrics) <= level + 1),
+            **{name: step.get(source) for name, source in names.items()},
+        }
+        for number, (start, step) in enumerate(zip(starts, metrics, strict=False), start=1)
+    ]
+    kept = ("wall_s", "accepted", "rejected", "reject_reasons", "tokens_generated", "tokens_trained", "peak_rss_bytes")
+    return {"dtype": summary["config"]["model"]["dtype"], "steps": steps} | {name: summary[name] for name in kept}
+
+
+def versions(peer: Path) -> dict[str, str]:
+    names = ["torch", "trl", "transformers", "accelerate"]
+    asked = f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
+    done = subprocess.run([peer / "bin" / "python", "-c", asked], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def counted(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps whose times count: not the first, nor those of a `shoal run` that nothing was generated beside."""
+    return [step for step in run["steps"] if step.get("counted", step["step"] > 1)]
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Over all rounds of each system: seconds and tokens of the steps that count, and memory."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        if "failed" not in run:
+            groups.setdefault(" ".join(filter(None, (run["workload"], run["system"], run["settings"]))), []).append(run)
+    return {
+        name: {
+            "step_s": statistics.median(step["seconds"] for run in group for step in counted(run)),
+            "step_tokens": statistics.median(step["tokens"] for run in group for step in counted(run)),
+            "peak_bytes": statistics.median(run["peak_bytes"] for run in group),
+        }
+        for name, group in groups.items()
+    }
+
+
+def row(run: dict[str, Any]) -> str:
+    """A Markdown row."""
+    head = f"| {run['workload']} | {run['system']} {run['settings']} | "
+    if "failed" in run:
+        return head + "failed: " + " ".join(run["failed"].split())[-300:] + " |"
+    tokens = statistics.median(step["tokens"] for step in counted(run))
+    curve = run.get("heldout", [])
+    change = f"{curve[0]['greedy']:.2f} → {curve[-1]['greedy']:.2f}" if curve else ""
+    return (
+        f"{head}{run['median_step_s']:.1f} s | {tokens:.0f} tokens | {run['peak_bytes'] / 2**30:.2f} GiB | {change} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
