@@ -16,7 +16,6 @@ Writes benchmarks/results/learner_alone.json.
 """
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -43,6 +42,8 @@ ROW_TOKENS = 4096  # computed at once, by both
 BATCHES = {512: 16, 4096: 2}  # sequences in one update, by their length
 LR = 1e-6
 
+System = Callable[[list[list[int]]], None]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,18 +53,16 @@ def main() -> None:
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
     for dtype in arguments.dtypes:
         peak = matmul_peak(getattr(torch, dtype))
-        shoal, plain = make_shoal(dtype), make_plain(dtype)
+        systems = [make_shoal(dtype), make_plain(dtype)]
         for longest, n in BATCHES.items():
             for kind in ("equal", "ragged"):
                 sequences = make_sequences(longest, n, ragged=kind == "ragged")
-                seconds = take_turns([lambda s=sequences: shoal(s), lambda s=sequences: plain(s)], arguments.rounds)
+                seconds = take_turns(systems, sequences, arguments.rounds)
                 peak = max(peak, matmul_peak(getattr(torch, dtype)))
                 result["cases"].append(figures(dtype, f"{kind} {longest}", sequences, seconds, peak))
                 sys.stdout.write(f"{result['cases'][-1]}\n")
                 sys.stdout.flush()
                 PATH.write_text(json.dumps(result, indent=1) + "\n")
-        del shoal, plain
-        gc.collect()
 
 
 def make_sequences(longest: int, n: int, *, ragged: bool) -> list[list[int]]:
@@ -72,7 +71,7 @@ def make_sequences(longest: int, n: int, *, ragged: bool) -> list[list[int]]:
     return [[draw.randrange(1000, 40_000) for _ in range(length)] for length in lengths]
 
 
-def make_shoal(dtype: str) -> Callable[[list[list[int]]], None]:
+def make_shoal(dtype: str) -> System:
     section = LearnerSection(lr=LR, warmup_steps=0, row_tokens=ROW_TOKENS, loss=LossSection(beta=0.0, entropy=0.0))
     policy = Policy(resolve(SMOLLM2), section, dtype, "cpu", 1.0)  # type: ignore[arg-type]
 
@@ -84,7 +83,7 @@ def make_shoal(dtype: str) -> Callable[[list[list[int]]], None]:
     return update
 
 
-def make_plain(dtype: str) -> Callable[[list[list[int]]], None]:
+def make_plain(dtype: str) -> System:
     model: Any = AutoModelForCausalLM.from_pretrained(resolve(SMOLLM2), dtype=getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
@@ -108,13 +107,13 @@ def pad(sequences: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def take_turns(systems: list[Callable[[], None]], rounds: int) -> list[list[float]]:
+def take_turns(systems: list[System], sequences: list[list[int]], rounds: int) -> list[list[float]]:
     """Seconds of each system in each round, after one that doesn't count."""
     seconds: list[list[float]] = [[] for _ in systems]
     for turn in range(rounds + 1):
         for system, found in zip(systems, seconds, strict=True):
             started_s = time.perf_counter()
-            system()
+            system(sequences)
             if turn:
                 found.append(time.perf_counter() - started_s)
     return seconds

@@ -1,16 +1,199 @@
-"""A policy to train: the learner's recipe with nothing in it that a test did not ask for."""
+"""What tests of the learner share: a policy to train, groups to train it on, and a node that serves accepted files."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from shoal.config import Config, parse
+from shoal.learner.batch import MicroBatch, micro_batches
+from shoal.learner.groups import Group
+from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks
+from shoal.messages import Batch, BatchGroup, Ok, StepReport
+from shoal.model.dtype import DtypeName
+from shoal.pool.identity import Identity
 from shoal.recipe import LearnerSection, LossSection
+from shoal.store.rollouts import SCHEMA_VERSION, AcceptedRollout, Header, write_accepted
+
+VALIDATOR, STRANGER = Identity.generate(), Identity.generate()
 
 
 def make_policy(
-    folder: Path, *, loss: dict[str, Any] | None = None, temperature: float = 1.0, **changed: Any
+    folder: Path,
+    *,
+    loss: dict[str, Any] | None = None,
+    temperature: float = 1.0,
+    dtype: DtypeName = "float32",
+    ranks: Ranks | None = None,
+    **changed: Any,
 ) -> Policy:
     """The weights in `folder`, trained from the first update on at a rate of 1e-3; no KL and no entropy bonus."""
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
-    return Policy(folder, section, "float32", "cpu", temperature)
+    return Policy(folder, section, dtype, "cpu", temperature, ranks)
+
+
+def make_groups() -> list[Group]:
+    """Three groups of four completions of different lengths."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(3):
+        completions = [torch.randint(4, 60, (n,), generator=draw).tolist() for n in (3, 5, 4, 2)]
+        behaviour = [[-4.0] * len(tokens) for tokens in completions]
+        made.append(Group(f"s{number}", 0, [2, 10 + number, 20], completions, behaviour, [0.0, 1.0, 0.0, 1.0]))
+    return made
+
+
+N_TOKENS = sum(group.n_tokens for group in make_groups())
+
+
+def batches(row_tokens: int = 64) -> list[MicroBatch]:
+    """`make_groups()` as training data."""
+    return micro_batches(make_groups(), row_tokens=row_tokens, normalize_std=False)
+
+
+def masters(of: Policy) -> dict[str, torch.Tensor]:
+    return {name: master.detach().clone() for name, master in of.masters.items()}
+
+
+def state(of: Policy) -> dict[str, torch.Tensor]:
+    """All that an update changes: masters, what is computed with, and the optimizer's state."""
+    found = {f"model/{name}": parameter.detach().clone() for name, parameter in of.model.named_parameters()}
+    for name, master in of.masters.items():
+        found[name] = master.detach().clone()
+        for key, value in of.optimizer.state[master].items():
+            found[f"{name}/{key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- accepted files ---------------------------------------------------------------------------------------------------
+
+
+def submission(number: int) -> str:
+    return f"{'a' * 16}-{number:06d}"
+
+
+def rollouts(groups: int = 3, size: int = 2) -> list[AcceptedRollout]:
+    return [
+        AcceptedRollout(group, "1+1", [4 + group, 5], [10 * (group + 1) + i, 2], [-0.5, -0.25], float(i))
+        for group in range(groups)
+        for i in range(size)
+    ]
+
+
+def accepted(
+    *, version: int = 4, run: str = "run", rows: list[AcceptedRollout] | None = None, by: Identity = VALIDATOR
+) -> bytes:
+    header = Header(
+        schema_version=SCHEMA_VERSION,
+        run=run,
+        step=4,
+        policy_version=version,
+        policy_digest="0" * 64,
+        worker="1" * 64,
+        submission=0,
+        signer=by.public,
+    )
+    return write_accepted(header, rollouts() if rows is None else rows, by)
+
+
+class Store:
+    """A node that is asked for accepted files, and for who may sign them."""
+
+    def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
+        self.files = {f"/v1/accepted/{submission(i)}": data for i, data in enumerate(files)}
+        self.invite = SimpleNamespace(run="run")
+        self.validator = validator
+        self.asked: list[str] = []
+
+    def descriptor(self) -> Any:
+        return SimpleNamespace(keys={"validator": [self.validator], "worker": [STRANGER.public]})
+
+    def get_bytes(self, path: str) -> bytes:
+        self.asked.append(path)
+        return self.files[path]
+
+
+# --- a run without a pool ---------------------------------------------------------------------------------------------
+
+GROUPS, SIZE = 5, 4  # of a step's only file
+RUN = {
+    "run": {"steps": 3},
+    "coordinator": {"prompts_per_step": GROUPS, "async_level": 2},
+    "workers": {"groups_per_submission": GROUPS},
+    "sampling": {"group_size": SIZE, "max_tokens": 12},
+}
+SETTINGS = {
+    "lr": 1e-3,
+    "warmup_steps": 2,
+    "grad_clip": 1.0,
+    "weight_decay": 0.01,
+    "row_tokens": 40,  # a group each: five rows
+    "optimizer_steps_per_step": 1,
+    "keep_versions": 99,
+    "keep_last": 99,
+    "loss": {"beta": 0.01, "entropy": 0.001},
+}
+
+
+def run_config(steps: int, changed: dict[str, Any]) -> Config:
+    return parse(RUN | {"run": {"steps": steps}, "learner": SETTINGS | changed})
+
+
+def step_file(step: int) -> bytes:
+    """A step's accepted file: five groups of which no two share a row."""
+    draw = torch.Generator().manual_seed(step)
+    rows = []
+    for group in range(GROUPS):
+        prompt = torch.randint(4, 60, (9,), generator=draw).tolist()
+        for i in range(SIZE):
+            length = 3 + int(torch.randint(0, 4, (1,), generator=draw))
+            tokens = torch.randint(4, 60, (length,), generator=draw).tolist()
+            rows.append(AcceptedRollout(group, "1+1", prompt, tokens, [-4.0] * length, float((i + group) % 3)))
+    return accepted(version=step, rows=rows)
+
+
+class Pool(Store):
+    """The leader's node: step s's batch is file s, whole. Keeps what it is told."""
+
+    def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
+        super().__init__(*files, validator=validator)
+        self.policy_version: int | None = None
+        self.reports: list[StepReport] = []
+
+    def doing(self, what: str, *, waiting: bool = False) -> None:
+        """Nobody watches."""
+
+    def get(self, path: str, kind: type[Batch]) -> Batch:
+        step = int(path.removeprefix("/v1/batches/"))
+        groups = [BatchGroup(submission=submission(step), group=group) for group in range(GROUPS)]
+        return kind(step=step, ready=True, have=GROUPS, need=GROUPS, groups=groups)
+
+    def post(self, path: str, message: StepReport, kind: type[Ok]) -> Ok:
+        assert path == "/v1/steps"
+        self.reports.append(message)
+        return kind()
+
+
+def make_learner(
+    model: Path,
+    out: Path,
+    pool: Pool | None,
+    *,
+    steps: int,
+    dtype: DtypeName = "float32",
+    ranks: Ranks | None = None,
+    **changed: Any,
+) -> Learner:
+    """The learner of such a run, as `shoal learner` makes it. `pool` is None on ranks that do not lead."""
+    config = run_config(steps, changed)
+    torch.manual_seed(config.run.seed)
+    policy = Policy(model, config.learner, dtype, "cpu", config.sampling.temperature, ranks)
+    return Learner(pool, config, policy, out)  # type: ignore[arg-type]

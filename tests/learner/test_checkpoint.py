@@ -1,23 +1,30 @@
 """A learner that was killed goes on as if it had not been: bit for bit on the CPU (promise 2)."""
 
+import errno
+import json
+import logging
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import hf_storage
 
-from shoal.learner import checkpoint
-from shoal.learner.batch import Group, micro_batches
+from shoal.learner.batch import micro_batches
+from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 
-from .support import make_policy
+from .support import equal, make_policy, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def fresh(folder: Path) -> Policy:
-    return make_policy(folder, warmup_steps=3, weight_decay=0.01, loss={"beta": 0.01, "entropy": 1e-4})
+def fresh(folder: Path, **changed: Any) -> Policy:
+    return make_policy(folder, warmup_steps=3, weight_decay=0.01, loss={"beta": 0.01, "entropy": 1e-4}, **changed)
 
 
 def train(policy: Policy, *steps: int) -> list[dict[str, float]]:
@@ -27,68 +34,110 @@ def train(policy: Policy, *steps: int) -> list[dict[str, float]]:
         draw = torch.Generator().manual_seed(step)
         completions = [torch.randint(4, 60, (4,), generator=draw).tolist() for _ in range(4)]
         group = Group("s", step, [2, 3], completions, [[-4.0] * 4] * 4, [0.0, 1.0, 0.5, 1.0])
-        batch = micro_batches([group], row_tokens=32, rows_per_microbatch=1, normalize_std=False)
-        told.append(policy.update(batch, group.n_tokens))
+        told.append(policy.update(micro_batches([group], row_tokens=32, normalize_std=False), group.n_tokens))
     return told
 
 
-def state(policy: Policy) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in policy.model.named_parameters():
-        found[name] = parameter.detach().clone()
-        found |= {
-            f"{name}/{key}": torch.as_tensor(value).clone() for key, value in policy.optimizer.state[parameter].items()
-        }
-    return found
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def save(policy: Policy, step: int, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, policy)
+    checkpoints.begin(Progress(step=step))
+    checkpoints.finish()
 
 
 def steps(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
-    straight = fresh(tiny_folder)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Path, tmp_path: Path, dtype: Any) -> None:
+    straight = fresh(tiny_folder, dtype=dtype)
     told = train(straight, 0, 1, 2, 3)
 
-    interrupted = fresh(tiny_folder)
+    interrupted = fresh(tiny_folder, dtype=dtype)
     train(interrupted, 0, 1)
-    checkpoint.save(interrupted, 2, tmp_path)
-    resumed = fresh(tiny_folder)
-    assert checkpoint.restore(resumed, tmp_path) == 2
+    save(interrupted, 2, tmp_path)
+    resumed = fresh(tiny_folder, dtype=dtype)
+    assert Checkpoints(tmp_path, resumed).restore() == Progress(step=2, updates=2)
     assert equal(state(resumed), state(interrupted))
     assert train(resumed, 2, 3) == told[2:]  # losses, norms and learning rates too
     assert equal(state(resumed), state(straight))
     assert resumed.updates == straight.updates == 4
 
 
+def test_what_is_remembered_of_the_run_comes_back(tiny_folder: Path, tmp_path: Path) -> None:
+    policy, resumed = fresh(tiny_folder), fresh(tiny_folder)
+    train(policy, 0, 1)
+    policy.skipped_in_row = 2
+    checkpoints = Checkpoints(tmp_path, policy)
+    checkpoints.begin(Progress(step=7, version_digest="ab", trained=["x-1", "x-0"]))
+    checkpoints.finish()
+    wanted = Progress(step=7, updates=2, skipped_in_row=2, version_digest="ab", trained=["x-1", "x-0"])
+    assert Checkpoints(tmp_path, resumed).restore() == wanted
+    assert (resumed.updates, resumed.skipped_in_row) == (2, 2)
+    assert json.loads((tmp_path / "step-000007/progress.json").read_text())["trained"] == ["x-1", "x-0"]
+
+
+def test_what_is_written_is_the_progress_as_it_was_at_the_beginning(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = fresh(tiny_folder)
+    checkpoints, progress = Checkpoints(tmp_path, policy), Progress(step=1, trained=["a"])
+    checkpoints.begin(progress)
+    progress.step, progress.trained = 2, [*progress.trained, "b"]  # a step in which every update is skipped
+    checkpoints.finish()
+    assert steps(tmp_path) == ["step-000001"]
+    assert Checkpoints(tmp_path, fresh(tiny_folder)).restore() == Progress(step=1, trained=["a"])
+
+
+def test_random_numbers_go_on_where_they_were(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = fresh(tiny_folder)
+    torch.manual_seed(1)
+    save(policy, 1, tmp_path)
+    wanted = torch.rand(3)
+    torch.manual_seed(2)
+    Checkpoints(tmp_path, policy).restore()
+    assert torch.equal(torch.rand(3), wanted)
+
+
 def test_restoring_into_a_policy_that_went_on_sets_all_of_it_back(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
     train(policy, 0, 1)
-    checkpoint.save(policy, 2, tmp_path)
+    save(policy, 2, tmp_path)
     then = state(policy)
     train(policy, 2, 3)
-    assert checkpoint.restore(policy, tmp_path) == 2
+    assert Checkpoints(tmp_path, policy).restore().step == 2
     assert equal(state(policy), then) and policy.updates == 2
 
 
 def test_a_checkpoint_before_the_first_update_can_be_resumed(tiny_folder: Path, tmp_path: Path) -> None:
     straight, start = fresh(tiny_folder), fresh(tiny_folder)
-    checkpoint.save(start, 0, tmp_path)
+    save(start, 0, tmp_path)
     resumed = fresh(tiny_folder)
-    assert checkpoint.restore(resumed, tmp_path) == 0
+    assert Checkpoints(tmp_path, resumed).restore() == Progress()
     assert train(resumed, 0) == train(straight, 0)
 
 
 def test_the_output_head_stays_tied_to_the_embedding(tiny_folder: Path, tmp_path: Path) -> None:
     policy, resumed = fresh(tiny_folder), fresh(tiny_folder)
     train(policy, 0)
-    checkpoint.save(policy, 1, tmp_path)
-    checkpoint.restore(resumed, tmp_path)
+    save(policy, 1, tmp_path)
+    Checkpoints(tmp_path, resumed).restore()
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
+
+
+def test_a_checkpoint_is_safetensors_and_json_and_nothing_that_is_unpickled(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = fresh(tiny_folder)
+    train(policy, 0)
+    save(policy, 1, tmp_path)
+    files = list((tmp_path / "step-000001").iterdir())
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    names: set[str] = set()
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                names |= set(file.keys())
+        else:
+            json.loads(path.read_text())
+    kinds = ("model", "exp_avg", "exp_avg_sq")
+    assert names == {"rng_state"} | {f"{kind}.{name}" for kind in kinds for name in policy.masters}
 
 
 @pytest.mark.parametrize("folder", ["empty", "missing"])
@@ -96,25 +145,28 @@ def test_without_a_checkpoint_it_begins_at_step_0(tiny_folder: Path, tmp_path: P
     (tmp_path / "empty").mkdir()
     policy = fresh(tiny_folder)
     before = state(policy)
-    assert checkpoint.restore(policy, tmp_path / folder) == 0
+    assert Checkpoints(tmp_path / folder, policy).restore() == Progress()
     assert equal(state(policy), before)
 
 
-def test_a_half_written_checkpoint_is_passed_over_and_written_again(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_passed_over_with_a_word_and_written_again(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     policy = fresh(tiny_folder)
     train(policy, 0)
-    checkpoint.save(policy, 1, tmp_path)
-    # killed while it wrote the next one, under its temporary name, or by an older release under the final one
+    save(policy, 1, tmp_path)
+    # killed while it wrote the next one, under its temporary name
     shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000002")
     next((tmp_path / ".step-000002").glob("*.safetensors")).write_bytes(b"half")
-    (tmp_path / "step-000009").mkdir()
-    assert checkpoint.restore(fresh(tiny_folder), tmp_path) == 1
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
+    [said] = [text for text in caplog.messages if "ignoring" in text]
+    assert str(tmp_path / ".step-000002") in said
 
     train(policy, 1)
-    checkpoint.save(policy, 2, tmp_path)
+    save(policy, 2, tmp_path)
     resumed = fresh(tiny_folder)
-    shutil.rmtree(tmp_path / "step-000009")
-    assert checkpoint.restore(resumed, tmp_path) == 2
+    assert Checkpoints(tmp_path, resumed).restore().step == 2
     assert equal(state(resumed), state(policy))
 
 
@@ -122,32 +174,94 @@ def test_a_kill_before_the_rename_leaves_the_last_checkpoint(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = fresh(tiny_folder)
-    checkpoint.save(policy, 0, tmp_path)
+    save(policy, 0, tmp_path)
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Path, "rename", killed)
-        checkpoint.save(policy, 1, tmp_path)
-    assert checkpoint.restore(fresh(tiny_folder), tmp_path) == 0
-    checkpoint.save(policy, 1, tmp_path)
+        save(policy, 1, tmp_path)
+    assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 0
+    save(policy, 1, tmp_path)
     assert steps(tmp_path) == ["step-000000", "step-000001"]
 
 
-def test_the_newest_two_are_kept(tiny_folder: Path, tmp_path: Path) -> None:
-    policy = fresh(tiny_folder)
-    for step in (0, 4, 8, 12):
-        checkpoint.save(policy, step, tmp_path)
-    assert steps(tmp_path) == ["step-000008", "step-000012"]
-    checkpoint.save(policy, 16, tmp_path, keep=1)
-    assert steps(tmp_path) == ["step-000016"]
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        ({"keep_last": 2}, [12, 16]),
+        ({"keep_last": 1}, [16]),
+        ({"keep_last": 1, "keep_every": 8}, [0, 8, 16]),
+        ({"keep_last": 2, "keep_every": 100}, [0, 12, 16]),
+    ],
+)
+def test_the_newest_are_kept_and_some_older_ones(
+    tiny_folder: Path, tmp_path: Path, kept: dict[str, int], left: list[int]
+) -> None:
+    policy = fresh(tiny_folder, **kept)
+    for step in (0, 4, 8, 12, 16):
+        save(policy, step, tmp_path)
+    assert steps(tmp_path) == [f"step-{step:06d}" for step in left]
 
 
 def test_a_checkpoint_once_written_is_never_another(tiny_folder: Path, tmp_path: Path) -> None:
     policy = fresh(tiny_folder)
-    checkpoint.save(policy, 1, tmp_path)
+    save(policy, 1, tmp_path)
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-000001").iterdir()}
     train(policy, 0)
-    checkpoint.save(policy, 1, tmp_path)
+    save(policy, 1, tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-000001").iterdir()} == before
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_waits_for_the_checkpoint_being_written(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = fresh(tiny_folder)
+    train(policy, 0)
+    then = state(policy)
+    may_write, is_moving = threading.Event(), threading.Event()
+    write = hf_storage.HuggingFaceStorageWriter.write_data
+
+    def slow(*args: Any) -> Any:
+        assert may_write.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", slow)
+    checkpoints = Checkpoints(tmp_path, policy)
+    checkpoints.begin(Progress(step=1))  # comes back: nothing is written yet
+    assert steps(tmp_path) == [".step-000001"]
+    wait = policy.before_update
+    monkeypatch.setattr(policy, "before_update", lambda: (is_moving.set(), wait()))
+    update = threading.Thread(target=train, args=(policy, 1))
+    update.start()
+    assert is_moving.wait(20)  # its gradients are there
+    update.join(0.3)
+    assert update.is_alive() and equal(state(policy), then)
+    may_write.set()
+    update.join(20)
+    assert steps(tmp_path) == ["step-000001"] and policy.updates == 2
+    resumed = fresh(tiny_folder)
+    Checkpoints(tmp_path, resumed).restore()
+    assert equal(state(resumed), then)
+
+
+def test_a_full_disk_names_the_folder_and_leaves_older_checkpoints(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = fresh(tiny_folder)
+    save(policy, 1, tmp_path)
+    train(policy, 0)
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf_storage.HuggingFaceStorageWriter, "write_data", full)
+    checkpoints = Checkpoints(tmp_path, policy)
+    checkpoints.begin(Progress(step=2))
+    with pytest.raises(OSError, match=rf"{tmp_path}/\.step-000002.*No space left on device"):
+        checkpoints.finish()
+    assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1

@@ -404,7 +404,7 @@ def test_a_small_models_tokens_proven_with_the_right_weights(
 @torch.inference_mode()
 def read_along(model: Any, prompt: list[int], tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden_TH and logprobs_T of these tokens under the model, as a worker would compute them who did not sample."""
-    hidden_TH = forward_hidden(model, pack([Tree(prompt, [tokens])], len(prompt) + len(tokens)))
+    hidden_TH = forward_hidden(model, pack([Tree(prompt, [tokens])]))
     return hidden_TH, token_logprobs(model.lm_head(hidden_TH), torch.tensor(tokens))
 
 

@@ -13,7 +13,7 @@ import logging
 import shutil
 import warnings
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,6 @@ class Checkpoints:
         self.finish()
         if (self.folder / _name(progress.step)).exists():
             return
-        progress.updates, progress.skipped_in_row = self.policy.updates, self.policy.skipped_in_row
         temporary = self._temporary(progress.step)
         if self.ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -92,7 +91,8 @@ class Checkpoints:
             no_dist=self.ranks.size == 1,
         )
         assert isinstance(future, Future)
-        self._writing = future, progress
+        progress.updates, progress.skipped_in_row = self.policy.updates, self.policy.skipped_in_row
+        self._writing = future, replace(progress, trained=[*progress.trained])  # a copy: the caller's goes on
 
     def finish(self) -> None:
         """Wait for the checkpoint being written, if any, and give it its name. Raises OSError where the disk refused."""
@@ -103,7 +103,8 @@ class Checkpoints:
         try:
             future.result()
         except CheckpointException as error:
-            raise OSError(f"checkpoint {temporary} could not be written: {error}") from error
+            why = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+            raise OSError(f"checkpoint {temporary} could not be written: {why}") from error
         if not self.ranks.leads:
             return
         (temporary / PROGRESS).write_text(json.dumps(asdict(progress)))

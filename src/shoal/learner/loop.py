@@ -120,10 +120,12 @@ class Learner:
             temporary.rename(final)
         for _ in published:  # the other ranks gather with the leader
             pass
+        section = self.config.learner.lora
+        adapters = lora.adapters(self.policy.model) if section else {}
         if self.node is None:
             return {}
-        if self.config.learner.lora is not None:
-            lora.save(self.policy.model, self.config.learner.lora, self.folder / "adapter")
+        if section is not None:
+            lora.save(adapters, section, self.folder / "adapter")
         progress.version_digest = blake3(max_threads=blake3.AUTO).update_mmap(final / WEIGHTS).hexdigest()
         self.node.policy_version = version
         for old in sorted(self.versions.glob("v*"))[: -self.config.learner.keep_versions]:

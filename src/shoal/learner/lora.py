@@ -57,16 +57,20 @@ class Merged(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def save(model: Any, section: LoraSection, folder: Path) -> None:
-    """The adapter alone, as peft reads it."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    tensors = {
+def adapters(model: Any) -> dict[str, Tensor]:
+    """The adapters alone, on the CPU, by peft's names. All ranks must call it together."""
+    return {
         f"base_model.model.{name.replace('.default.', '.')}": whole(tensor.detach()).cpu().contiguous()
         for name, tensor in model.state_dict().items()
         if ".lora_" in name
     }
+
+
+def save(tensors: dict[str, Tensor], section: LoraSection, folder: Path) -> None:
+    """Write `adapters` as a folder that peft reads, in place of the one before."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

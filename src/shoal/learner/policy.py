@@ -169,7 +169,8 @@ class Policy:
         """The same micro-batches with this policy's own logprobs as the behaviour's; elsewhere than at their rank, as is."""
         found = list(micro_batches)
         for turn, micro in enumerate(self.ranks.deal(micro_batches)):
-            logp_N, _ = self.logprobs(micro.pack if micro else IDLE)
+            with out_of_memory.explained(self.config):
+                logp_N, _ = self.logprobs(micro.pack if micro else IDLE)
             if micro is not None:
                 found[turn * self.ranks.size + self.ranks.rank] = micro.with_behaviour(logp_N.cpu())
         return found

@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NAME = "shoal"
+SHORT = 128  # queries up to which PyTorch's bf16 backward takes two to five times as long as its fp32 one
 UNEVEN = 0.75  # segments shorter than this share of the longest of their batch start a batch of their own
 
 Kernel = Literal["cascade", "flex", "masked"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,16 @@ class _Cascade(torch.autograd.Function):
         grads: tuple[list[Tensor], ...] = ([], [], [])
         for batch in layout.segments:
             grad_BhLD = _gather(grad_ThD, batch).masked_fill(batch.padded_BL11.transpose(1, 2), 0)
-            inputs = (_gather(x, batch) for x in (query_ThD, key_ThD, value_ThD, output_ThD))
-            logsumexp_BhL = _gather(logsumexp_Th[..., None], batch)[..., 0]
-            found = _flash_backward(grad_BhLD, *inputs, logsumexp_BhL, 0.0, True, scale=scale)
+            found = _flash_backward(
+                grad_BhLD,
+                _gather(query_ThD, batch),
+                _gather(key_ThD, batch),
+                _gather(value_ThD, batch),
+                _gather(output_ThD, batch),
+                _gather(logsumexp_Th[..., None], batch)[..., 0],
+                True,
+                scale,
+            )
             for collected, grad in zip(grads, found, strict=True):
                 collected.append(grad.transpose(1, 2).flatten(0, 1))
         query_grad, key_grad, value_grad = (torch.cat(parts).index_select(0, layout.home_T) for parts in grads)
@@ -238,15 +245,33 @@ class _Cascade(torch.autograd.Function):
                 _row(value_ThD, prompt),
                 _row(output_ThD, completions),
                 logsumexp_Th[completions].T[None],
-                0.0,
                 False,
-                scale=scale,
+                scale,
             )
             for total, where, grad in zip(
                 (query_grad, key_grad, value_grad), (completions, prompt, prompt), found, strict=True
             ):
                 total[where] += grad[0].transpose(0, 1)
         return query_grad, key_grad, value_grad, None, None
+
+
+def _flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    causal: bool,
+    scale: float,
+) -> Sequence[Tensor]:
+    """Gradients of query, key and value, in their dtype."""
+    inputs = [grad, query, key, value, output]
+    if query.shape[2] <= SHORT:
+        inputs = [x.float() for x in inputs]
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: Sequence[Tensor] = backward(*inputs, logsumexp, 0.0, causal, scale=scale)
+    return [x.to(query.dtype) for x in found]
 
 
 def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:

@@ -1,0 +1,62 @@
+"""A learner as a process of its own, for tests that kill it or run several ranks of it.
+
+    python -m tests.learner.process JOBS.json
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
+
+Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. What the pool
+was told goes to OUT/reports.json. `die`: SIGKILL itself "updating" or "checkpointing" once so many of these are done.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import hf_storage
+
+from shoal.learner.ranks import Ranks
+
+from .support import Pool, make_learner
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.start(timeout_s=60)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        out = Path(job["out"])
+        files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]
+        pool = Pool(*files, validator=job["validator"]) if ranks.leads else None
+        learner = make_learner(
+            Path(job["model"]), out, pool, steps=job["steps"], dtype=job["dtype"], ranks=ranks, **job["changed"]
+        )
+        if what := job["die"].get("updating"):
+            learner.policy.optimizer.step = dies_after(what, learner.policy.optimizer.step)  # type: ignore[method-assign]
+        if what := job["die"].get("checkpointing"):
+            writer: Any = hf_storage.HuggingFaceStorageWriter
+            writer.finish = dies_after(what, writer.finish)  # the tensors are written, their index is not
+        learner.run(threading.Event())
+        if pool is not None:
+            reports = [report.model_dump() for report in pool.reports]
+            (out / "reports.json").write_text(json.dumps(reports))
+    ranks.stop()
+
+
+def dies_after(n: int, do: Any) -> Any:
+    left = n
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return do(*args, **kwargs)
+
+    return wrapped
+
+
+if __name__ == "__main__":
+    main()

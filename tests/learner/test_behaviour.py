@@ -1,0 +1,123 @@
+"""Each loss.kind through a whole update, against a forward that knows no packing; what the ratio divides by."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.config import parse
+from shoal.learner.loop import Learner
+from shoal.learner.policy import Policy
+from shoal.recipe import LossKind
+
+from .support import N_TOKENS, batches, equal, make_groups, make_policy, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N_ROLLOUTS = sum(len(group.completions) for group in make_groups())
+MAX_TOKENS = 16
+
+
+def by_hand(policy: Policy, completion: list[int], prompt: list[int]) -> Tensor:
+    """logp_T of one completion, by transformers' own forward of it alone."""
+    with torch.no_grad():
+        logits_TV = policy.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits_TV, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def objective(kind: LossKind, ratio_T: Tensor, logp_T: Tensor, behaviour_T: Tensor, advantage: float) -> Tensor:
+    """J of a rollout's tokens, from the papers' formulas with the recipe's defaults (`LossSection`)."""
+    if kind == "gspo":
+        ratio_T = (logp_T - behaviour_T).mean().exp().expand_as(ratio_T)
+    low, high = (1 - 3e-4, 1 + 4e-4) if kind == "gspo" else (0.8, 1.2)
+    if kind in ("grpo", "dr_grpo", "gspo"):
+        return torch.minimum(ratio_T.clamp(max=4.0) * advantage, ratio_T.clamp(low, high) * advantage)
+    if kind == "cispo":
+        return ratio_T.clamp(max=5.0) * advantage * logp_T
+    moved_T = logp_T.exp() - behaviour_T.exp()
+    kept_T = moved_T <= 0.2 if advantage > 0 else moved_T >= -0.2
+    return kept_T * ratio_T.clamp(max=20.0) * advantage * logp_T
+
+
+@pytest.mark.parametrize("row_tokens", [20, 512])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo", "cispo", "dppo"])
+def test_a_steps_loss_equals_one_computed_rollout_by_rollout(
+    tiny_folder: Path, tmp_path: Path, kind: LossKind, row_tokens: int
+) -> None:
+    learner = make_learner(tiny_folder, tmp_path, row_tokens=row_tokens, kind=kind)
+    wanted = 0.0
+    for group in make_groups():
+        mean = sum(group.rewards) / len(group.rewards)
+        for completion, behaviour, reward in zip(group.completions, group.behaviour, group.rewards, strict=True):
+            logp_T, behaviour_T = by_hand(learner.policy, completion, group.prompt), torch.tensor(behaviour)
+            ratio_T = (logp_T - behaviour_T).exp()
+            loss_T = -objective(kind, ratio_T, logp_T, behaviour_T, reward - mean)
+            wanted += float(loss_T.mean() if kind == "gspo" else loss_T.sum())
+    wanted /= {"dr_grpo": MAX_TOKENS * N_ROLLOUTS, "gspo": N_ROLLOUTS}.get(kind, N_TOKENS)
+    assert abs(wanted) > 1e-3
+    assert learner.train(make_groups())["loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def make_learner(folder: Path, out: Path, *, row_tokens: int = 512, kind: LossKind = "grpo", **changed: Any) -> Learner:
+    """Without a node: it can train on groups, and publishes nothing."""
+    section = {"lr": 1e-3, "warmup_steps": 0, "optimizer_steps_per_step": 1, "row_tokens": row_tokens} | changed
+    section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
+    config = parse({"learner": section, "sampling": {"max_tokens": MAX_TOKENS}, "coordinator": {"prompts_per_step": 3}})
+    return Learner(None, config, Policy(folder, config.learner, "float32", "cpu", 1.0), out)
+
+
+@pytest.mark.parametrize(("behaviour", "is_on_policy"), [("recomputed", True), ("validated", False)])
+def test_what_the_ratio_divides_by_is_the_learners_own_where_that_is_asked_for(
+    tiny_folder: Path, tmp_path: Path, behaviour: str, is_on_policy: bool
+) -> None:
+    """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
+    learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs=behaviour, row_tokens=20)
+    told = learner.train(make_groups())
+    assert (told["policy/mismatch_kl"] == 0.0) is is_on_policy
+    assert (told["policy/clip_low"] + told["policy/clip_high"] == 0.0) is is_on_policy
+
+
+def test_recomputed_behaviour_is_of_the_steps_start_for_all_its_updates(tiny_folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs="recomputed", optimizer_steps_per_step=3)
+    told = learner.train(make_groups())
+    assert learner.policy.updates == 3
+    assert told["policy/mismatch_kl"] > 0  # the first update's is 0, the others' is not
+
+
+def test_recomputed_behaviour_does_not_depend_on_what_the_files_hold(tiny_folder: Path) -> None:
+    policy, other = make_policy(tiny_folder), make_policy(tiny_folder)
+    policy.update(policy.recompute_behaviour(batches(20)), N_TOKENS)
+    spoilt = [replace(micro, behaviour_N=-9 * torch.rand_like(micro.behaviour_N)) for micro in batches(20)]
+    other.update(other.recompute_behaviour(spoilt), N_TOKENS)
+    assert equal(state(policy), state(other))
+
+
+@pytest.mark.parametrize("behaviour", [False, True], ids=["update", "after recomputing behaviour"])
+def test_recomputed_activations_give_the_same_gradients(tiny_folder: Path, behaviour: bool) -> None:
+    loss = {"beta": 0.01, "entropy": 0.01}
+    kept = make_policy(tiny_folder, loss=loss)
+    computed_again = make_policy(tiny_folder, loss=loss, activation_checkpointing=True)
+    for policy in (kept, computed_again):
+        for _ in range(2):
+            rows = policy.recompute_behaviour(batches(20)) if behaviour else batches(20)
+            policy.update(rows, N_TOKENS)
+    assert equal(state(kept), state(computed_again))
+
+
+def test_activations_are_recomputed_where_asked_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {}
+    for again in (False, True):
+        policy = make_policy(tiny_folder, activation_checkpointing=again)
+        block, calls[again] = policy.scorer.layers[0], 0
+        forward = block.self_attn.forward
+
+        def counted(*args: Any, again: bool = again, forward: Any = forward, **kwargs: Any) -> Any:
+            calls[again] += 1
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(block.self_attn, "forward", counted)
+        policy.update(batches(512), N_TOKENS)
+    assert calls == {False: 1, True: 2}

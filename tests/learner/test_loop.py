@@ -1,0 +1,212 @@
+"""The learner's loop over files that a pool accepted: killed at any moment, it goes on to the same versions (promise 2)."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file
+
+from shoal.learner.groups import BatchError
+
+from .support import VALIDATOR, Pool, accepted, equal, make_learner, rollouts, step_file, submission
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parents[2]
+STEPS = 5
+CHANGED = {"checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def files() -> list[bytes]:
+    return [step_file(step) for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, files: list[bytes], one_thread: None) -> Path:
+    """The folder of the run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("straight")
+    assert make_learner(tiny_folder, out, Pool(*files), steps=STEPS, **CHANGED).run(threading.Event()) == "finished"
+    return out
+
+
+def versions(out: Path) -> dict[str, bytes]:
+    return {path.name: (path / "model.safetensors").read_bytes() for path in (out / "versions").iterdir()}
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in checkpoint.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> None:
+    """A run in `out` by a process that gets SIGKILL."""
+    kept = out / "files"
+    kept.mkdir(parents=True)
+    for step, data in enumerate(files):
+        (kept / f"{step}.parquet").write_bytes(data)
+    job = {"model": str(folder), "out": str(out), "files": str(kept), "validator": VALIDATOR.public, "steps": STEPS}
+    (out / "jobs.json").write_text(json.dumps([job | {"dtype": "float32", "changed": CHANGED, "die": die}]))
+    command = [sys.executable, "-m", "tests.learner.process", str(out / "jobs.json")]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=90
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("die", "kept", "half"),
+    [
+        ({"updating": 3}, ["step-000002"], []),  # in step 3; version 3 is published, its step not remembered
+        ({"checkpointing": 1}, ["step-000002"], [".step-000004"]),
+    ],
+    ids=["in an update", "in a checkpoint"],
+)
+def test_a_killed_learner_goes_on_to_the_same_versions_bit_for_bit(
+    tiny_folder: Path,
+    tmp_path: Path,
+    files: list[bytes],
+    straight: Path,
+    die: dict[str, int],
+    kept: list[str],
+    half: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    killed(tiny_folder, tmp_path, files, die)
+    assert names(tmp_path / "checkpoints") == half + kept
+    published = versions(tmp_path)
+    assert "v000003" in published
+    pool = Pool(*files)
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        assert make_learner(tiny_folder, tmp_path, pool, steps=STEPS, **CHANGED).run(threading.Event()) == "finished"
+    ignored = [text for text in caplog.messages if text.startswith("ignoring")]
+    assert len(ignored) == len(half) and all(name in text for name, text in zip(half, ignored, strict=True))
+    assert [report.step for report in pool.reports] == [2, 3, 4]
+    assert versions(tmp_path) == versions(straight)
+    assert published.items() <= versions(straight).items()
+    last = f"checkpoints/step-{STEPS:06d}"
+    assert equal(tensors(tmp_path / last), tensors(straight / last))
+    assert (tmp_path / last / "progress.json").read_text() == (straight / last / "progress.json").read_text()
+
+
+def test_progress_holds_what_was_trained_and_the_versions_digest(straight: Path) -> None:
+    assert names(straight / "checkpoints") == ["step-000002", "step-000004", "step-000005"]
+    for step in (2, 4, 5):
+        told = json.loads((straight / f"checkpoints/step-{step:06d}/progress.json").read_text())
+        weights = (straight / f"versions/v{step:06d}/model.safetensors").read_bytes()
+        assert told == {
+            "step": step,
+            "updates": step,
+            "skipped_in_row": 0,
+            "version_digest": blake3(weights).hexdigest(),
+            "trained": [submission(number) for number in range(step)],
+        }
+
+
+def test_every_version_differs(straight: Path) -> None:
+    found = versions(straight)
+    assert sorted(found) == [f"v{version:06d}" for version in range(STEPS + 1)]
+    assert len(set(found.values())) == STEPS + 1
+
+
+def test_old_versions_go(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+    make_learner(tiny_folder, tmp_path, Pool(*files), steps=3, keep_versions=2, keep_last=1).run(threading.Event())
+    assert names(tmp_path / "versions") == ["v000002", "v000003"]
+    assert names(tmp_path / "checkpoints") == ["step-000003"]
+
+
+def test_a_finished_run_has_nothing_left_to_do(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+    for told in (1, 0):
+        pool = Pool(*files)
+        assert make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event()) == "finished"
+        assert len(pool.reports) == told and pool.policy_version == 1
+
+
+def test_it_stops_when_told_to_and_what_it_was_writing_is_whole(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes]
+) -> None:
+    stop = threading.Event()
+
+    class Once(Pool):
+        def post(self, *args: Any) -> Any:
+            stop.set()
+            return super().post(*args)
+
+    assert make_learner(tiny_folder, tmp_path, Once(*files), steps=3).run(stop) == "stopped"
+    assert names(tmp_path / "checkpoints") == ["step-000001"]
+
+
+def test_steps_whose_updates_are_all_skipped_are_remembered_too(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes]
+) -> None:
+    guard = {"max_grad_norm": 1e-9, "action": "skip", "max_skips": 9}
+    for steps in (2, 3):  # and after a restart
+        pool = Pool(*files)
+        make_learner(tiny_folder, tmp_path, pool, steps=steps, guard=guard).run(threading.Event())
+        assert all(report.metrics["optim/skipped"] == 1.0 for report in pool.reports)
+    assert names(tmp_path / "checkpoints") == ["step-000001", "step-000002", "step-000003"]
+    told = json.loads((tmp_path / "checkpoints/step-000003/progress.json").read_text())
+    assert (told["updates"], told["skipped_in_row"]) == (0, 3)
+    assert len(set(versions(tmp_path).values())) == 1
+
+
+# --- files that are no good -------------------------------------------------------------------------------------------
+
+
+class Mixed(Pool):
+    """Step 3's batch: two groups of a file that breaks the schema, one that is too old, two of a good one."""
+
+    def get(self, path: str, kind: Any) -> Any:
+        batch = super().get(path, kind)
+        numbers = [(1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
+        groups = [
+            one.model_copy(update={"submission": submission(n), "group": group})
+            for one, (n, group) in zip(batch.groups, numbers, strict=True)
+        ]
+        return batch.model_copy(update={"groups": groups})
+
+
+def test_a_step_goes_on_without_what_is_broken_or_too_old_and_tells_how_much(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes]
+) -> None:
+    make_learner(tiny_folder, tmp_path, Pool(*files), steps=3).run(threading.Event())
+    old = accepted(version=0, rows=rollouts(5, 4))
+    pool = Mixed(files[0], b"broken", old, files[3])
+    make_learner(tiny_folder, tmp_path, pool, steps=4).run(threading.Event())
+    [report] = pool.reports
+    assert (report.metrics["data/quarantined"], report.metrics["async/refused"]) == (2.0, 1.0)
+    assert report.trained == [submission(3)] * 2
+    assert names(tmp_path / "quarantine") == [f"{submission(1)}.parquet"]
+    assert (tmp_path / "versions/v000004").exists()
+    progress = json.loads((tmp_path / "checkpoints/step-000004/progress.json").read_text())
+    assert progress["trained"] == [submission(0), submission(1), submission(2), submission(3)]
+
+
+def test_all_that_a_step_tells_is_documented(tiny_folder: Path, tmp_path: Path, files: list[bytes]) -> None:
+    pool = Pool(*files)
+    make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event())
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert set(pool.reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_where_nothing_is_left_the_run_ends_and_names_the_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_folder, tmp_path, Pool(b"broken"), steps=1)
+    with pytest.raises(BatchError, match=str(tmp_path / "quarantine")):
+        learner.run(threading.Event())
+    assert names(tmp_path / "versions") == ["v000000"]
