@@ -1,6 +1,7 @@
 """The learner alone against a plain transformers loop with padding: forward, backward and optimizer step on the same rows.
 
-    python benchmarks/learner_alone.py [--rounds 5] [--dtypes bfloat16 float32]
+    python benchmarks/learner_alone.py [--rounds 2] [--dtypes bfloat16]
+    python benchmarks/learner_alone.py --rounds 1 --dtypes float32 --lengths 512 --label float32
 
 SmolLM2-135M on all cores, batches of sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths
 uniform from an eighth of that to all of it, seed 0). The two take turns. Both train every token after the first with
@@ -38,7 +39,7 @@ from shoal.model.sources import SMOLLM2, resolve
 from shoal.recipe import LearnerSection, LossSection
 
 PATH = Path(__file__).parent / "results" / "learner_alone.json"
-ROW_TOKENS = 4096  # computed at once, by both
+ROW_TOKENS = 8192  # computed at once, by both
 BATCHES = {512: 16, 4096: 2}  # sequences in one update, by their length
 LR = 1e-6
 
@@ -47,22 +48,25 @@ System = Callable[[list[list[int]]], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--label", help="write results/learner_alone-LABEL.json instead")
     arguments = parser.parse_args()
+    path = PATH.with_stem(f"{PATH.stem}-{arguments.label}") if arguments.label else PATH
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
     for dtype in arguments.dtypes:
         peak = matmul_peak(getattr(torch, dtype))
         systems = [make_shoal(dtype), make_plain(dtype)]
-        for longest, n in BATCHES.items():
+        for longest in arguments.lengths:
             for kind in ("equal", "ragged"):
-                sequences = make_sequences(longest, n, ragged=kind == "ragged")
+                sequences = make_sequences(longest, BATCHES[longest], ragged=kind == "ragged")
                 seconds = take_turns(systems, sequences, arguments.rounds)
                 peak = max(peak, matmul_peak(getattr(torch, dtype)))
                 result["cases"].append(figures(dtype, f"{kind} {longest}", sequences, seconds, peak))
                 sys.stdout.write(f"{result['cases'][-1]}\n")
                 sys.stdout.flush()
-                PATH.write_text(json.dumps(result, indent=1) + "\n")
+                path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def make_sequences(longest: int, n: int, *, ragged: bool) -> list[list[int]]:

@@ -78,15 +78,17 @@ class Learner:
 
     def share(self, batch: Batch | None) -> Fetched | None:
         """The batch's groups, downloaded by the leader, on every rank. None where the leader stops."""
-        fetched = None
-        if self.node is not None and batch is not None:
-            fetched = fetch(self.node, batch, self.config, self.folder / "quarantine")
-        if self.ranks.size == 1:
-            return fetched
-        message = self.ranks.tell(b"" if fetched is None else encode(fetched.groups)) if self.ranks.leads else None
-        if message is None:
+        if self.node is None:
             message = self.ranks.tell(None)
-        return fetched or (Fetched(decode(message), 0, 0) if message else None)
+            return Fetched(decode(message), 0, 0) if message else None
+        fetched = None
+        try:
+            if batch is not None:
+                fetched = fetch(self.node, batch, self.config, self.folder / "quarantine")
+            return fetched
+        finally:  # the other ranks wait to be told, also where this raises
+            if self.ranks.size > 1:
+                self.ranks.tell(b"" if fetched is None else encode(fetched.groups))
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         """The step's optimizer updates, each over an equal share of the groups. Returns the step's metrics of training."""

@@ -32,7 +32,7 @@ class Scorer(nn.Module):
 
 def recompute_activations(scorer: Scorer) -> None:
     """Keep only each block's input for the backward pass, and compute what is inside again."""
-    scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer.model.activation_checkpointing_enable({"use_reentrant": False})
     scorer.model.train()  # transformers recomputes in training mode only
     for module in scorer.model.modules():
         if isinstance(module, nn.Dropout):
