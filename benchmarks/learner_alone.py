@@ -39,8 +39,8 @@ from shoal.model.sources import SMOLLM2, resolve
 from shoal.recipe import LearnerSection, LossSection
 
 PATH = Path(__file__).parent / "results" / "learner_alone.json"
-ROW_TOKENS = 8192  # computed at once, by both
-BATCHES = {512: 16, 4096: 2}  # sequences in one update, by their length
+ROW_TOKENS = 4096  # computed at once, by both
+BATCHES = {512: 8, 4096: 2}  # sequences in one update, by their length
 LR = 1e-6
 
 System = Callable[[list[list[int]]], None]
