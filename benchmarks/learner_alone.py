@@ -1,15 +1,16 @@
-"""The learner alone against a plain transformers loop with padding: forward, backward and optimizer step on the same rows.
+"""The learner alone against plain transformers loops with padding: forward, backward and optimizer step on the same rows.
 
     python benchmarks/learner_alone.py [--rounds 2] [--dtypes bfloat16]
     python benchmarks/learner_alone.py --rounds 1 --dtypes float32 --lengths 512 --label float32
 
 SmolLM2-135M on all cores, batches of sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths
-uniform from an eighth of that to all of it, seed 0). The two take turns. Both train every token after the first with
+uniform from an eighth of that to all of it, seed 0). They take turns. Both train every token after the first with
 -advantage * logp and step once.
 
-    shoal   Policy.update: fp32 masters, trees packed into rows without padding, logits a slice at a time
-    plain   AutoModelForCausalLM in the same dtype (its weights too: no masters to move), right-padded batches in the given
-            order, labels -100 where padded, its own loss; torch.optim.AdamW(fused=True)
+    shoal     Policy.update: fp32 masters, computed wholly in the dtype, trees packed into rows without padding
+    autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, which trains the same: right-padded batches in the
+              given order, labels -100 where padded, its own loss; torch.optim.AdamW(fused=True)
+    rounded   the same with weights and moments in bf16: no masters to move, but an update smaller than a bf16 step is lost
 
 Tokens per second count real tokens. MFU: FLOPs of real tokens (learner/metrics.py: no padding, no recomputation) over
 seconds and the peak, which is the fastest of some square matrix products in that dtype here, measured before and after.
@@ -40,7 +41,7 @@ from shoal.recipe import LearnerSection, LossSection
 
 PATH = Path(__file__).parent / "results" / "learner_alone.json"
 ROW_TOKENS = 4096  # computed at once, by both
-BATCHES = {512: 8, 4096: 2}  # sequences in one update, by their length
+BATCHES = {512: (8, 8), 4096: (1, 2)}  # sequences in one update, equal and ragged, by their length
 LR = 1e-6
 
 System = Callable[[list[list[int]]], None]
@@ -57,10 +58,12 @@ def main() -> None:
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
     for dtype in arguments.dtypes:
         peak = matmul_peak(getattr(torch, dtype))
-        systems = [make_shoal(dtype), make_plain(dtype)]
+        systems = {"shoal": make_shoal(dtype), "autocast": make_plain("float32", dtype)}
+        if dtype == "bfloat16":
+            systems["rounded"] = make_plain(dtype, dtype)
         for longest in arguments.lengths:
-            for kind in ("equal", "ragged"):
-                sequences = make_sequences(longest, BATCHES[longest], ragged=kind == "ragged")
+            for kind, n in zip(("equal", "ragged"), BATCHES[longest], strict=True):
+                sequences = make_sequences(longest, n, ragged=kind == "ragged")
                 seconds = take_turns(systems, sequences, arguments.rounds)
                 peak = max(peak, matmul_peak(getattr(torch, dtype)))
                 result["cases"].append(figures(dtype, f"{kind} {longest}", sequences, seconds, peak))
@@ -87,8 +90,8 @@ def make_shoal(dtype: str) -> System:
     return update
 
 
-def make_plain(dtype: str) -> System:
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve(SMOLLM2), dtype=getattr(torch, dtype))
+def make_plain(weights: str, compute: str) -> System:
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve(SMOLLM2), dtype=getattr(torch, weights))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def update(sequences: list[list[int]]) -> None:
@@ -96,7 +99,9 @@ def make_plain(dtype: str) -> System:
         per_batch = max(1, ROW_TOKENS // max(map(len, sequences)))
         for start in range(0, len(sequences), per_batch):
             batch = pad(sequences[start : start + per_batch])
-            model(**batch, num_items_in_batch=n_tokens).loss.backward()
+            with torch.autocast("cpu", getattr(torch, compute), enabled=weights != compute):
+                loss = model(**batch, num_items_in_batch=n_tokens).loss
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -111,15 +116,15 @@ def pad(sequences: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def take_turns(systems: list[System], sequences: list[list[int]], rounds: int) -> list[list[float]]:
+def take_turns(systems: dict[str, System], sequences: list[list[int]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each system in each round, after one that doesn't count."""
-    seconds: list[list[float]] = [[] for _ in systems]
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds + 1):
-        for system, found in zip(systems, seconds, strict=True):
+        for name, system in systems.items():
             started_s = time.perf_counter()
             system(sequences)
             if turn:
-                found.append(time.perf_counter() - started_s)
+                seconds[name].append(time.perf_counter() - started_s)
     return seconds
 
 
@@ -136,20 +141,17 @@ def matmul_peak(dtype: torch.dtype) -> float:
 
 
 def figures(
-    dtype: str, case: str, sequences: list[list[int]], seconds: list[list[float]], peak: float
+    dtype: str, case: str, sequences: list[list[int]], seconds: dict[str, list[float]], peak: float
 ) -> dict[str, Any]:
     n_tokens = sum(map(len, sequences))
     flops = 3 * sum(forward_flops(SHAPE, 1, [len(s) - 1]) for s in sequences)
-    shoal_s, plain_s = (statistics.median(found) for found in seconds)
-    return {
-        "dtype": dtype,
-        "case": case,
-        "lengths": [len(s) for s in sequences],
-        "peak_gflops": round(peak, 1),
-        "shoal": {"seconds": seconds[0], "tokens_per_s": n_tokens / shoal_s, "mfu": flops / shoal_s / peak / 1e9},
-        "plain": {"seconds": seconds[1], "tokens_per_s": n_tokens / plain_s, "mfu": flops / plain_s / peak / 1e9},
-        "times_faster": statistics.median(b / a for a, b in zip(*seconds, strict=True)),
-    }
+    found: dict[str, Any] = {"dtype": dtype, "case": case, "lengths": [len(s) for s in sequences], "peak_gflops": peak}
+    for name, each_s in seconds.items():
+        median_s = statistics.median(each_s)
+        found[name] = {"seconds": each_s, "tokens_per_s": n_tokens / median_s, "mfu": flops / median_s / peak / 1e9}
+        pairs = zip(seconds["shoal"], each_s, strict=True)
+        found[name]["shoal_times_faster"] = statistics.median(other / own for own, other in pairs)
+    return found
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -150,6 +151,38 @@ def test_what_a_person_finds_in_the_folder(finished: tuple[Path, int, str]) -> N
     assert trained_steps(out) == 24
     assert "held-out greedy" in printed
     assert 'dtype = "auto"' not in (out / "config.toml").read_text()
+
+
+@pytest.mark.timeout(200)
+def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, int, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    before = (run / "metrics.jsonl").read_text().splitlines()
+    done = subprocess.run(
+        command("--resume", run, "--set", f"run.steps={len(before) + 2}"),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    after = (run / "metrics.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before, "what was trained stays trained"
+    assert [json.loads(line)["step"] for line in after[len(before) :]] == [len(before), len(before) + 1]
+    assert (run / "learner" / "versions" / f"v{len(before) + 2:06d}").is_dir()
+    assert not any(summary_of(run)["rejected"].values())
+
+
+@pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
+def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
+    status, told = refused(*arguments)
+    assert status == 2 and "--resume DIR" in told
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
+    status, told = refused("--resume", tmp_path)
+    assert status == 1 and f"{tmp_path} holds no run to go on with" in told
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

@@ -63,9 +63,8 @@ class Policy:
             compile_blocks(self.scorer)
         self.reference: Scorer | None = None
         if config.loss.beta > 0:
-            self.reference = Scorer(load_model(folder, "float32", device))
+            self.reference = Scorer(load_model(folder, "float32", device).requires_grad_(False))
             self._prepare(self.reference)
-            self.reference.requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
@@ -78,13 +77,15 @@ class Policy:
         self.ranks.shard(scorer, self.compute)
         masters = {}
         for name, parameter in scorer.model.named_parameters():
-            rounded = parameter.detach().bfloat16()
-            if parameter.requires_grad:
-                masters[name] = parameter.detach().clone().requires_grad_()
+            exact = parameter.detach()
+            rounded = exact.bfloat16()
             if self.ranks.size == 1:
                 parameter.data = rounded.to(self.compute)
             else:  # FSDP keeps its shards in fp32, and casts what it gathers
+                exact = exact.clone()
                 parameter.detach().copy_(rounded)
+            if parameter.requires_grad:
+                masters[name] = exact.requires_grad_()
         return masters
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
