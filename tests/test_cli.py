@@ -50,6 +50,7 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
     [
         (["run", "{small}", "--set", "learner.lrr=1"], USAGE, "did you mean 'learner.lr'?"),
         (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
+        (["run"], USAGE, "shoal run --resume DIR"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
         (["verify", "nowhere.parquet", "--config", "{small}"], FAILED, "nowhere.parquet"),
         (["prepare", "{small}", "--set", "tasks.operand_max=3"], USAGE, "raise tasks.operand_max"),
@@ -70,7 +71,7 @@ def test_a_failure_is_one_line_and_an_exit_status(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["swim"], [], ["run"], ["worker", "--dir", "x"], ["invite", "x", "--role", "king", "--name", "k"]],
+    [["swim"], [], ["worker", "--dir", "x"], ["invite", "x", "--role", "king", "--name", "k"]],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

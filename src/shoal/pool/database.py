@@ -99,6 +99,6 @@ class Database:
         version: int | None = self.one("SELECT max(version) AS version FROM policies")["version"]
         return version
 
-    def evaluated_last(self) -> bool:
-        """Whether the last version was evaluated, which ends the run."""
-        return self.one("SELECT 1 FROM evaluations WHERE final") is not None
+    def evaluated_last(self, steps: int) -> bool:
+        """Whether the last version, after so many steps, was evaluated, which ends the run."""
+        return self.one("SELECT 1 FROM evaluations WHERE final AND version = ?", steps) is not None

@@ -87,4 +87,4 @@ class Members:
         """Workers, validators and the learner end with the last version; who serves or evaluates it ends after that."""
         if role in ("worker", "validator", "learner"):
             return "finished" if self.db.newest() == self.config.run.steps else "running"
-        return "finished" if self.db.evaluated_last() else "running"
+        return "finished" if self.db.evaluated_last(self.config.run.steps) else "running"

@@ -19,7 +19,7 @@ def read_status(db: Database, config: Config, run: str) -> Status:
     totals = db.one("SELECT coalesce(sum(tokens), 0) AS tokens, coalesce(sum(stale), 0) AS stale FROM groups")
     return Status(
         run=run,
-        state="finished" if db.evaluated_last() else "running",
+        state="finished" if db.evaluated_last(config.run.steps) else "running",
         step=db.open_step(),
         steps=config.run.steps,
         have=db.waiting(),
