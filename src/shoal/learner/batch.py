@@ -5,7 +5,7 @@ Called by the learner's loop.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ class MicroBatch:
     behaviour_N: Tensor
     advantage_N: Tensor
     rollout_N: Tensor  # int64: tokens of one rollout have one number, counted from 0
-
-    def with_behaviour(self, behaviour_N: Tensor) -> "MicroBatch":
-        return replace(self, behaviour_N=behaviour_N)
 
 
 @dataclass(frozen=True)

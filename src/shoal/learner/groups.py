@@ -48,6 +48,7 @@ class Fetched:
 
 def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched:
     """Download and check a full batch. Raises BatchError where none of it may be trained on."""
+    validators = set(node.descriptor().keys.get("validator", []))
     files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
     groups, refused, quarantined = [], 0, 0
     for member in batch.groups:
@@ -57,7 +58,7 @@ def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched
         if file is None:
             quarantined += 1
             continue
-        _check_origin(node, batch, member.submission, file)
+        _check_origin(validators, node.invite.run, batch.step, member.submission, file)
         if batch.step - file.header.policy_version > config.coordinator.async_level:
             refused += 1
             continue
@@ -83,11 +84,13 @@ def _read(node: Node, submission: str, config: Config, quarantine: Path) -> Roll
         return None
 
 
-def _check_origin(node: Node, batch: Batch, submission: str, file: RolloutFile[AcceptedRollout]) -> None:
+def _check_origin(
+    validators: set[str], run: str, step: int, submission: str, file: RolloutFile[AcceptedRollout]
+) -> None:
     header = file.header
-    if header.signer not in node.descriptor().keys.get("validator", []):
+    if header.signer not in validators:
         raise BatchError(f"{submission} is signed by {header.signer[:16]}, which is no validator of this run")
-    if header.run != node.invite.run or header.policy_version > batch.step:
+    if header.run != run or header.policy_version > step:
         raise BatchError(f"{submission} is of run {header.run}, version {header.policy_version}")
 
 

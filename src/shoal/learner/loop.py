@@ -24,6 +24,7 @@ from shoal.messages import Batch, Ok, StepReport
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
 from shoal.node import Node
+from shoal.shardcast.store import version_name
 
 IDLE_S = 0.1
 
@@ -114,7 +115,8 @@ class Learner:
         """Write the policy's version for the origin to pick up. Returns what it cost."""
         started_s = time.monotonic()
         version = progress.step
-        final, temporary = self.versions / _name(version), self.versions / f".{_name(version)}"
+        final = self.versions / version_name(version)
+        temporary = final.with_name(f".{final.name}")
         published = self.policy.published() if not final.exists() else iter(())
         if self.ranks.leads and not final.exists():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -159,7 +161,3 @@ class Learner:
         told |= metrics.memory_metrics(str(self.policy.device))
         trained = [group.submission for group in groups]
         self.node.post("/v1/steps", StepReport(step=step, metrics=told, trained=trained), Ok)
-
-
-def _name(version: int) -> str:
-    return f"v{version:06d}"

@@ -10,6 +10,7 @@ Called by the learner's loop and by supervised fine-tuning (`sft`).
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class Policy:
             with out_of_memory.explained(self.config):
                 logp_N, _ = self.logprobs(micro.pack if micro else IDLE)
             if micro is not None:
-                found[turn * self.ranks.size + self.ranks.rank] = micro.with_behaviour(logp_N.cpu())
+                found[turn * self.ranks.size + self.ranks.rank] = replace(micro, behaviour_N=logp_N.cpu())
         return found
 
     def _idle(self) -> Tensor:

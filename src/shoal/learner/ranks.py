@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.model.scorer import Scorer
 
@@ -108,7 +108,3 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
