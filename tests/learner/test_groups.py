@@ -41,6 +41,14 @@ def changed(data: bytes) -> bytes:
     return bytes(found)
 
 
+def test_the_run_is_asked_once_who_may_validate(aside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = Store(accepted(), accepted()), []
+    told = store.descriptor()
+    monkeypatch.setattr(store, "descriptor", lambda: asked.append(1) or told)
+    fetched(store, aside, (0, 2), (1, 0), (0, 0))
+    assert len(asked) == 1
+
+
 def test_groups_come_as_the_batch_names_them(aside: Path) -> None:
     store = Store(accepted(), accepted(version=3))
     found = fetched(store, aside, (0, 2), (1, 0), (0, 0))

@@ -110,7 +110,8 @@ class Sft:
         final, temporary = self.folder / "model", self.folder / ".model"
         shutil.rmtree(temporary, ignore_errors=True)
         _stop_at(self.policy.model, self.data.ends)
-        save_model(self.policy.model, self.policy.tokenizer, temporary)
+        policy = self.policy
+        save_model(policy.model, policy.tokenizer, temporary, policy.published(), policy.stored)
         for path in [*temporary.iterdir(), temporary]:
             fsync(path)
         shutil.rmtree(final, ignore_errors=True)  # of a run with fewer epochs
