@@ -12,9 +12,11 @@ import pytest
 from shoal.shardcast import growing as growing_module
 from shoal.shardcast import origin as origin_module
 from shoal.shardcast.handover import Handover
+from shoal.shardcast.safetensors_layout import read_layout
 
 from .support import (
     PUBLIC_KEY,
+    SHARD_BYTES,
     client,
     contents,
     mirroring,
@@ -129,6 +131,21 @@ def test_nothing_is_to_be_done_but_the_last_piece_once_a_delta_is_written(tmp_pa
         assert source.published() == [0] and came == []
         learner.finish()
     assert source.published() == [1, 0]
+
+
+def test_the_tensors_of_what_is_still_written_are_in_its_first_manifest(tmp_path):
+    source = origin(tmp_path)
+    learner = Learner(tmp_path)
+    with following(source, learner.watched) as (_, came):
+        learner.write(SHARD_BYTES + 1_000)
+        wait_for(lambda: source.published() == [1])
+        draft = opened(source, 1)
+        assert not draft.complete and not came
+        learner.finish()
+    layout = read_layout(learner.final / WEIGHTS)
+    (weights,) = (file for file in draft.files if file.path == WEIGHTS)
+    assert [(t.name, t.dtype, t.shape) for t in weights.tensors] == [(t.name, t.dtype, t.shape) for t in layout.tensors]
+    assert weights.tensors
 
 
 def test_readers_have_the_first_version_but_for_its_end_while_it_is_written(tmp_path):

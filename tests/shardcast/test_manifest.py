@@ -14,12 +14,16 @@ HASH = "0" * 64
 
 def fields(**changes):
     return {
-        "format": 2,
+        "format": 3,
         "run": "test",
         "version": 7,
         "files": [
-            {"path": "model.safetensors", "size_bytes": 25},
-            {"path": "sub/config.json", "size_bytes": 0},
+            {
+                "path": "model.safetensors",
+                "size_bytes": 25,
+                "tensors": [{"name": "w", "dtype": "BF16", "shape": [2, 3]}],
+            },
+            {"path": "sub/config.json", "size_bytes": 0, "tensors": []},
         ],
         "content": stream(),
         "anchor": True,
@@ -55,7 +59,7 @@ def signed(**changes) -> SignedManifest:
 
 
 def files(*paths: str):
-    return {"files": [{"path": path, "size_bytes": 0} for path in paths], "content": stream(0, "")}
+    return {"files": [{"path": path, "size_bytes": 0, "tensors": []} for path in paths], "content": stream(0, "")}
 
 
 def test_signed_manifest_opens_to_the_same_manifest_and_digest():
@@ -74,8 +78,9 @@ def test_digest_changes_with_what_the_version_is():
         manifest(created_s=2.0).digest,
         manifest(content=stream(hashes="abd")).digest,
         manifest(**files("other", "names")).digest,
+        manifest(files=[{"path": "model.safetensors", "size_bytes": 25}]).digest,  # other tensors
     }
-    assert len(digests) == 6
+    assert len(digests) == 7
 
 
 def test_digest_is_the_same_however_the_version_can_be_had():
@@ -107,8 +112,8 @@ def test_a_later_manifest_follows_one_with_fewer_shards(hashes):
         {"content": stream(hashes="ebc")},
         {"content": stream(hashes="ab")},
         {"content": stream(hashes="ab", shard_size_bytes=13)},
-        {"content": stream(24, "abc"), "files": [{"path": "model.safetensors", "size_bytes": 24}]},
-        {"files": [{"path": "model", "size_bytes": 25}]},
+        {"content": stream(24, "abc"), "files": [{"path": "model.safetensors", "size_bytes": 24, "tensors": []}]},
+        {"files": [{"path": "model", "size_bytes": 25, "tensors": []}]},
         {"version": 8},
         {"run": "other"},
         {"created_s": 1.6},
@@ -126,7 +131,7 @@ def test_another_version_follows_nothing(changes):
         (SignedManifest.sign(manifest(), KEY).model_copy(update={"manifest": "{}"}), "bad signature"),
         (signed_text("{}"), "malformed"),
         (signed_text(json.dumps(fields())), "not canonical"),
-        (signed(format=1), "format"),
+        (signed(format=2), "format"),
         (signed(surplus=1), "surplus"),
         (signed(version=-1), "version"),
         (signed(content=stream(26)), "add up"),

@@ -131,7 +131,9 @@ async def serve_origin(
 
     def told(manifest: Manifest) -> None:
         sizes = {part: stream.size_bytes for part, stream in manifest.streams.items()}
-        say({"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes} | sizes)
+        tensors = sum(len(file.tensors) for file in manifest.files)
+        facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
+        say(facts | {"tensors": tensors} | sizes)
 
     await _serve(app(origin.store), address, {"key": public_key_hex(origin.key)}, live, say)
 

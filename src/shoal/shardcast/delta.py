@@ -26,7 +26,7 @@ from . import delta_format
 from .delta_format import MAGIC, DeltaError, Kind, Reader, Words, Writer
 from .files import CHUNK_BYTES
 from .readable import Files, Folder
-from .safetensors_layout import LayoutError, StoredTensor, layout_of, read_layout
+from .safetensors_layout import LayoutError, StoredTensor, as_one_tensor, layout_of, read_layout
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[b
                     changed_words += writer.piece(_read(before, piece), _read(after, piece))
         elif kind is Kind.WHOLE:
             with source.open(path) as file:
-                for piece in pieces(_as_tensor(path, source.size_bytes(path))):
+                for piece in pieces(as_one_tensor(path, source.size_bytes(path))):
                     writer.words(_read(file, piece))
     size_bytes = sum(source.size_bytes(path) for path in files)
     return DeltaStats(size_bytes, writer.size_bytes, compared_words, changed_words)
@@ -72,7 +72,7 @@ def apply(old: Path, delta: Path, out: Path, files: Sequence[tuple[str, int]]) -
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             with (out / path).open("wb") as target:
                 if kind is Kind.WHOLE:
-                    for piece in pieces(_as_tensor(path, size_bytes)):
+                    for piece in pieces(as_one_tensor(path, size_bytes)):
                         target.write(reader.words(piece.words, 1).data)
                     continue
                 with _old_file(old / path, size_bytes) as source:
@@ -132,10 +132,6 @@ def pieces(*tensors: StoredTensor) -> Iterator[StoredTensor]:
         for start in range(0, tensor.words, most):
             offset_bytes = tensor.offset_bytes + start * tensor.word_bytes
             yield replace(tensor, offset_bytes=offset_bytes, words=min(most, tensor.words - start))
-
-
-def _as_tensor(path: str, size_bytes: int) -> StoredTensor:
-    return StoredTensor(path, 0, size_bytes, 1)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 from .files import CHUNK_BYTES
 from .latest import file_times
 from .manifest import ManifestError
-from .readable import entries, files_at
+from .readable import entry, files_at, in_order
 from .safetensors_layout import size_when_whole
 from .store import version_name
 
@@ -48,9 +48,13 @@ class Growing:
         try:
             self._whole_bytes = size_when_whole(self._file, name)
             others = [path for path in folder.rglob("*") if path.is_file() and not TEMPORARY.fullmatch(path.name)]
-            sizes_bytes = {path.relative_to(folder): path.stat().st_size for path in others}
-            self.files = entries({**sizes_bytes, Path(name): self._whole_bytes or 0}, folder)
-            self._others = [entry for entry in self.files if entry.path != name]
+            found = []
+            for path in others:
+                with path.open("rb") as file:
+                    found.append(entry(path.relative_to(folder), file, path.stat().st_size))
+            self._file.seek(0)
+            self.files = in_order([*found, entry(Path(name), self._file, self._whole_bytes or 0)], folder)
+            self._others = [file for file in self.files if file.path != name]
             self._times = file_times(folder, self._others)
         except BaseException:
             self._file.close()
@@ -78,13 +82,13 @@ class Growing:
             return (self.final / name).open("rb")  # renamed meanwhile
 
     def size_bytes(self, name: str) -> int:
-        return next(entry.size_bytes for entry in self.files if entry.path == name)
+        return next(file.size_bytes for file in self.files if file.path == name)
 
     def chunks(self) -> Iterator[memoryview]:
         """All files' bytes as they come; each view is valid until the next. Raises GivenUpError."""
         buffer = memoryview(bytearray(CHUNK_BYTES))
-        for entry in self.files:
-            with self.open(entry.path) as file:
+        for published in self.files:
+            with self.open(published.path) as file:
                 while size_bytes := file.readinto1(buffer):
                     yield buffer[:size_bytes]
 

@@ -8,7 +8,6 @@ Left out: tensors held otherwise than stored (fused, transposed, quantised), but
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from .delta import pieces
 from .delta_format import DeltaError, Kind, Places, Reader, Words
 from .manifest import FileEntry, Manifest, ManifestError
 from .partial import Layout
-from .safetensors_layout import StoredTensor, read_layout
+from .safetensors_layout import StoredTensor, as_one_tensor, read_layout
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}  # torch knows little of unsigned words
 
@@ -70,14 +69,13 @@ def _changes(delta: Path, new: Path, manifest: Manifest) -> Iterator[_Change]:
             if file_kind is Kind.WHOLE:
                 if entry.path.endswith(".safetensors"):
                     raise DeltaError(f"{entry.path} came whole")
-                for piece in pieces(StoredTensor(entry.path, 0, entry.size_bytes, 1)):
+                for piece in pieces(as_one_tensor(entry.path, entry.size_bytes)):
                     reader.words(piece.words, 1)
                 continue
             layout = read_layout(new / entry.path)  # the header is the same in both versions
-            dtypes = json.loads(layout.header[8:])
             reader.take(32)  # its hash, which `apply` compared
             for tensor in layout.tensors:
-                if dtypes[tensor.name]["dtype"] != "BF16":
+                if tensor.dtype != "BF16":
                     raise DeltaError(f"{tensor.name} is not stored in bf16")
                 for piece in pieces(tensor):
                     start = (piece.offset_bytes - tensor.offset_bytes) // piece.word_bytes

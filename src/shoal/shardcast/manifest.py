@@ -1,4 +1,4 @@
-"""What one policy version consists of: its files, shards and hashes, and the signature over all that.
+"""What one policy version consists of: its files, tensors, shards and hashes, and the signature over all that.
 
 Invariant: a `Manifest` object is always well-formed (sizes add up, paths stay inside the folder, bounds
 hold), and one that came from `SignedManifest.open` was also signed by the expected key. `Manifest.digest`
@@ -28,10 +28,11 @@ MAX_SIZE_BYTES = 1 << 40  # 1 TiB
 MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
+MAX_TENSORS = 100_000  # of one file
 MAX_VERSION = 10**9 - 1
 
 # Two kinds of text signed by one key must never be taken for one another.
-SIGNATURE_DOMAIN = b"shoal shardcast manifest 2\n"
+SIGNATURE_DOMAIN = b"shoal shardcast manifest 3\n"
 
 # A word list of safe characters, not a list of bad ones: every file system takes these names literally.
 _PATH_PART = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]*")
@@ -48,9 +49,16 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class TensorEntry(_Record):
+    name: str = Field(max_length=MAX_PATH_CHARS)
+    dtype: str = Field(pattern=r"^[A-Z0-9_]{1,16}$")  # as safetensors calls it: BF16, F32, ...
+    shape: tuple[Annotated[int, Field(ge=0, le=MAX_SIZE_BYTES)], ...] = Field(max_length=16)
+
+
 class FileEntry(_Record):
     path: str
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
+    tensors: tuple[TensorEntry, ...] = Field(default=(), max_length=MAX_TENSORS)  # of safetensors, in the file's order
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Manifest(_Record):
     it; `digest` is of use once it is complete. An anchor's content can be fetched; other versions have a delta alone.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
     version: int = Field(ge=0, le=MAX_VERSION)
     files: tuple[FileEntry, ...] = Field(min_length=1, max_length=MAX_FILES)

@@ -5,11 +5,15 @@ Called by origin and delta; `growing.Growing` is the other kind of `Files`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from .manifest import FileEntry, ManifestError, check_paths
+from pydantic import ValidationError
+
+from .manifest import FileEntry, ManifestError, TensorEntry, check_paths
+from .safetensors_layout import LayoutError, layout_of
 
 
 class Files(Protocol):
@@ -35,13 +39,35 @@ def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
     """A folder, and the files in it to publish: all, or the one that `path` is. Raises ManifestError."""
     folder = path if path.is_dir() else path.parent
     paths = sorted(file for file in folder.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return folder, entries({file.relative_to(folder): file.stat().st_size for file in paths}, folder)
+    found = []
+    for file in paths:
+        with file.open("rb") as opened:
+            found.append(entry(file.relative_to(folder), opened, file.stat().st_size))
+    return folder, in_order(found, folder)
 
 
-def entries(sizes_bytes: dict[Path, int], folder: Path) -> list[FileEntry]:
-    """Files by their paths in a folder, in the order in which they are published. Raises ManifestError."""
-    names = [path.as_posix() for path in sorted(sizes_bytes)]
-    check_paths(names)
-    if not names:
+def in_order(files: Sequence[FileEntry], folder: Path) -> list[FileEntry]:
+    """The files of a folder in the order in which they are published. Raises ManifestError."""
+    ordered = sorted(files, key=lambda file: Path(file.path))
+    check_paths([file.path for file in ordered])
+    if not ordered:
         raise ManifestError(f"{folder} holds no files")
-    return [FileEntry(path=name, size_bytes=sizes_bytes[Path(name)]) for name in names]
+    return ordered
+
+
+def entry(path: Path, file: BinaryIO, size_bytes: int) -> FileEntry:
+    """A file that has, or will have, so many bytes, with its tensors if it is safetensors. Raises ManifestError."""
+    try:
+        return FileEntry(path=path.as_posix(), size_bytes=size_bytes, tensors=_tensors(path, file, size_bytes))
+    except ValidationError as error:
+        raise ManifestError(f"{path} cannot be published: {error}") from error
+
+
+def _tensors(path: Path, file: BinaryIO, size_bytes: int) -> tuple[TensorEntry, ...]:
+    if path.suffix != ".safetensors":
+        return ()
+    try:
+        layout = layout_of(file, size_bytes, path.name)
+    except LayoutError:
+        return ()  # a file like any other: its bytes are published as they are
+    return tuple(TensorEntry(name=found.name, dtype=found.dtype, shape=found.shape) for found in layout.tensors)

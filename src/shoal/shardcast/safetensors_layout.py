@@ -2,8 +2,8 @@
 
 Invariant: the tensors of a `Layout` follow each other without a gap from the end of the header to the end of the
 file, each a whole number of words.
-Called by delta, inplace and growing.
-Left out: shapes (a tensor is its flattened words), and numbers of other widths (they are taken byte by byte).
+Called by delta, inplace, growing and readable.
+Left out: numbers of other widths (they are taken byte by byte).
 Source: the safetensors format: eight bytes of header length (little endian), the header in JSON, the data.
 """
 
@@ -26,6 +26,8 @@ class LayoutError(ValueError):
 @dataclass(frozen=True)
 class StoredTensor:
     name: str
+    dtype: str  # as the header calls it
+    shape: tuple[int, ...]
     offset_bytes: int  # in the file
     words: int
     word_bytes: int
@@ -39,6 +41,11 @@ class StoredTensor:
 class Layout:
     header: bytes  # all before the data
     tensors: tuple[StoredTensor, ...]  # in the order of the file
+
+
+def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
+    """A file of anything else: its bytes."""
+    return StoredTensor(name, "U8", (size_bytes,), 0, size_bytes, 1)
 
 
 def read_layout(path: Path) -> Layout:
@@ -88,12 +95,13 @@ def _tensors(header: bytes, name: str) -> list[StoredTensor]:
 
 
 def _tensor(name: str, entry: dict[str, object], start_bytes: int) -> StoredTensor:
-    match entry["dtype"], entry["data_offsets"]:
-        case str(dtype), [int(begin), int(end)] if 0 <= begin <= end:
+    match entry["dtype"], entry["shape"], entry["data_offsets"]:
+        case str(dtype), [*sizes], [int(begin), int(end)] if 0 <= begin <= end:
+            shape = tuple(size for size in sizes if isinstance(size, int))
             word_bytes = WORD_BYTES.get(dtype, 1)
             words, rest = divmod(end - begin, word_bytes)
-            if not rest:
-                return StoredTensor(name, start_bytes + begin, words, word_bytes)
+            if not rest and len(shape) == len(sizes):
+                return StoredTensor(name, dtype, shape, start_bytes + begin, words, word_bytes)
     raise ValueError(f"tensor {name!r}")
 
 
