@@ -46,7 +46,11 @@ class CoordinatorSection(Section):
     async_level: int = Field(
         default=2, ge=0, description="how many policy versions old a rollout may be when trained on"
     )
-    prompts_per_step: int = Field(default=256, ge=1, description="useful groups in a batch")
+    prompts_per_step: int = Field(default=256, ge=1, description="groups in a batch")
+    online_filter: bool = Field(
+        default=True,
+        description="batches of groups whose rewards differ; false: of all, though the others teach nothing",
+    )
     task_deadline_s: float = Field(default=600, gt=0, description="from handing out a task to its upload")
     claim_lease_s: float = Field(default=300, gt=0, description="for a validator's verdict")
     max_submission_bytes: int = Field(default=64 << 20, ge=1024)

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.learner.batch import MicroBatch, micro_batches
+from shoal.learner.batch import MicroBatch, micro_batches, teaching
 from shoal.learner.groups import Group
 from shoal.model.tree import forward_hidden
+from shoal.recipe import LossSection
 
 
 def group(first: int, lengths: list[int], rewards: list[float]) -> Group:
@@ -97,3 +98,10 @@ def test_the_predictor_of_a_token_is_the_token_before_it(tiny_model: Any) -> Non
     assert micro.pack.tokens_T[micro.pack.predictor_N].tolist() == [6, 7, 6]
     with torch.no_grad():
         assert forward_hidden(tiny_model, micro.pack).shape[0] == len(micro.behaviour_N) == 3
+
+
+def test_groups_of_equal_rewards_teach_nothing_unless_every_token_counts() -> None:
+    flat = group(500, [3, 3], [0.25, 0.25])
+    assert teaching([*GROUPS, flat], LossSection(beta=0, entropy=0)) == GROUPS
+    for loss in (LossSection(beta=0.1, entropy=0), LossSection(beta=0, entropy=0.1)):
+        assert teaching([*GROUPS, flat], loss) == [*GROUPS, flat]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,17 @@ def test_all_that_a_step_tells_is_documented(tiny_folder: Path, tmp_path: Path, 
     make_learner(tiny_folder, tmp_path, pool, steps=1).run(threading.Event())
     rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     assert set(pool.reports[0].metrics) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_a_step_whose_rewards_are_all_equal_moves_nothing_and_is_told(tiny_folder: Path, tmp_path: Path) -> None:
+    pool = Pool(accepted(version=0, rows=[replace(row, reward=1.0) for row in rollouts(5, 4)]))
+    loss = {"loss": {"beta": 0.0, "entropy": 0.0}}
+    make_learner(tiny_folder, tmp_path, pool, steps=1, **loss).run(threading.Event())
+    [report] = pool.reports
+    assert (report.metrics["optim/grad_norm"], report.metrics["perf/mfu"]) == (0.0, 0.0)
+    assert "policy/entropy" not in report.metrics
+    before, after = versions(tmp_path).values()
+    assert before == after
 
 
 def test_where_nothing_is_left_the_run_ends_and_names_the_folder(tiny_folder: Path, tmp_path: Path) -> None:

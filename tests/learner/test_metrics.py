@@ -144,3 +144,8 @@ def test_a_version_weighs_what_its_files_do(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 70)
     (tmp_path / "config.json").write_bytes(b"x" * 30)
     assert sync_metrics(tmp_path, 0.5) == {"sync/bytes": 100.0, "sync/seconds": 0.5}
+
+
+def test_means_a_token_are_left_out_where_no_token_was_computed() -> None:
+    told = {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}
+    assert update_metrics([(0, told)]) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.policy import DivergedError
 from shoal.model.dtype import DtypeName
+from shoal.recipe import LossKind
 
-from .support import N_TOKENS, batches, equal, make_policy, masters, state
+from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,3 +199,27 @@ def test_a_norm_beyond_the_bound_stops_where_that_is_asked_for(tiny_folder: Path
     with pytest.raises(DivergedError, match=r"exceeds learner\.guard\.max_grad_norm"):
         trained.update(batches(), N_TOKENS)
     assert equal(state(trained), before) and trained.updates == 0
+
+
+@pytest.mark.parametrize("kind", get_args(LossKind))
+def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_folder: Path, kind: LossKind) -> None:
+    groups = make_groups()
+    groups[1] = replace(groups[1], rewards=[1.0] * 4)
+    whole, chosen = (make_policy(tiny_folder, loss={"kind": kind}) for _ in range(2))
+    told = [
+        policy.update(micro_batches(given, row_tokens=512, normalize_std=False), N_TOKENS)
+        for policy, given in ((whole, groups), (chosen, teaching(groups, whole.config.loss)))
+    ]
+    for name in ("loss", "optim/grad_norm"):
+        assert told[1][name] == pytest.approx(told[0][name], rel=1e-4)
+    for a, b in zip(whole.optimizer.state.values(), chosen.optimizer.state.values(), strict=True):
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
+
+
+def test_an_update_on_nothing_moves_nothing(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    policy.update(batches(), N_TOKENS)
+    before = state(policy)
+    told = policy.update([], N_TOKENS)
+    assert (told["loss"], told["optim/grad_norm"], told["optim/skipped"]) == (0.0, 0.0, 0.0)
+    assert equal(state(policy), before)

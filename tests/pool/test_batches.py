@@ -1,3 +1,5 @@
+from shoal.messages import StepReport
+
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Desk, open_pool
 
 
@@ -74,3 +76,14 @@ def test_nothing_is_handed_out_when_every_batch_is_full(desk: Desk) -> None:
     desk.publish(1, 2, 3)
     desk.accepted(version=3, useful=(True,) * 12)
     assert "every batch is full" in desk.beat(version=3).waiting_for
+
+
+def test_without_the_filter_every_group_is_trained_on_and_told_of_as_before() -> None:
+    desk = open_pool(online_filter=False)
+    desk.join(ALICE)
+    desk.join(VALIDATOR, "validator")
+    desk.publish(0)
+    first, second = (desk.accepted(useful=(False, True)) for _ in range(2))
+    assert groups(desk, 0) == [(first.id, 0), (first.id, 1), (second.id, 0), (second.id, 1)]
+    desk.pool.learning.trained(StepReport(step=0, metrics={}, trained=[first.id, second.id]))
+    assert desk.pool.status().metrics[0]["reward/zero_std_frac"] == 0.5

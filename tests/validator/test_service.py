@@ -215,6 +215,22 @@ def test_the_loop_checks_what_it_claims_and_ends_with_the_run(tiny_folder: Path,
     assert node.tokens == sum(group.tokens for group in said.groups)
 
 
+def test_before_anything_is_claimed_the_newest_version_is_loaded(
+    tiny_folder: Path, file: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validator, node = scripted(tiny_folder, file)
+    asked = []
+    monkeypatch.setattr(validator, "load", lambda version, digest=None: asked.append((version, digest)))
+    node.policy_version = None
+    for relays, newest in ((["http://relay"], None), ([], 3), (["http://relay"], 3)):
+        node.answer = HeartbeatAnswer(state="running", newest_version=newest, relays=relays)
+        validator.be_ready()
+    assert asked == [(3, None)]
+    node.policy_version = 1
+    validator.be_ready()
+    assert asked == [(3, None)], "what it holds serves until another is asked for"
+
+
 def test_several_claims_are_answered_each_with_its_own_verdict(tiny_folder: Path, worker: Producer) -> None:
     validator, node = scripted(tiny_folder, b"")
     asked = [assignment(number) for number in range(4)]

@@ -13,6 +13,8 @@ from torch import Tensor
 from shoal.learner.advantage import group_advantages
 from shoal.learner.groups import Group
 from shoal.model.tree import Pack, Tree, assign_rows, pack, split
+from shoal.recipe import LossSection
+from shoal.tasks.prompt import rewards_differ
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class _Part:
     tree: Tree
     behaviour: list[list[float]]
     advantages: list[float]
+
+
+def teaching(groups: Sequence[Group], loss: LossSection) -> list[Group]:
+    """The groups that have a gradient. Where neither KL nor entropy counts, those of equal rewards have none."""
+    return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
 def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bool) -> list[MicroBatch]:

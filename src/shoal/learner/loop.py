@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from shoal.config import Config
 from shoal.learner import lora, metrics
-from shoal.learner.batch import micro_batches
+from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.groups import Fetched, Group, decode, encode, fetch
 from shoal.learner.loss import denominator
@@ -98,7 +98,11 @@ class Learner:
         updates = min(settings.optimizer_steps_per_step, len(groups))
         shares = [groups[update::updates] for update in range(updates)]
         packed = [
-            micro_batches(share, row_tokens=settings.row_tokens, normalize_std=settings.loss.normalize_std)
+            micro_batches(
+                teaching(share, settings.loss),
+                row_tokens=settings.row_tokens,
+                normalize_std=settings.loss.normalize_std,
+            )
             for share in shares
         ]
         if settings.behaviour_logprobs == "recomputed":
@@ -108,7 +112,8 @@ class Learner:
             n_tokens = sum(group.n_tokens for group in share)
             n_rollouts = sum(len(group.completions) for group in share)
             over = denominator(settings.loss.kind, n_tokens, n_rollouts, self.config.sampling.max_tokens)
-            told.append((n_tokens, self.policy.update(rows, over)))
+            computed = sum(len(micro.advantage_N) for micro in rows)
+            told.append((computed, self.policy.update(rows, over)))
         return metrics.update_metrics(told) | {"perf/train_s": time.monotonic() - started_s}
 
     def publish(self, progress: Progress) -> dict[str, float]:
@@ -152,7 +157,8 @@ class Learner:
         told |= {"data/quarantined": float(fetched.quarantined)}
         told |= metrics.speed_metrics(
             n_tokens=sum(group.n_tokens for group in groups),
-            flops=metrics.training_flops(self.shape, groups, extra_forwards=passes) / self.ranks.size,
+            flops=metrics.training_flops(self.shape, teaching(groups, settings.loss), extra_forwards=passes)
+            / self.ranks.size,
             train_s=told.pop("perf/train_s"),
             busy_s=busy_s,
             waiting_s=waiting_s,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.masking_utils import sdpa_mask
 
 from shoal.model import attention
 from shoal.model.dtype import DtypeName
@@ -28,9 +30,6 @@ class UnsupportedModelError(Exception):
 
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu") -> Any:
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped)."""
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-    from transformers.masking_utils import sdpa_mask
-
     AttentionInterface.register(attention.NAME, attention.attend)
     AttentionMaskInterface.register(attention.NAME, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(
@@ -52,8 +51,6 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu") 
 
 
 def load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

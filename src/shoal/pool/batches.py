@@ -1,4 +1,5 @@
-"""Online filtering: accepted groups are credited, and the useful ones of allowed age fill the steps' batches.
+"""Online filtering: accepted groups are credited, and the useful ones of allowed age fill the steps' batches. Useful
+is a group whose rewards differ; with `coordinator.online_filter = false`, any.
 
 Invariant: a step's batch never changes once it is full, so a learner that comes back trains on the same groups; and no
 group is in two batches.
@@ -24,13 +25,14 @@ class Batches:
             during = self.db.open_step()
             for index, group in enumerate(groups):
                 self.db.change(
-                    "INSERT INTO groups (submission, grp, version, reward, useful, tokens, during)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, during)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     submission,
                     index,
                     version,
                     group.reward_mean,
-                    group.useful,
+                    group.useful or not self.config.coordinator.online_filter,
+                    not group.useful,
                     group.tokens,
                     during,
                 )

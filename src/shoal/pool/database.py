@@ -28,7 +28,7 @@ CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq);
 CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content);
 CREATE TABLE IF NOT EXISTS groups (
     seq INTEGER PRIMARY KEY, submission TEXT NOT NULL, grp INTEGER NOT NULL, version INTEGER NOT NULL,
-    reward REAL NOT NULL, useful INTEGER NOT NULL, tokens INTEGER NOT NULL, during INTEGER NOT NULL,
+    reward REAL NOT NULL, useful INTEGER NOT NULL, flat INTEGER NOT NULL, tokens INTEGER NOT NULL, during INTEGER NOT NULL,
     batch INTEGER, stale INTEGER NOT NULL DEFAULT 0, UNIQUE (submission, grp));
 CREATE INDEX IF NOT EXISTS groups_batch ON groups (batch, seq);
 CREATE TABLE IF NOT EXISTS policies (

@@ -34,7 +34,7 @@ class Learning:
     def trained(self, report: StepReport) -> None:
         """Note one step's metrics, with the rewards of all groups accepted while it was open, useless ones included."""
         judged = self.db.one(
-            "SELECT avg(reward) AS reward, avg(1.0 - useful) AS zero_std FROM groups WHERE during = ?", report.step
+            "SELECT avg(reward) AS reward, avg(flat) AS zero_std FROM groups WHERE during = ?", report.step
         )
         seen = {}
         if judged["reward"] is not None:  # none where leftovers of the step before filled this one at once

@@ -10,6 +10,8 @@ from typing import Any
 from shoal.recipe import TaskSection
 from shoal.tasks.arithmetic import Task
 
+EPSILON = 1e-6  # rewards closer than this count as equal
+
 
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
     """The token ids a completion of `task` follows: the model's chat template around the question."""
@@ -30,3 +32,8 @@ def completion_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 def reward(grade: float, length: int, target_length: int, alpha: float) -> float:
     """The reward of one completion of `length` tokens."""
     return grade - (alpha * abs(target_length - length) if target_length else 0.0)
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Whether a group of completions with these rewards teaches which are better."""
+    return max(rewards) - min(rewards) > EPSILON

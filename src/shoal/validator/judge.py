@@ -31,7 +31,7 @@ from shoal.store.rollouts import (
     write_accepted,
 )
 from shoal.tasks.derive import plan_groups
-from shoal.tasks.prompt import prompt_tokens
+from shoal.tasks.prompt import prompt_tokens, rewards_differ
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import CHEAP, DEAR, Rules, first
 from shoal.validator.prefill import prefill
@@ -171,7 +171,7 @@ def group_results(case: Case) -> list[GroupResult]:
         results.append(
             GroupResult(
                 reward_mean=sum(rewards) / size,
-                useful=max(rewards) - min(rewards) > 1e-6,
+                useful=rewards_differ(rewards),
                 tokens=sum(len(row.tokens) for row in case.rows[start : start + size]),
             )
         )

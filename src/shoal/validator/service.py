@@ -35,6 +35,7 @@ class Validator:
                 claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
                 if not claims:
                     self.node.doing("submissions", waiting=True)
+                    self.be_ready()
                     stop.wait(IDLE_S)
                     continue
                 self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
@@ -80,7 +81,13 @@ class Validator:
                 raise
             self.node.doing(f"letting go of {verdict.submission}: {refusal}")
 
-    def load(self, version: int, digest: str) -> None:
+    def be_ready(self) -> None:
+        """Hold some version before there is anything to check, so that the first submission does not wait for it."""
+        answer = self.node.answer
+        if self.node.policy_version is None and answer and answer.relays and answer.newest_version is not None:
+            self.load(answer.newest_version)
+
+    def load(self, version: int, digest: str | None = None) -> None:
         """Hold the weights of exactly this version."""
         if self.node.policy_version == version:
             return
