@@ -9,12 +9,12 @@
 
 Eight prompts of eight completions and one optimizer step a step. Three systems take turns in each round:
 
-    shoal run    all of it: two workers, proofs, validation, training, SHARDCAST, the ledger
+    shoal run    all of it: a worker, proofs, validation, training, SHARDCAST, the ledger
     shoal loop   generation and training in one process, nothing checked (against_trl/loop.py)
     trl          GRPOTrainer with settings that --tune found fastest (against_trl/settings.py says which, and why two)
 
-`shoal run` also samples anew in place of groups whose rewards are all equal, which TRL trains on; in b a length target
-gives every group a spread, so that all sides generate the same number of completions. Held-out accuracy (a) is that of
+All sides generate the same number of completions: `shoal run` takes groups whose rewards are all equal, too, in place of
+sampling anew (`coordinator.online_filter = false`), and no side saves checkpoints. Held-out accuracy (a) is that of
 the bf16 weights after each few steps, written off the clock, read by one engine and graded by one function after the
 run. Seconds to an accuracy count from the launch of the first process. Memory is the most that all processes of a system
 held at one moment (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run` with the published
@@ -53,6 +53,16 @@ CALCULATOR = (
 )
 
 
+ALIKE = (
+    "coordinator.online_filter=false",
+    "coordinator.async_level=1",
+    "workers.count=1",
+    "workers.groups_per_submission=8",
+    "learner.activation_checkpointing=false",
+    "learner.row_tokens=1024",
+)
+
+
 @dataclass(frozen=True)
 class Workload:
     config: str
@@ -65,14 +75,14 @@ class Workload:
 WORKLOADS = {
     "a": Workload(
         "quickstart",
-        (f"tasks.system={CALCULATOR}",),
+        (*ALIKE, f"tasks.system={CALCULATOR}"),
         ("evaluator.n=32", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
         16,
         True,
     ),
     "b": Workload(
         "gsm8k",
-        ("tasks.length_targets=[128]",),
+        (*ALIKE, "tasks.length_targets=[128]"),
         ("sampling.max_tokens=48", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
         8,
         False,
@@ -154,7 +164,11 @@ def one_run(
         more.append(f"tasks.path={arguments.data.resolve()}")
     # The run's own evaluator takes one task only: accuracy is measured after it, of all versions, off the clock.
     more += [f"run.steps={steps}", f"run.threads={arguments.threads}", f"run.seed={seed}", "evaluator.every=0"]
-    more += [f"model.dtype={arguments.dtype}", f"learner.keep_versions={steps + 1}"]
+    more += [
+        f"model.dtype={arguments.dtype}",
+        f"learner.keep_versions={steps + 1}",
+        f"learner.checkpoint_every={steps}",
+    ]
     config = config_module.load(ROOT / "configs" / f"{asked.config}.toml", more)
     model, keeps = resolve(config.model.name), asked.accuracy and not arguments.tune
     if system == "shoal run":

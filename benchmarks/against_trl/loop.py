@@ -2,8 +2,8 @@
 
     python benchmarks/against_trl/loop.py JOB.json
 
-No run works like this; it shows what generation and training cost by themselves, on the prompts that TRL gets, every
-group trained on. JOB.json is that of `peer.py`, but for TRL's settings. The engine is `shoal run`'s, packing and
+No run works like this; it shows what generation and training cost by themselves, on the prompts that TRL
+gets. JOB.json is that of `peer.py`, but for TRL's settings. The engine is `shoal run`'s, packing and
 update are its learner's; weights go from one to the other in memory.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from shoal import tasks
 from shoal.config import parse
-from shoal.learner.batch import micro_batches
+from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 from shoal.model.load import eos_ids, load_tokenizer, save_model
@@ -60,7 +60,8 @@ def main() -> None:
             ]
             groups.append(as_group(line["tokens"], group, rewards))
         n_tokens = sum(group.n_tokens for group in groups)
-        policy.update(micro_batches(groups, row_tokens=row_tokens, normalize_std=normalize_std), n_tokens)
+        rows = micro_batches(teaching(groups, config.learner.loss), row_tokens=row_tokens, normalize_std=normalize_std)
+        policy.update(rows, n_tokens)
         with torch.no_grad():
             for own, new in zip(engine.model.parameters(), policy.model.parameters(), strict=True):
                 own.copy_(new)

@@ -6,6 +6,7 @@ Each function joins, waits for what it depends on, and hands over to the role's 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # torch is imported only by the roles that compute
     from shoal.learner.ranks import Ranks
     from shoal.model.dtype import DtypeName
 
+EVALUATOR_NICENESS = 10  # nobody waits for an evaluation but the last: it takes the cores that training leaves
 RANKS_TIMEOUT_S = 7 * 86_400.0  # a rank may wait for the leader's next batch as long as a pool is idle
 
 
@@ -103,6 +105,7 @@ def evaluator(arguments: Namespace, stop: threading.Event) -> str:
     from shoal.evals.heldout import Evaluator
     from shoal.rollout.torch_engine import TorchEngine
 
+    os.nice(EVALUATOR_NICENESS)
     node, config, dtype = _join(arguments)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
