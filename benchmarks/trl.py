@@ -59,7 +59,6 @@ ALIKE = (
     "workers.count=1",
     "workers.groups_per_submission=8",
     "learner.activation_checkpointing=false",
-    "learner.row_tokens=1024",
 )
 
 
@@ -75,14 +74,14 @@ class Workload:
 WORKLOADS = {
     "a": Workload(
         "quickstart",
-        (*ALIKE, f"tasks.system={CALCULATOR}"),
+        (*ALIKE, "learner.row_tokens=1024", f"tasks.system={CALCULATOR}"),
         ("evaluator.n=32", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
         16,
         True,
     ),
     "b": Workload(
         "gsm8k",
-        (*ALIKE, "tasks.length_targets=[128]"),
+        (*ALIKE, "learner.row_tokens=2560", "tasks.length_targets=[128]"),
         ("sampling.max_tokens=48", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
         8,
         False,
