@@ -1,3 +1,4 @@
+import resource
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_saving_leaves_the_models_dtype_alone(make_tiny: Any, tokenizer: Any, tm
 def test_saving_over_an_existing_folder_is_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         save_model(tiny_model, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("refused", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_disk_that_refuses_is_an_error_that_names_the_folder(
+    make_tiny: Any, tokenizer: Any, tmp_path: Path, refused: str
+) -> None:
+    model = make_tiny(3, hidden_size=256)  # so that the weights are the longest file
+    save_model(model, tokenizer, tmp_path / "whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "whole" / refused).stat().st_size - 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path / 'm'} could not be written: File too large"):
+            save_model(model, tokenizer, tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "m" / WEIGHTS).exists()
 
 
 def test_weights_are_written_one_by_one_after_all_else_and_get_their_name_last(

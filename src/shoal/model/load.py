@@ -6,7 +6,8 @@ Called by every role that touches weights.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -87,28 +88,42 @@ def save_model(
     `stored_shapes` of the model), in its order, whole, on any device. One is held at a time. Raises ValueError, naming
     it, for any other.
     The weights come last, front to back, under a temporary name until they are whole, so that an origin that watches the
-    parent folder reads them meanwhile (`shardcast.growing`).
+    parent folder reads them meanwhile (`shardcast.growing`). Raises OSError, naming the folder, where the disk refuses.
     """
     folder.mkdir(parents=True)
-    config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(model).__name__]}
-    type(model.config)(**config).save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    shapes = shapes or stored_shapes(model)
-    if tensors is None:
-        tensors = ((name, tensor) for name, tensor in model.state_dict().items() if name in shapes)
-    temporary = folder / f".{WEIGHTS}.tmp"
-    with temporary.open("wb") as file:
-        file.write(_header(shapes))
-        file.flush()
-        expected = iter(shapes.items())
-        for name, tensor in tensors:
-            if (wanted := next(expected, None)) != (name, tuple(tensor.shape)):
-                raise ValueError(f"{folder}: tensor {name} {tuple(tensor.shape)} came in place of {wanted}")
-            file.write(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data)
-        if wanted := next(expected, None):
-            raise ValueError(f"{folder}: tensor {wanted} did not come")
-    temporary.rename(folder / WEIGHTS)
+    with _naming(folder):
+        config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(model).__name__]}
+        type(model.config)(**config).save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        shapes = shapes or stored_shapes(model)
+        if tensors is None:
+            tensors = ((name, tensor) for name, tensor in model.state_dict().items() if name in shapes)
+        temporary = folder / f".{WEIGHTS}.tmp"
+        with temporary.open("wb") as file:
+            file.write(_header(shapes))
+            file.flush()
+            expected = iter(shapes.items())
+            for name, tensor in tensors:
+                if (wanted := next(expected, None)) != (name, tuple(tensor.shape)):
+                    raise ValueError(f"{folder}: tensor {name} {tuple(tensor.shape)} came in place of {wanted}")
+                file.write(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data)
+            if wanted := next(expected, None):
+                raise ValueError(f"{folder}: tensor {wanted} did not come")
+        temporary.rename(folder / WEIGHTS)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What the disk refuses is an OSError that names the folder, whichever library was writing."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{folder} could not be written: {error.strerror}") from error
+    except Exception as error:
+        if type(error) is Exception:  # all that tokenizers raises for it
+            raise OSError(f"{folder} could not be written: {error}") from error
+        raise
 
 
 def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
