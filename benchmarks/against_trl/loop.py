@@ -2,9 +2,9 @@
 
     python benchmarks/against_trl/loop.py JOB.json
 
-No run works like this; it shows what generation and training cost by themselves, on the prompts that TRL
-gets. JOB.json is that of `peer.py`, but for TRL's settings. The engine is `shoal run`'s, packing and
-update are its learner's; weights go from one to the other in memory.
+No run works like this; it shows what generation and training cost by themselves, on the prompts that TRL gets.
+JOB.json is that of `peer.py`, but for TRL's settings. The engine is `shoal run`'s, packing and update are its learner's;
+weights go from one to the other in memory.
 """
 
 import json

@@ -107,7 +107,8 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
     """A step's optimizer updates, each as the tokens computed for it and what `Policy.update` told.
 
     `policy/...` are sums over tokens and become means a token; `optim/lr` is the last one's; all else, the mean of the
-    updates that were made. An update that tells `optim/skipped` = 1 counts there and nowhere else.
+    updates that were made. An update that tells `optim/skipped` = 1 counts there and nowhere else. Means a token are
+    left out where no token was computed.
     """
     made = [(n_tokens, told) for n_tokens, told in updates if not told.get(SKIPPED)]
     metrics = {SKIPPED: float(len(updates) - len(made))}
@@ -117,7 +118,8 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
     for name in made[0][1]:
         values = [told[name] for _, told in made]
         if name.startswith(PER_TOKEN):
-            metrics |= {name: sum(values) / n_tokens} if n_tokens else {}  # unknown where nothing was computed
+            if n_tokens:
+                metrics[name] = sum(values) / n_tokens
         elif name != SKIPPED:
             metrics[name] = values[-1] if name == LAST else statistics.fmean(values)
     return metrics

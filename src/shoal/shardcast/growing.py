@@ -24,7 +24,7 @@ from typing import Any
 from .files import CHUNK_BYTES
 from .latest import file_times
 from .manifest import ManifestError
-from .readable import entry, files_at, in_order
+from .readable import entry, files_at, in_order, listed
 from .safetensors_layout import size_when_whole
 from .store import version_name
 
@@ -48,12 +48,9 @@ class Growing:
         try:
             self._whole_bytes = size_when_whole(self._file, name)
             others = [path for path in folder.rglob("*") if path.is_file() and not TEMPORARY.fullmatch(path.name)]
-            found = []
-            for path in others:
-                with path.open("rb") as file:
-                    found.append(entry(path.relative_to(folder), file, path.stat().st_size))
             self._file.seek(0)
-            self.files = in_order([*found, entry(Path(name), self._file, self._whole_bytes or 0)], folder)
+            grows = entry(Path(name), self._file, self._whole_bytes or 0)
+            self.files = in_order([*listed(others, folder), grows], folder)
             self._others = [file for file in self.files if file.path != name]
             self._times = file_times(folder, self._others)
         except BaseException:

@@ -5,7 +5,7 @@ Called by origin and delta; `growing.Growing` is the other kind of `Files`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -39,11 +39,16 @@ def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
     """A folder, and the files in it to publish: all, or the one that `path` is. Raises ManifestError."""
     folder = path if path.is_dir() else path.parent
     paths = sorted(file for file in folder.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return folder, in_order(listed(paths, folder), folder)
+
+
+def listed(paths: Iterable[Path], folder: Path) -> list[FileEntry]:
+    """Files of a folder that are whole. Raises ManifestError."""
     found = []
-    for file in paths:
-        with file.open("rb") as opened:
-            found.append(entry(file.relative_to(folder), opened, file.stat().st_size))
-    return folder, in_order(found, folder)
+    for path in paths:
+        with path.open("rb") as file:
+            found.append(entry(path.relative_to(folder), file, path.stat().st_size))
+    return found
 
 
 def in_order(files: Sequence[FileEntry], folder: Path) -> list[FileEntry]:
