@@ -13,12 +13,12 @@ Eight prompts of eight completions and one optimizer step a step. Three systems 
     shoal loop   generation and training in one process, nothing checked (against_trl/loop.py)
     trl          GRPOTrainer with settings that --tune found fastest (against_trl/settings.py says which, and why two)
 
-All sides generate the same number of completions: `shoal run` takes groups whose rewards are all equal, too, in place of
-sampling anew (`coordinator.online_filter = false`); no side saves checkpoints or recomputes activations.
-Held-out accuracy (a) is that of the bf16 weights after each few steps, written off the clock, read by one engine and graded by one function after the
-run. Seconds to an accuracy count from the launch of the first process. Memory is the most that all processes of a system
-held at one moment (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run` with the published
-version; its last steps do not count, since nothing is generated beside them.
+All sides generate the same number of completions: `shoal run` takes groups whose rewards are all equal, too, in place
+of sampling anew (`coordinator.online_filter = false`); no side saves checkpoints or recomputes activations. Held-out
+accuracy (a) is that of the bf16 weights after each few steps, written off the clock, read by one engine and graded by
+one function after the run. Seconds to an accuracy count from the launch of the first process. Memory is the most that
+all processes of a system held at one moment (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run`
+with the published version; its last steps do not count, since nothing is generated beside them.
 
 Writes benchmarks/results/trl.json after every run: commands, machine, versions, every step, every setting tried.
 """
