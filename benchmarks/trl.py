@@ -127,6 +127,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=3600, help="of one run; what takes longer counts as failed")
     parser.add_argument("--tune", action="store_true", help="try TRL's settings in place of the measurement")
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), help="these of TRL's settings")
+    parser.add_argument("--set", nargs="+", default=[], help="Shoal's fields, over those of the workload")
     parser.add_argument("--smoke", action="store_true", help="one short round of both, to see that it works")
     parser.add_argument("--label", help="name of the results file")
     arguments = parser.parse_args()
@@ -159,6 +160,7 @@ def one_run(
     more = [*asked.overrides, *(asked.smoke if arguments.smoke else ())]
     if asked.config == "gsm8k":
         more.append(f"tasks.path={arguments.data.resolve()}")
+    more += arguments.set
     # The run's own evaluator takes one task only: accuracy is measured after it, of all versions, off the clock.
     more += [f"run.steps={steps}", f"run.threads={arguments.threads}", f"run.seed={seed}", "evaluator.every=0"]
     more += [

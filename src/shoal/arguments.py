@@ -33,7 +33,7 @@ def command_line() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="fetch the model, measure the dtype; prints both as JSON")
     _takes_config(prepare)
-    prepare.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
+    _shares_cores(prepare)
 
     sft = commands.add_parser("sft", help="supervised fine-tuning on conversations")
     finetune.sft_arguments(sft)
@@ -109,5 +109,8 @@ def _takes_config(parser: argparse.ArgumentParser, *, nargs: str | None = None) 
 
 def _is_process(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument("--dir", type=Path, required=required, help="this node's own folder: key, cache, state")
+    _shares_cores(parser)
+
+
+def _shares_cores(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="cores to compute on (default: all)")
-    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # ends when this process is gone

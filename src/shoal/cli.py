@@ -64,10 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from shoal import process
+    from shoal.cores import compute_on
     from shoal.prepare import prepare
 
-    process.follow(arguments.parent)
+    compute_on(arguments.threads)
     sys.stdout.write(json.dumps(prepare(_config(arguments))) + "\n")
     return DONE
 
@@ -177,7 +177,7 @@ def _begin(name: str, arguments: Any) -> threading.Event:
     from shoal import process
 
     os.umask(0o077)
-    return process.begin(name, threads=getattr(arguments, "threads", 0), parent=getattr(arguments, "parent", 0))
+    return process.begin(name, threads=getattr(arguments, "threads", 0))
 
 
 def _status_of(error: Exception) -> int | None:

@@ -24,3 +24,12 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
     learner = max(1, cores // 2)
     each_worker = max(1, (cores - learner) // (config.workers.count + 1))
     return {"learner": learner, "validator": each_worker, "worker": each_worker, "evaluator": 1}
+
+
+def compute_on(threads: int) -> None:
+    """Let PyTorch use `threads` cores in this process; 0: as many as it finds."""
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+        torch.set_num_interop_threads(1)

@@ -43,7 +43,7 @@ def _tiny() -> Path:
 
 def _finetune(arguments: argparse.Namespace) -> Path:
     config = config_module.load(arguments.config, arguments.overrides)
-    stop = process.begin("sft", threads=arguments.threads, parent=0)
+    stop = process.begin("sft", threads=arguments.threads)
     from shoal.learner.chat_batch import load_data
     from shoal.learner.sft import Sft, open_policy
     from shoal.model import dtype

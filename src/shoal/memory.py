@@ -1,7 +1,8 @@
 """How much memory the processes of a run hold, read from Linux's /proc.
 
 Invariant: a peak never falls, though the process it is of has died. Called by `swarm`, for the summary.
-Left out: systems without /proc, where every figure is 0.
+Left out: systems without /proc, where every figure is 0; the process that children are forked from, whose memory is
+theirs but for some 40 MB.
 """
 
 import time

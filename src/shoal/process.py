@@ -1,7 +1,7 @@
 """What every process of a run does around its own loop: threads, logging, signals, and ending with its parent.
 
-Called by `cli` for each role, and by `swarm` for its own signals. Invariant: a process started with `parent` set ends by
-itself when that process is gone, so that `shoal run` killed -9 leaves nothing behind.
+Called by `cli` for each role, and by `swarm` for its own signals. Invariant: a process that follows another ends by
+itself when that one is gone, so that `shoal run` killed -9 leaves nothing behind.
 """
 
 import logging
@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,8 +20,8 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM."""
 
 
-def begin(name: str, *, threads: int, parent: int) -> threading.Event:
-    """Set the process up; returns the event that SIGTERM and SIGINT set. `parent` 0: nobody to follow."""
+def begin(name: str, *, threads: int) -> threading.Event:
+    """Set the process up; returns the event that SIGTERM and SIGINT set. `threads` 0: all cores."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
@@ -32,16 +32,14 @@ def begin(name: str, *, threads: int, parent: int) -> threading.Event:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    follow(parent)
     if threads:
         _share_cores(threads)
     return stop
 
 
-def follow(parent: int) -> None:
-    """End when `parent` does; 0: nobody to follow."""
-    if parent:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True, name="parent").start()
+def follow(alive: Callable[[], bool]) -> None:
+    """End this process once `alive()`, asked twice a second, says that the one it belongs to is gone."""
+    threading.Thread(target=_end_with, args=(alive,), daemon=True, name="parent").start()
 
 
 @contextmanager
@@ -69,8 +67,8 @@ def _share_cores(threads: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_with(alive: Callable[[], bool]) -> None:
+    while alive():
         time.sleep(PARENT_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shoal import config as config_module
 from shoal.config import Config
+from shoal.cores import compute_on
 from shoal.node import Node
 from shoal.pool.invite import Invite
 
@@ -61,7 +62,7 @@ def learner(arguments: Namespace, stop: threading.Event) -> str:
 def _leading(arguments: Namespace, ranks: Ranks) -> Iterator[tuple[Node | None, Config, DtypeName]]:
     """The leader joins the pool and tells the other ranks the config and the dtype; they have no node."""
     if not ranks.leads:
-        _compute_on(arguments.threads)
+        compute_on(arguments.threads)
         told = json.loads(ranks.tell(None))
         yield None, config_module.parse(told["config"]), told["dtype"]
         return
@@ -136,16 +137,8 @@ def _join(arguments: Namespace) -> tuple[Node, Config, DtypeName]:
     """Join the pool; returns the node, the run's config, and the dtype to compute in on this machine."""
     from shoal.model import dtype
 
-    _compute_on(arguments.threads)
+    compute_on(arguments.threads)
     node = Node.join(read_invite(arguments.join), arguments.dir)
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked
-
-
-def _compute_on(threads: int) -> None:
-    import torch
-
-    if threads:
-        torch.set_num_threads(threads)
-        torch.set_num_interop_threads(1)

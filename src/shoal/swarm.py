@@ -10,12 +10,11 @@ import os
 import shutil
 import socket
 import sqlite3
-import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import httpx
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ from rich.console import Console
 
 from shoal import config as config_module
 from shoal.children import Child, Children
-from shoal.config import Config
+from shoal.config import Cheat, Config
 from shoal.cores import available_cores, share_threads
 from shoal.memory import Peaks
 from shoal.messages import Evaluation, Role, Status
@@ -75,7 +74,8 @@ class Swarm:
         self.resume = bool(address)
         self.client = httpx.Client(timeout=5)  # one for all looks: making one takes 20 ms
         self.console = Console()
-        self.children = Children(self.out / "logs", config.run.max_restarts)
+        self.cores = available_cores(config.run.threads)
+        self.children = Children(self.out / "logs", config.run.max_restarts, config.model.device)
         self.seen = Seen()
         self.view = LiveView(self.console)
         self.record = Record(self.out, self._say)
@@ -122,15 +122,8 @@ class Swarm:
         path = self.out / "config.toml"
         path.write_text(config_module.dumps(self.config))
         self.console.print(f"[dim]preparing {self.config.model.name} (the first time takes a minute)[/dim]")
-        argv = [sys.executable, "-m", "shoal", "prepare", str(path), "--parent", str(os.getpid())]
-        with (self.out / "logs" / "prepare.log").open("wb") as log:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, check=False)
-        if done.returncode != 0:
-            words = (self.out / "logs" / "prepare.log").read_text(errors="replace").strip().splitlines() or [
-                "no reason"
-            ]
-            raise SwarmError(words[-1].removeprefix("shoal prepare: "))
-        found = json.loads(done.stdout.splitlines()[-1])
+        words = self.children.run("prepare", ["prepare", str(path), "--threads", str(self.cores)])
+        found = json.loads(words)
         model = self.config.model.model_copy(update={"dtype": found["dtype"]})
         resolved = self.config.model_copy(update={"model": model})
         path.write_text(config_module.dumps(resolved))
@@ -151,7 +144,7 @@ class Swarm:
         command = ["coordinator", str(self.out / "config.toml"), "--run", self.run_name, "--port", port, "--watched"]
         self._wait_for(self._add("coordinator", *command, threads=1))
 
-        threads = share_threads(self.config, available_cores(self.config.run.threads))
+        threads = share_threads(self.config, self.cores)
 
         def add(role: Role, name: str, *more: str, cheat: str = "") -> None:
             folder = self.out / name
@@ -162,8 +155,7 @@ class Swarm:
                     identity, url=self.url, run=self.run_name, role=role, name=name, expires_s=expires_s
                 )
                 (folder / "invite").write_text(invite.encode())
-            command = ["cheat", cheat] if cheat else [role]
-            self._add(name, *command, "--join", str(folder / "invite"), *more, threads=threads.get(role, 1))
+            self._add(name, cheat or role, "--join", str(folder / "invite"), *more, threads=threads.get(role, 1))
 
         add("learner", "learner")
         add("origin", "origin", "--watch", str(self.out / "learner" / "versions"))
@@ -179,10 +171,8 @@ class Swarm:
         add("evaluator", "evaluator")
 
     def _add(self, name: str, *command: str, threads: int) -> Child:
-        module = ["shoal.testing.cheats"] if command[0] == "cheat" else ["shoal"]
-        argv = [sys.executable, "-m", *module, *(command[1:] if command[0] == "cheat" else command)]
-        argv += ["--dir", str(self.out / name), "--threads", str(threads), "--parent", str(os.getpid())]
-        return self.children.start(name, argv, threads)
+        module = "shoal.testing.cheats" if command[0] in get_args(Cheat) else "shoal.cli"
+        return self.children.start(name, [*command, "--dir", str(self.out / name), "--threads", str(threads)], module)
 
     def _wait_for(self, coordinator: Child) -> None:
         deadline_s = time.monotonic() + START_S

@@ -31,7 +31,9 @@ from shoal.recipe import LearnerSection
 
 PROGRESS = "progress.json"
 RNG = "rng_state"  # of torch on the CPU
-FILE_BYTES = 64 << 20  # of tensors in one file: a file is copied in memory while it is written
+FILE_BYTES = (
+    24 << 20
+)  # of tensors in one file: a file is copied in memory while it is written, and small copies reuse it
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")

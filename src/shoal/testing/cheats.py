@@ -95,16 +95,15 @@ def round_to_4_bits_(weight_OI: torch.Tensor, block: int = 32) -> None:
     flat.copy_((flat / scale).round() * scale)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """`python -m shoal.testing.cheats KIND --join INVITE --dir DIR`: a worker that lies."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=list(CHEATS))
     parser.add_argument("--join", required=True)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--parent", type=int, default=0)
-    arguments = parser.parse_args()
-    stop = process.begin(f"worker that lies ({arguments.kind})", threads=arguments.threads, parent=arguments.parent)
+    arguments = parser.parse_args(argv)
+    stop = process.begin(f"worker that lies ({arguments.kind})", threads=arguments.threads)
     return 3 if run_worker(arguments, stop, CHEATS[arguments.kind]) == "evicted" else 0
 
 

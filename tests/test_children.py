@@ -1,0 +1,42 @@
+"""The processes of a run: forked from one that has imported everything, or new interpreters where forking is not safe."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.children import ENVIRONMENT, ChildError, Children
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def children(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
+    for name in ENVIRONMENT:  # set for this process's children: taken back after the test
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    return Children(tmp_path, 0, request.param)
+
+
+def test_processes_that_use_cuda_are_not_forked(children: Children, request: pytest.FixtureRequest) -> None:
+    wanted = {"cpu": "forkserver", "cuda": "spawn"}[request.node.callspec.params["children"]]
+    assert children.context.get_start_method() == wanted
+
+
+def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp_path: Path) -> None:
+    last = children.run("dry", ["run", str(CONFIGS / "tiny.toml"), "--dry-run", "--set", "evaluator.n=77"])
+    printed = (tmp_path / "dry.log").read_text()
+    assert "n = 77" in printed and printed.splitlines()[-1] == last
+
+
+def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tmp_path: Path) -> None:
+    with pytest.raises(ChildError, match="nowhere.toml"):
+        children.run("dry", ["run", str(tmp_path / "nowhere.toml"), "--dry-run"])
+
+
+def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> None:
+    child = children.start("lost", ["relay", "--join", "no invite", "--dir", str(tmp_path / "lost")])
+    assert child.process is not None
+    child.process.join(60)
+    with pytest.raises(ChildError, match=r"lost ended 1 times: .*invite"):
+        children.revive(lambda line: None)
+    children.stop_all()
