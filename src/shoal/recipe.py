@@ -114,6 +114,11 @@ class LearnerSection(Section):
         default=False,
         description="keep each block's input only, compute the rest again: a third more time, less memory",
     )
+    keep_logits: bool = Field(
+        default=False,
+        description="keep a row's logits for the backward pass: no second product with the output head, for 2 or 4 bytes "
+        "a trained token and entry of the vocabulary",
+    )
     compile: bool = Field(
         default=False, description="torch.compile of each block; off: it needs a C++ compiler and minutes at the start"
     )

@@ -33,7 +33,15 @@ def test_what_is_set_already_is_not_advised() -> None:
     section = LearnerSection(row_tokens=4096, activation_checkpointing=True)
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(section):
         raise MemoryError
-    assert "activation_checkpointing" not in str(caught.value)
+    assert "activation_checkpointing" not in str(caught.value) and "keep_logits" not in str(caught.value)
+
+
+def test_logits_need_not_be_kept() -> None:
+    with (
+        pytest.raises(OutOfMemoryError, match=r"or learner\.keep_logits = false"),
+        explained(LearnerSection(row_tokens=4096, keep_logits=True)),
+    ):
+        raise MemoryError
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])

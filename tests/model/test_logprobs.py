@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,11 +37,14 @@ def test_values_equal_the_full_log_softmax(n: int, temperature: float) -> None:
     torch.testing.assert_close(logprobs_N, expected_N)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
 @pytest.mark.parametrize("n", SIZES)
-def test_gradients_equal_those_through_the_full_log_softmax(n: int) -> None:
+def test_gradients_equal_those_through_the_full_log_softmax(n: int, keep: bool) -> None:
     hidden_NH, head_VH, target_N = case(n)
     weight_N = torch.randn(n)
-    logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True)
+    logprobs_N, entropy_N = chosen_logprobs(
+        hidden_NH, head_VH, target_N, temperature=0.6, with_entropy=True, keep_logits=keep
+    )
     assert entropy_N is not None
     full_NV = full_logprobs(hidden_NH, head_VH, 0.6)
     expected = (weight_N * (full_NV[torch.arange(n), target_N] - (full_NV.exp() * full_NV).sum(-1))).sum()
@@ -47,6 +52,31 @@ def test_gradients_equal_those_through_the_full_log_softmax(n: int) -> None:
     got = torch.autograd.grad((weight_N * (logprobs_N + entropy_N)).sum(), inputs)
     for mine, plain in zip(got, torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_give_the_same_gradients_bit_for_bit(dtype: torch.dtype) -> None:
+    hidden_NH, head_VH, target_N = case(2 * PRODUCT + 3)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden_NH, head_VH)]
+    found = []
+    for keep in (False, True):
+        logprobs_N, _ = chosen_logprobs(*inputs, target_N, keep_logits=keep)
+        found.append(torch.autograd.grad(logprobs_N.square().sum(), inputs))
+    assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))
+
+
+def test_logits_are_computed_once_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[bool, int] = {False: 0, True: 0}
+    products = logprobs._logits
+    for keep in calls:
+
+        def counted(*arguments: Tensor, keep: bool = keep) -> Iterator[tuple[int, Tensor]]:
+            calls[keep] += 1
+            return products(*arguments)
+
+        monkeypatch.setattr(logprobs, "_logits", counted)
+        chosen_logprobs(*case(5), keep_logits=keep)[0].sum().backward()
+    assert calls == {False: 2, True: 1}
 
 
 def test_values_without_gradient_equal_those_with() -> None:

@@ -55,7 +55,7 @@ class Policy:
         self.stored = stored_shapes(self.model)  # what a published version holds
         if config.lora is not None:
             self.model = lora.attach(self.model, config.lora)
-        self.scorer = Scorer(self.model)
+        self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
         self.masters = self._prepare(self.scorer)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
         if config.activation_checkpointing:

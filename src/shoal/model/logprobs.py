@@ -1,8 +1,8 @@
 """Logprobs and entropies of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
 
 The full logits of a batch (tokens x vocabulary) are the largest tensor of training a small model; here they exist only
-for a few hundred tokens at a time and are computed again in the backward pass. Its formulas, with z the logits over the
-temperature, p their softmax and H its entropy:
+for a few hundred tokens at a time and are computed again in the backward pass, unless they are to be kept. The
+formulas, with z the logits over the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
@@ -21,15 +21,22 @@ CACHED_BYTES = 4 << 20  # of which so much is exponentiated together: small, so 
 
 
 def chosen_logprobs(
-    hidden_NH: Tensor, head_VH: Tensor, target_N: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    target_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """logprob of each target under softmax(hidden @ head.T / temperature), and the entropy where asked for.
 
     hidden_NH and head_VH in the compute dtype, target_N int64. Returns (logp_N, entropy_N or None), float32, in nats,
-    differentiable in hidden and head.
+    differentiable in hidden and head. With `keep_logits` the backward pass, of which there may be one, uses the forward's
+    logits, all of which lie in memory meanwhile, in the compute dtype; the results are the same.
     """
     logp_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, target_N, temperature, with_entropy
+        hidden_NH, head_VH, target_N, temperature, with_entropy, keep_logits
     )
     return logp_N, entropy_N if with_entropy else None
 
@@ -37,29 +44,39 @@ def chosen_logprobs(
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, head_VH: Tensor, target_N: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden_NH: Tensor,
+        head_VH: Tensor,
+        target_N: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         logsumexp_N = hidden_NH.new_empty(len(target_N), dtype=torch.float32)
         logp_N, entropy_N = torch.empty_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+        kept = []
         for start, z_CV in _logits(hidden_NH, head_VH):
+            if keep_logits and any(ctx.needs_input_grad):
+                kept.append(z_CV)
             for i, z_RV in _cached(z_CV, start, temperature):
                 logsumexp_N[i] = torch.logsumexp(z_RV, -1)
                 logp_N[i] = z_RV.gather(-1, target_N[i, None])[:, 0] - logsumexp_N[i]
                 if with_entropy:
                     p_RV = torch.exp(z_RV - logsumexp_N[i, None])
                     entropy_N[i] = logsumexp_N[i] - torch.linalg.vecdot(p_RV, z_RV)
-        ctx.save_for_backward(hidden_NH, head_VH, target_N, logsumexp_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, head_VH, target_N, logsumexp_N, entropy_N, *kept)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return logp_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, head_VH, target_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        hidden_NH, head_VH, target_N, logsumexp_N, entropy_N, *kept = ctx.saved_tensors
         wants_hidden, wants_head, *_ = ctx.needs_input_grad
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if wants_head else None
-        for start, z_CV in _logits(hidden_NH, head_VH):
+        grad_logp_N, grad_entropy_N = (grad_N / ctx.temperature for grad_N in (grad_logp_N, grad_entropy_N))
+        for start, z_CV in _in_turn(kept) if kept else _logits(hidden_NH, head_VH):
             for i, z_RV in _cached(z_CV, start, ctx.temperature):
                 logp_RV = z_RV.sub_(logsumexp_N[i, None])
                 if ctx.with_entropy:
@@ -68,13 +85,14 @@ class _ChosenLogprobs(torch.autograd.Function):
                 else:
                     grad_RV = logp_RV.exp_().mul_(-grad_logp_N[i, None])
                 grad_RV.scatter_add_(-1, target_N[i, None], grad_logp_N[i, None])
-                z_CV[i.start - start : i.stop - start] = grad_RV.div_(ctx.temperature)  # the logits are done with
+                z_CV[i.start - start : i.stop - start] = grad_RV  # the logits are done with
             rows = slice(start, start + len(z_CV))
             if grad_hidden_NH is not None:
                 torch.mm(z_CV, head_VH, out=grad_hidden_NH[rows])
             if grad_head_VH is not None:
                 grad_head_VH += z_CV.T @ hidden_NH[rows]
-        return grad_hidden_NH, None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype), None, None, None
+        grad_head = None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype)
+        return grad_hidden_NH, grad_head, None, None, None, None
 
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -82,6 +100,14 @@ def _logits(hidden_NH: Tensor, head_VH: Tensor) -> Iterator[tuple[int, Tensor]]:
     step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
     for start in range(0, len(hidden_NH), step):
         yield start, hidden_NH[start : start + step] @ head_VH.T
+
+
+def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """What `_logits` gave."""
+    start = 0
+    for z_CV in kept:
+        yield start, z_CV
+        start += len(z_CV)
 
 
 def _cached(z_CV: Tensor, start: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:

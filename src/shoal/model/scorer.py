@@ -13,15 +13,23 @@ from shoal.model.tree import Pack, forward_hidden
 
 
 class Scorer(nn.Module):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, keep_logits: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.keep_logits = keep_logits
 
     def forward(self, packed: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(logp_N, entropy_N or None) of the pack's completion tokens, in their order; float32, nats."""
         hidden_NH = forward_hidden(self.model, packed)
         head_VH = self.model.get_output_embeddings().weight
-        return chosen_logprobs(hidden_NH, head_VH, packed.target_N, temperature=temperature, with_entropy=with_entropy)
+        return chosen_logprobs(
+            hidden_NH,
+            head_VH,
+            packed.target_N,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            keep_logits=self.keep_logits,
+        )
 
     @property
     def layers(self) -> list[nn.Module]:
