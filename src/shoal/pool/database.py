@@ -15,6 +15,8 @@ from typing import Any
 
 from shoal.pool.ledger import Ledger
 
+FORMAT = 1  # of a run: its tables, its manifests, its submissions. One that another version began is not gone on with.
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
     key TEXT PRIMARY KEY, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT, invite TEXT UNIQUE NOT NULL,
@@ -52,6 +54,7 @@ class Database:
 
     def __init__(self, connection: sqlite3.Connection, ledger: Ledger, clock: Callable[[], float]) -> None:
         connection.row_factory = sqlite3.Row
+        _check_format(connection)
         connection.executescript(SCHEMA)
         if connection.execute("SELECT 1 FROM run").fetchone() is None:
             connection.execute("INSERT INTO run VALUES (?)", (clock(),))
@@ -102,3 +105,17 @@ class Database:
     def evaluated_last(self, steps: int) -> bool:
         """Whether the last version, after so many steps, was evaluated, which ends the run."""
         return self.one("SELECT 1 FROM evaluations WHERE final AND version = ?", steps) is not None
+
+
+def _check_format(connection: sqlite3.Connection) -> None:
+    """Note the format in a new file. Raises PoolError where the file is of another."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    is_new = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'run'").fetchone() is None
+    if is_new:
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+    elif found != FORMAT:
+        file = connection.execute("PRAGMA database_list").fetchone()["file"]
+        raise PoolError(
+            f"{file} is of a run in format {found}, and this version of Shoal goes on with format {FORMAT} only: finish the "
+            "run with the version that began it, or start a new one from its last weights (model.name)"
+        )
