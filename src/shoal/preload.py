@@ -1,19 +1,26 @@
 """Imported once by the process from which the children of `shoal run` are forked: what the roles need, and heavy.
 
-What is not named here is imported by the child that needs it. Nothing may start a thread or compute at import.
+What is not named here is imported by the child that needs it. Nothing here may start a thread or compute.
 """
 
 import gc
+import signal
+from importlib import import_module
 
-import shoal.broadcast
-import shoal.cli
-import shoal.evals.heldout
-import shoal.learner.loop
-import shoal.pool.service
-import shoal.prepare
-import shoal.rollout.torch_engine
-import shoal.rollout.worker
-import shoal.validator.service  # noqa: F401
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for `shoal run`, which ends its children
+
+for module in (
+    "shoal.broadcast",
+    "shoal.cli",
+    "shoal.evals.heldout",
+    "shoal.learner.loop",
+    "shoal.pool.service",
+    "shoal.prepare",
+    "shoal.rollout.torch_engine",
+    "shoal.rollout.worker",
+    "shoal.validator.service",
+):
+    import_module(module)
 
 gc.collect()
 gc.freeze()  # the children's collectors leave these pages alone, so that they stay shared
