@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).parent.parent / "configs" / "sft.toml"
 def stop(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """What a signal would set; this process keeps its own signals and log."""
     event = threading.Event()
-    monkeypatch.setattr("shoal.process.begin", lambda name, *, threads, parent: event)
+    monkeypatch.setattr("shoal.process.begin", lambda name, *, threads: event)
     return event
 
 

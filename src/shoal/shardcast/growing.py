@@ -17,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,14 @@ class Growing:
         return stat.st_dev, stat.st_ino
 
     def open(self, name: str) -> BufferedReader:
+        """Raises GivenUpError where the folder was removed."""
         if name == self.name:
             tail: Any = _Tail(self)
             return BufferedReader(tail, CHUNK_BYTES)
-        try:
-            return (self.folder / name).open("rb")
-        except FileNotFoundError:
-            return (self.final / name).open("rb")  # renamed meanwhile
+        for folder in (self.folder, self.final):  # it may be renamed meanwhile
+            with suppress(FileNotFoundError):
+                return (folder / name).open("rb")
+        raise self._removed()
 
     def size_bytes(self, name: str) -> int:
         return next(file.size_bytes for file in self.files if file.path == name)
@@ -125,9 +127,12 @@ class Growing:
         if self._abandoned or self.stopped():
             raise GivenUpError(f"reading of {self.folder} was stopped")
         if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise GivenUpError(f"{self.folder} was removed before it was whole; its writer begins again")
+            raise self._removed()
         if time.monotonic() - self._grew_s > STALL_S:
             raise GivenUpError(f"{self.folder} has not grown for {STALL_S:.0f} s; does its writer still run?")
+
+    def _removed(self) -> GivenUpError:
+        return GivenUpError(f"{self.folder} was removed before it was whole; its writer begins again")
 
     def _written_s(self, size_bytes: int) -> int:
         """When the last byte was written, in nanoseconds. Raises GivenUpError if there are more bytes than that."""
