@@ -7,8 +7,7 @@ SmolLM2-135M on all cores, batches of sequences of at most 512 and 4096 tokens: 
 uniform from an eighth of that to all of it, seed 0). They take turns. Both train every token after the first with
 -advantage * logp and step once.
 
-    shoal     Policy.update: fp32 masters, computed wholly in the dtype, trees packed into rows without padding, logits
-              kept for the backward pass, as the others keep theirs
+    shoal     Policy.update: fp32 masters, computed wholly in the dtype, trees packed into rows without padding
     autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, which trains the same: right-padded batches in the
               given order, labels -100 where padded, its own loss; torch.optim.AdamW(fused=True)
     rounded   the same with weights and moments in bf16: no masters to move, but an update smaller than a bf16 step is lost
@@ -80,8 +79,7 @@ def make_sequences(longest: int, n: int, *, ragged: bool) -> list[list[int]]:
 
 
 def make_shoal(dtype: str) -> System:
-    loss = LossSection(beta=0.0, entropy=0.0)
-    section = LearnerSection(lr=LR, warmup_steps=0, row_tokens=ROW_TOKENS, keep_logits=True, loss=loss)
+    section = LearnerSection(lr=LR, warmup_steps=0, row_tokens=ROW_TOKENS, loss=LossSection(beta=0.0, entropy=0.0))
     policy = Policy(resolve(SMOLLM2), section, dtype, "cpu", 1.0)  # type: ignore[arg-type]
 
     def update(sequences: list[list[int]]) -> None:

@@ -1,6 +1,8 @@
 """The processes of a run: forked from one that has imported everything, or new interpreters where forking is not safe."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,12 @@ def test_processes_that_use_cuda_are_not_forked(children: Children, request: pyt
     assert children.context.get_start_method() == wanted
 
 
-def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp_path: Path) -> None:
-    last = children.run("dry", ["run", str(CONFIGS / "tiny.toml"), "--dry-run", "--set", "evaluator.n=77"])
-    printed = (tmp_path / "dry.log").read_text()
-    assert "n = 77" in printed and printed.splitlines()[-1] == last
+def test_a_command_runs_to_its_end_and_prints_to_its_log(children: Children, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / ("x" * 200) / ("y" * 200)  # a line is given whole, however long
+    shutil.copytree(tiny_folder, folder)
+    last = children.run("prepare", ["prepare", str(CONFIGS / "tiny.toml"), "--set", f"model.name={folder}"])
+    assert json.loads(last)["folder"] == str(folder)
+    assert (tmp_path / "prepare.log").read_text().splitlines()[-1] == last
 
 
 def test_a_command_that_fails_is_told_with_its_last_words(children: Children, tmp_path: Path) -> None:

@@ -65,9 +65,12 @@ class Child:
         """Negative: the signal that ended it. None while it runs, and before it is started."""
         return self.process.exitcode if self.process else None
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][-300:] if lines else "nothing in its log"
+        return lines[-1] if lines else "nothing in its log"
+
+    def last_words(self) -> str:
+        return self.last_line()[-300:]
 
 
 class Children:
@@ -99,7 +102,7 @@ class Children:
             child.process.terminate()
         if child.exit_status() != 0:
             raise ChildError(child.last_words().removeprefix(f"shoal {command[0]}: "))
-        return child.last_words()
+        return child.last_line()
 
     def pids(self) -> dict[str, int]:
         """Process ids by name, of those that are started (they may have ended since)."""
