@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow: a process with threads should not fork
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    **dict.fromkeys(process.THREAD_COUNTS, "1"),
 }
 
 
@@ -74,7 +74,7 @@ class Child:
 
 
 class Children:
-    """`device` is what the children compute on: a process that has forked may not use CUDA in all cases, so none does."""
+    """`device` is what the children compute on: CUDA fails in some forked processes, so none that uses it is forked."""
 
     def __init__(self, logs: Path, max_restarts: int, device: str) -> None:
         self.logs = logs

@@ -1,7 +1,7 @@
 """How the cores of one machine are shared out among the processes of a run.
 
 Invariant: every role that computes gets a thread, and together they get no more than there are cores, where it goes.
-Called by `swarm`.
+Called by `swarm`; `compute_on` by what computes.
 """
 
 import os

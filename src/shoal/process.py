@@ -1,7 +1,8 @@
 """What every process of a run does around its own loop: threads, logging, signals, and ending with its parent.
 
-Called by `cli` for each role, and by `swarm` for its own signals. Invariant: a process that follows another ends by
-itself when that one is gone, so that `shoal run` killed -9 leaves nothing behind.
+Called by `cli` for each role, by `children`, and by `swarm` for its own signals.
+Invariant: a process that follows another ends by itself when that one is gone, so that `shoal run` killed -9 leaves
+nothing behind.
 """
 
 import logging
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 PARENT_POLL_S = 0.5
+THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
 class Interrupted(Exception):
@@ -61,7 +63,7 @@ def signals_interrupt() -> Iterator[None]:
 
 def _share_cores(threads: int) -> None:
     """Bound the arithmetic's threads. Set before torch is first imported, OMP would otherwise take every core."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+    for variable in THREAD_COUNTS:
         os.environ[variable] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: the core is another process's
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

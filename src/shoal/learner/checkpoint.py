@@ -31,9 +31,7 @@ from shoal.recipe import LearnerSection
 
 PROGRESS = "progress.json"
 RNG = "rng_state"  # of torch on the CPU
-FILE_BYTES = (
-    24 << 20
-)  # of tensors in one file: a file is copied in memory while it is written, and small copies reuse it
+FILE_BYTES = 24 << 20  # of tensors in one file, which is copied in memory to be written: small copies reuse that
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
