@@ -25,16 +25,16 @@ from machine import describe
 
 from shoal import tasks
 from shoal.config import load
+from shoal.engine.protocol import Sampling
+from shoal.engine.torch_engine import TorchEngine
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
 from shoal.learner.loss import denominator
 from shoal.learner.policy import Policy
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import TINY, resolve
-from shoal.report import write_png
-from shoal.rollout.engine import Sampling
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks.prompt import completion_text, prompt_tokens
+from shoal.tracking.report import write_png
 
 HERE = Path(__file__).parent
 CONFIG = load(HERE.parent / "configs" / "tiny.toml")

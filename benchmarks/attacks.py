@@ -1,4 +1,4 @@
-"""The attack matrix: what a validator finds in honest work and in every lie of `shoal.testing.attacks`.
+"""The attack matrix: what a validator finds in honest work and in every lie of `shoal.adversary.attacks`.
 
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some, beside what the results hold
@@ -31,14 +31,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
 from shoal import config, toploc
-from shoal.calibrate import RUN
+from shoal.adversary.attacks import ATTACKS, Attack, Lab
 from shoal.config import Config
-from shoal.messages import Assignment
+from shoal.engine.torch_engine import TorchEngine
+from shoal.launch.calibrate import RUN
 from shoal.model.dtype import pick
-from shoal.pool.identity import Identity
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS
-from shoal.testing.attacks import ATTACKS, Attack, Lab
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import CHEAP, DEAR

@@ -6,7 +6,7 @@ A folder holds v000000, v000001, ...; --most consecutive pairs of each label (of
 measured, on one thread and with both versions in the page cache. Writes benchmarks/results/deltas.json after each label:
 every pair, and medians. Seconds are on the clock and of the CPU (the first count what else the machine does).
 
-    files     shoal.shardcast.delta as a node uses it: two folders to a delta, and a folder and the delta to a folder
+    files     shoal.shardcast.format.delta as a node uses it: two folders to a delta, and a folder and the delta to a folder
     links     encode, the delta's transfer and apply, against the transfer of the whole version (bf16, a tokenizer)
     a model   in bf16 that holds the old version gets the new one: from the new folder, as engines do, or by the delta's
               changes, decoded and then written in place
@@ -44,9 +44,9 @@ import zstandard
 from machine import describe
 
 from shoal.model.load import load_model, load_weights_
-from shoal.shardcast import delta
-from shoal.shardcast.delta_format import MAGIC, PIECE_WORDS, Kind, Reader, Writer
-from shoal.shardcast.safetensors_layout import StoredTensor, read_layout
+from shoal.shardcast.format import delta
+from shoal.shardcast.format.delta_format import MAGIC, PIECE_WORDS, Kind, Reader, Writer
+from shoal.shardcast.format.safetensors_layout import StoredTensor, read_layout
 
 LINKS_BITS_S = {"1 Gb/s": 1e9, "100 Mb/s": 1e8}
 WAYS_EVERY = 4  # pairs

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from machine import describe
 
-from shoal.testing.fuzz import CRASH, Note, fuzz_proofs
-from shoal.testing.fuzz_files import fuzz_files
-from shoal.testing.fuzz_http import fuzz_requests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the fuzzers are test code
+from tests.fuzzing.fuzz import CRASH, Note, fuzz_proofs  # noqa: E402
+from tests.fuzzing.fuzz_files import fuzz_files  # noqa: E402
+from tests.fuzzing.fuzz_http import fuzz_requests  # noqa: E402
 
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0  # without a case ending: the stack is printed and the process ends

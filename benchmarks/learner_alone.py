@@ -32,12 +32,12 @@ from machine import describe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import micro_batches
 from shoal.learner.groups import Group
 from shoal.learner.metrics import forward_flops, shape_of
 from shoal.learner.policy import Policy
 from shoal.model.sources import SMOLLM2, resolve
-from shoal.recipe import LearnerSection, LossSection
 
 PATH = Path(__file__).parent / "results" / "learner_alone.json"
 ROW_TOKENS = 4096  # computed at once, by both

@@ -26,15 +26,15 @@ from torch import Tensor
 
 from shoal import tasks
 from shoal.config import load
+from shoal.config.recipe import LearnerSection, LossSection
+from shoal.engine.protocol import Sampling
+from shoal.engine.torch_engine import TorchEngine
 from shoal.learner.advantage import group_advantages
 from shoal.learner.loss import denominator, policy_loss
 from shoal.learner.policy import DivergedError, Policy
 from shoal.model.sampling import rollout_seed
 from shoal.model.sources import TINY, resolve
 from shoal.model.tree import Tree, pack
-from shoal.recipe import LearnerSection, LossSection
-from shoal.rollout.engine import Sampling
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 HERE = Path(__file__).parent

@@ -26,14 +26,14 @@ import torch
 from machine import describe
 
 from shoal import config
-from shoal.calibrate import RUN
 from shoal.config import Config
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.launch.calibrate import RUN
 from shoal.model.dtype import DtypeName, pick
 from shoal.model.sources import resolve
-from shoal.pool.identity import Identity
-from shoal.rollout.engine import Completion, Sampling
+from shoal.protocol.identity import Identity
 from shoal.rollout.produce import Producer
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.checks import CHEAP, DEAR, endings

@@ -1,4 +1,4 @@
-"""Who imports whom, read from the source: the layout that DESIGN section 6 promises, and its exceptions."""
+"""Who imports whom, read from the source: what `docs/architecture.md` says of rooms is read from the code here."""
 
 import ast
 from collections.abc import Iterator
@@ -8,12 +8,53 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "shoal"
 
-LEAVES = ["recipe", "config", "messages", "errors", "durable", "pool.identity"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks"]
-PROCESSES = ["learner", "rollout", "validator", "pool"]
-MAY_BE_IMPORTED_BY_LIBRARIES = [*LEAVES, *LIBRARIES]
+# What each room may import, from the bottom up. A room may import only rooms that stand before it in this list.
+ROOMS = {
+    "errors": [],
+    "files": [],
+    "config": ["errors"],
+    "toploc": [],
+    "shardcast": ["errors", "files"],
+    "model": ["errors"],
+    "protocol": ["config", "errors", "files", "shardcast"],
+    "store": ["errors", "files", "protocol"],
+    "ledger": ["errors", "protocol"],
+    "tasks": ["config", "errors", "model"],
+    "engine": ["model", "shardcast"],
+    "view": ["protocol", "shardcast"],
+    "tracking": ["config", "errors", "files", "protocol", "view"],
+    "coordinator": ["config", "errors", "ledger", "protocol", "shardcast", "store", "tracking"],
+    "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
+    "sft": ["config", "errors", "files", "learner", "model", "tasks"],
+    "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
+    "roles": ["config", "engine", "evals", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
+    "launch": [
+        "config", "coordinator", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking",
+        "validator", "view",
+    ],
+    "cli": [
+        "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
+        "tracking", "validator", "view",
+    ],
+    "adversary": [
+        "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
+    ],
+}  # fmt: skip
+PROCESSES = ["learner", "rollout", "validator", "coordinator"]
+LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine"]
+LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
-SHARED_BY_PROCESSES = {"pool.identity"}  # everybody signs, and checks what others signed
+SUB_ROOMS = {  # of shardcast, likewise
+    "format": [],
+    "store": ["format"],
+    "fetch": ["format", "store"],
+    "publish": ["fetch", "format", "store"],
+    "relay": ["fetch", "format", "store"],
+    "serve": ["format", "store"],
+    "alone": ["fetch", "format", "publish", "relay", "serve", "store"],
+}
 
 
 def modules() -> dict[str, Path]:
@@ -64,54 +105,84 @@ def members(package: str) -> list[str]:
     return [name for name in MODULES if within(name, package)]
 
 
-def strangers(package: str, allowed: list[str]) -> dict[str, set[str]]:
-    """What the modules of a package import of Shoal beyond itself and `allowed`, by module."""
-    found = {
-        name: {other for other in own(name) if other and not any(within(other, one) for one in [package, *allowed])}
-        for name in members(package)
-    }
-    return {name: others for name, others in found.items() if others}
+def room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def reached(start: str) -> set[str]:
+    """Every module that importing `start` brings in: directly or through others, their packages included."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        parts = name.split(".")
+        waiting += [".".join(parts[:n]) for n in range(1, len(parts))]
+        waiting += own(name) - {""}
+    return found
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli") and "swarm" in own("cli")  # `from shoal import config`, and one in a function
-    assert "shardcast.client" in own("shardcast.follow")  # relative
+    assert "config" in own("cli.main") and "launch.swarm" in own("cli.main")  # `from shoal import`, one in a function
+    assert "shardcast.fetch.client" in own("shardcast.fetch.follow")
     assert "store.rollouts" in own("learner.groups")
-    assert not own("messages")
+    assert not own("files")
+    assert "protocol.identity" in reached("learner.loop") and "protocol.identity" not in own("learner.loop")
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_leaves_import_nobody(leaf: str) -> None:
-    assert strangers(leaf, ["durable", "recipe"]) == {}, "but the one that only talks to the disk, and the recipe"
+def test_only_the_leaves_stand_loose() -> None:
+    assert {name for name in MODULES if "." not in name and MODULES[name].name != "__init__.py"} == LOOSE - {""}
+    assert {room(name) for name in MODULES} == set(ROOMS) | LOOSE
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_libraries_import_no_process(library: str) -> None:
-    assert strangers(library, MAY_BE_IMPORTED_BY_LIBRARIES) == {}
+def test_no_room_stands_below_one_that_it_imports() -> None:
+    below = list(ROOMS)
+    for number, (name, allowed) in enumerate(ROOMS.items()):
+        assert set(allowed) <= set(below[:number]), f"{name} may import only rooms before it"
 
 
-@pytest.mark.parametrize("library", ["toploc", "shardcast"])
-def test_what_is_usable_alone_imports_nothing_else_of_shoal(library: str) -> None:
-    assert strangers(library, []) == {}
+@pytest.mark.parametrize("name", list(ROOMS))
+def test_a_room_imports_exactly_the_rooms_listed_for_it(name: str) -> None:
+    imports = {room(other) for module in members(name) for other in own(module)} - {name, ""}
+    assert imports == set(ROOMS[name])
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_processes_never_import_each_other(process: str) -> None:
-    met = {
-        (name, other)
-        for name in members(process)
-        for other in own(name)
-        for forbidden in PROCESSES
-        if forbidden != process and within(other, forbidden) and other not in SHARED_BY_PROCESSES
-    }
-    assert met == set()
+def test_a_process_reaches_no_other_process(process: str) -> None:
+    others = set(PROCESSES) - {process}
+    for name in members(process):
+        met = {other for other in reached(name) if room(other) in others}
+        assert met == set(), f"{name} imports {met}, directly or through others"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_reaches_no_process(library: str) -> None:
+    processes = {*PROCESSES, "evals", "roles", "launch", "cli", "adversary"}
+    for name in members(library):
+        assert {other for other in reached(name) if room(other) in processes} == set()
+
+
+def test_the_rooms_of_shardcast_have_an_order_too() -> None:
+    def sub_room(name: str) -> str:
+        return name.split(".")[1] if name.startswith("shardcast.") else ""
+
+    imports = {name: set() for name in SUB_ROOMS}
+    for module in members("shardcast"):
+        if sub_room(module):
+            imports[sub_room(module)] |= {sub_room(other) for other in own(module)} - {sub_room(module), ""}
+    assert imports == {name: set(allowed) for name, allowed in SUB_ROOMS.items()}
 
 
 def test_lies_are_kept_apart_from_the_honest_code() -> None:
-    honest = [name for name in MODULES if not within(name, "testing")]
-    assert [name for name in honest if any(within(other, "testing") for other in own(name))] == []
-    # `shoal run` starts a liar as a process, where the config asks for one; the docstring of `roles` names them.
-    assert {name for name in honest if "shoal.testing" in MODULES[name].read_text()} == {"swarm", "roles"}
+    honest = [name for name in MODULES if room(name) != "adversary"]
+    assert [name for name in honest if any(room(other) == "adversary" for other in own(name))] == []
+    # `shoal run` starts a liar as a process, where the config asks for one; the docstring of the role names them.
+    assert {name for name in honest if "shoal.adversary" in MODULES[name].read_text()} == {
+        "launch.swarm",
+        "roles.worker",
+    }
 
 
 def test_nothing_is_ever_unpickled() -> None:
@@ -136,9 +207,3 @@ def test_nothing_is_ever_unpickled() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     assert [name for name in MODULES if not ast.get_docstring(tree(name))] == []
-
-
-def test_the_package_is_two_levels_deep_and_its_files_are_short() -> None:
-    assert {name for name in MODULES if name.count(".") > 1} == set()
-    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    assert {name: lines for name, lines in lengths.items() if lines > 300} == {}

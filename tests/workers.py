@@ -8,11 +8,11 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.config import Config, parse
-from shoal.messages import Assignment
+from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
-from shoal.pool.identity import Identity
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Assignment
 from shoal.rollout.produce import Producer
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.shardcast import Access
 from shoal.store.rollouts import Rollout
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.engine.protocol import Sampling
+from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_tokenizer
-from shoal.rollout.engine import Sampling
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 

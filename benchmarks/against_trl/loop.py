@@ -16,13 +16,13 @@ import torch
 
 from shoal import tasks
 from shoal.config import parse
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine
 from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 from shoal.model.load import eos_ids, load_tokenizer, save_model
 from shoal.model.sampling import rollout_seed
-from shoal.rollout.engine import Completion, Sampling
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks.prompt import completion_text, reward
 
 

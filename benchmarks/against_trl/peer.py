@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from shoal import tasks
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
 from shoal.tasks.prompt import completion_text, reward
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from shoal.config import Config, parse
+from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner.batch import MicroBatch, micro_batches
 from shoal.learner.groups import Group
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.messages import Batch, BatchGroup, Ok, StepReport
 from shoal.model.dtype import DtypeName
-from shoal.pool.identity import Identity
-from shoal.recipe import LearnerSection, LossSection
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Batch, BatchGroup, Ok, StepReport
 from shoal.store.rollouts import SCHEMA_VERSION, AcceptedRollout, Header, write_accepted
 
 VALIDATOR, STRANGER = Identity.generate(), Identity.generate()

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.config.recipe import LossSection
 from shoal.learner.batch import MicroBatch, micro_batches, teaching
 from shoal.learner.groups import Group
 from shoal.model.tree import forward_hidden
-from shoal.recipe import LossSection
 
 
 def group(first: int, lengths: list[int], rewards: list[float]) -> Group:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shoal.config import parse
+from shoal.config.recipe import LossKind
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
-from shoal.recipe import LossKind
 
 from .support import N_TOKENS, batches, equal, make_groups, make_policy, state
 

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.config import parse
 from shoal.learner.groups import BatchError, Fetched, Group, decode, encode, fetch
-from shoal.messages import Batch, BatchGroup
+from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.rollouts import AcceptedRollout
 
 from .support import STRANGER, Store, accepted, rollouts, submission

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from shoal.config.recipe import GuardSection
 from shoal.learner.guard import Decision, judge
-from shoal.recipe import GuardSection
 
 STOP, SKIP = GuardSection(max_grad_norm=2.0), GuardSection(max_grad_norm=2.0, action="skip", max_skips=2)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.config.recipe import LossKind, LossSection
 from shoal.learner.loss import LossTerms, denominator, k3, policy_loss
-from shoal.recipe import LossKind, LossSection
 
 KINDS: list[LossKind] = ["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
 LENGTHS = [1, 2, 5, 32, 60, 100, 100, 100]  # of the rollouts; 400 tokens

@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 import torch
 
+from shoal.config.recipe import LossKind
 from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.policy import DivergedError
 from shoal.model.dtype import DtypeName
-from shoal.recipe import LossKind
 
 from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters, state
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.learner.ranks import Ranks, whole
-from shoal.messages import StepReport
+from shoal.protocol.messages import StepReport
 
 from .support import SETTINGS, VALIDATOR, Pool, make_learner, step_file
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.engine.protocol import Sampling
+from shoal.engine.torch_engine import TorchEngine
 from shoal.model.load import WEIGHTS, eos_ids
-from shoal.rollout.engine import Sampling
-from shoal.rollout.torch_engine import TorchEngine
 
 PARAGRAPH = (
     "The old lighthouse stood at the end of a narrow road, a mile from the nearest village. Every "

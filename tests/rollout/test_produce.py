@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shoal import toploc
+from shoal.engine.torch_engine import TorchEngine
 from shoal.rollout.produce import Producer
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.store.rollouts import RolloutFile, prompts_digest, read_submission
 from shoal.tasks.prompt import completion_text
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.messages import Assignment, HeartbeatAnswer, Stored
-from shoal.node import RefusedError
+from shoal.engine.torch_engine import TorchEngine
+from shoal.protocol.messages import Assignment, HeartbeatAnswer, Stored
+from shoal.protocol.node import RefusedError
 from shoal.rollout.produce import Producer
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.rollout.worker import Worker, follow
 from shoal.store.rollouts import read_submission
 

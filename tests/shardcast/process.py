@@ -8,8 +8,8 @@ from pathlib import Path
 
 from support import RUN, access, client, contents, origin, relay, serving
 
-from shoal.shardcast import origin as origin_module
-from shoal.shardcast.manifest import FileEntry
+from shoal.shardcast.format.manifest import FileEntry
+from shoal.shardcast.publish import origin as origin_module
 
 
 def say(**facts) -> None:

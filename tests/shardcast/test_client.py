@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
-from shoal.shardcast import client as client_module
-from shoal.shardcast import origin as origin_module
-from shoal.shardcast import partial as partial_module
-from shoal.shardcast.manifest import SIGNATURE_DOMAIN, FileEntry
-from shoal.shardcast.partial import PartialShard
+from shoal.shardcast.fetch import client as client_module
+from shoal.shardcast.fetch import partial as partial_module
+from shoal.shardcast.fetch.partial import PartialShard
+from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN, FileEntry
+from shoal.shardcast.publish import origin as origin_module
 
 from .support import (
     KEY,

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from shoal.shardcast import delta, delta_format
-from shoal.shardcast.delta import DeltaStats, apply, encode
-from shoal.shardcast.delta_format import MAGIC, DeltaError, Kind
-from shoal.shardcast.safetensors_layout import LayoutError, read_layout
+from shoal.shardcast.format import delta, delta_format
+from shoal.shardcast.format.delta import DeltaStats, apply, encode
+from shoal.shardcast.format.delta_format import MAGIC, DeltaError, Kind
+from shoal.shardcast.format.safetensors_layout import LayoutError, read_layout
 
 from .support import contents
 

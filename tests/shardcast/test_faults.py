@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal import files as files_module
 from shoal.shardcast import FetchError, SignedManifest
-from shoal.shardcast import files as files_module
-from shoal.shardcast import partial as partial_module
+from shoal.shardcast.fetch import partial as partial_module
 
 from .support import (
     OTHER_KEY,

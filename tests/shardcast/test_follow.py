@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.shardcast import FetchError
-from shoal.shardcast import follow as follow_module
-from shoal.shardcast.follow import Follower, fetch_published
+from shoal.shardcast.fetch import follow as follow_module
+from shoal.shardcast.fetch.follow import Follower, fetch_published
 
 
 @pytest.fixture(autouse=True)

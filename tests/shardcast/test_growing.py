@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from shoal.shardcast import growing as growing_module
-from shoal.shardcast import origin as origin_module
-from shoal.shardcast.handover import Handover
-from shoal.shardcast.safetensors_layout import read_layout
+from shoal.shardcast.format.safetensors_layout import read_layout
+from shoal.shardcast.publish import growing as growing_module
+from shoal.shardcast.publish import origin as origin_module
+from shoal.shardcast.publish.handover import Handover
 
 from .support import (
     PUBLIC_KEY,

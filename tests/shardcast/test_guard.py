@@ -8,12 +8,12 @@ import aiohttp
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.shardcast import guard as guarding
-from shoal.shardcast.files import write_file
-from shoal.shardcast.guard import Guard, Refused, check, issue, issue_update
-from shoal.shardcast.manifest import public_key_hex
-from shoal.shardcast.rates import Rates
-from shoal.shardcast.server import app, serve
+from shoal.files import write_file
+from shoal.shardcast.format.manifest import public_key_hex
+from shoal.shardcast.serve import guard as guarding
+from shoal.shardcast.serve.guard import Guard, Refused, check, issue, issue_update
+from shoal.shardcast.serve.rates import Rates
+from shoal.shardcast.serve.server import app, serve
 
 POOL = Ed25519PrivateKey.from_private_bytes(b"p" * 32)
 OTHER = Ed25519PrivateKey.from_private_bytes(b"o" * 32)

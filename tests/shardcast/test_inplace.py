@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.shardcast.cache import delta_path
-from shoal.shardcast.inplace import advance_
+from shoal.shardcast.fetch.cache import delta_path
+from shoal.shardcast.fetch.inplace import advance_
 
 from .support import client, origin, serving
 

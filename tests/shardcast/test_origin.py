@@ -7,11 +7,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shoal.shardcast import Manifest, ManifestError, Origin, delta
-from shoal.shardcast import origin as origin_module
-from shoal.shardcast.files import NewFile
-from shoal.shardcast.manifest import FileEntry
-from shoal.shardcast.safetensors_layout import read_layout
+from shoal.files import NewFile
+from shoal.shardcast import Manifest, ManifestError, Origin
+from shoal.shardcast.format import delta
+from shoal.shardcast.format.manifest import FileEntry
+from shoal.shardcast.format.safetensors_layout import read_layout
+from shoal.shardcast.publish import origin as origin_module
 
 from .support import (
     KEY,

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import FetchError
-from shoal.shardcast import source as source_module
-from shoal.shardcast.source import BadData, Incoming, NotHeld, SourceError, Standing
+from shoal.shardcast.fetch import source as source_module
+from shoal.shardcast.fetch.source import BadData, Incoming, NotHeld, SourceError, Standing
 
 from .support import (
     PUBLIC_KEY,

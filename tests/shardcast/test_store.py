@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from shoal import files as files_module
+from shoal.files import NewFile, temporary
 from shoal.shardcast import Origin, Store
-from shoal.shardcast import files as files_module
-from shoal.shardcast.files import NewFile, temporary
-from shoal.shardcast.manifest import Delta, FileEntry, Manifest, Stream
+from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, Stream
 from shoal.shardcast.store import StoreFullError, chain, stored_bytes
 
 from .support import (

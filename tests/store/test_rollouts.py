@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.pool.identity import Identity
+from shoal.protocol.identity import Identity
 from shoal.store.rollouts import (
     ACCEPTED,
     PROOF_BYTES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal import tasks
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
 from shoal.tasks import gsm8k
 from shoal.tasks.gsm8k import TasksNotFoundError
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal import tasks
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
 from shoal.tasks.derive import GroupPlan, plan_groups
 from shoal.tasks.prompt import completion_text, prompt_tokens, reward
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Config
-from shoal.messages import Assignment, Claim, ContentOwner, Verdict
+from shoal.engine.protocol import Completion
+from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
-from shoal.pool.identity import Identity
-from shoal.rollout.engine import Completion
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Assignment, Claim, ContentOwner, Verdict
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.service import Validator

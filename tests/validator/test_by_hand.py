@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal import config as config_module
-from shoal.cli import DONE, FAILED, USAGE, main
+from shoal.adversary.cheats import QuantizedWeights
+from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
-from shoal.testing.cheats import QuantizedWeights
 from shoal.validator.by_hand import ACCEPTED, REJECTED, UNREADABLE, find_weights
 from shoal.validator.checks import CHEAP, DEAR
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.messages import Reason, Verdict
+from shoal.adversary.cheats import QuantizedWeights, WrongTemperature, round_to_4_bits_
+from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
 from shoal.model.sampling import choose, gumbel_noise, position_keys, replay_margins, token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
-from shoal.rollout.engine import Completion, Sampling
+from shoal.protocol.messages import Reason, Verdict
 from shoal.rollout.produce import Producer
 from shoal.store import rollouts as rollout_file
 from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout
 from shoal.tasks.derive import GroupPlan, plan_groups
-from shoal.testing.cheats import QuantizedWeights, WrongTemperature, round_to_4_bits_
 from shoal.validator.case import Case
 from shoal.validator.checks import DEAR, FAR, distribution, endings, sampling, special_tokens, termination
 from shoal.validator.service import Validator

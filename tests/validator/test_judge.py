@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.messages import Reason
+from shoal.adversary.cheats import QuantizedWeights
+from shoal.protocol.messages import Reason
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
-from shoal.testing.cheats import QuantizedWeights
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.service import Validator

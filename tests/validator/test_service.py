@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.messages import Claim, ClaimRequest, Claims, ContentOwner, HeartbeatAnswer, Ok, Reason, Stored, Verdict
-from shoal.node import RefusedError
+from shoal.protocol.messages import (
+    Claim,
+    ClaimRequest,
+    Claims,
+    ContentOwner,
+    HeartbeatAnswer,
+    Ok,
+    Reason,
+    Stored,
+    Verdict,
+)
+from shoal.protocol.node import RefusedError
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.service import Validator

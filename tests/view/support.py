@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shoal.messages import Evaluation, NodeStatus, Status
+from shoal.protocol.messages import Evaluation, NodeStatus, Status
 
 
 def node(name: str, role: str = "worker", **values: Any) -> NodeStatus:

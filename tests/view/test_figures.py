@@ -1,6 +1,6 @@
 """Figures are short, and right."""
 
-from shoal.messages import Status
+from shoal.protocol.messages import Status
 from shoal.view import Pace, clean, count, duration, memory
 from shoal.view.figures import eta_s, sparkline
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from shoal.messages import Status
+from shoal.protocol.messages import Status
 from shoal.view import LiveView
 
 from .support import finished, mid_run, node, status

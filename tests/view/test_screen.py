@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from shoal.messages import LARGEST, NodeStatus, Status
+from shoal.protocol.messages import LARGEST, NodeStatus, Status
 from shoal.view import Pace, render
 from shoal.view.tree import weights_tree
 

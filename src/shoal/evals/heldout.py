@@ -12,13 +12,13 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config
-from shoal.messages import Evaluation, Ok, Status
+from shoal.engine.protocol import Engine, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
-from shoal.node import Node
-from shoal.rollout.engine import Engine, Sampling
+from shoal.protocol.messages import Evaluation, Ok, Status
+from shoal.protocol.node import Node
 from shoal.shardcast import Client
-from shoal.shardcast.follow import fetch_published
+from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 IDLE_S = 0.3

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.config.recipe import LossSection
 from shoal.learner.advantage import group_advantages
 from shoal.learner.groups import Group
 from shoal.model.tree import Pack, Tree, assign_rows, pack, split
-from shoal.recipe import LossSection
 from shoal.tasks.prompt import rewards_differ
 
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from shoal.durable import fsync
+from shoal.config.recipe import LearnerSection
+from shoal.files import fsync
 from shoal.learner.policy import Policy
-from shoal.recipe import LearnerSection
 
 PROGRESS = "progress.json"
 RNG = "rng_state"  # of torch on the CPU

@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.messages import Batch
-from shoal.node import Node
+from shoal.errors import ShoalError
+from shoal.protocol.messages import Batch
+from shoal.protocol.node import Node
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
 
 log = logging.getLogger(__name__)
 
 
-class BatchError(Exception):
+class BatchError(ShoalError):
     """A batch that must not be trained on."""
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.recipe import GuardSection
+from shoal.config.recipe import GuardSection
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.groups import Fetched, Group, decode, encode, fetch
 from shoal.learner.loss import denominator
 from shoal.learner.policy import Policy
-from shoal.messages import Batch, Ok, StepReport
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
-from shoal.node import Node
+from shoal.protocol.messages import Batch, Ok, StepReport
+from shoal.protocol.node import Node
 from shoal.shardcast.store import version_name
 
 IDLE_S = 0.1

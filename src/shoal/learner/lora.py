@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.config.recipe import LoraSection
+from shoal.errors import ShoalError
 from shoal.learner.ranks import whole
-from shoal.recipe import LoraSection
 
 
-class MissingPeftError(Exception):
+class MissingPeftError(ShoalError):
     """The package that does this is not installed; the message says how to."""
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from shoal.recipe import LossKind, LossSection
+from shoal.config.recipe import LossKind, LossSection
 
 MAX_LOG_RATIO = 80.0  # far beyond any delta; exp of 89 is inf in float32, and its gradient NaN even where clipped
 MAX_LOG_REFERENCE = 20.0  # k3 grows linearly from there: exp would overflow where the policy left its reference behind

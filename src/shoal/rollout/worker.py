@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.messages import Assignment, Stored
-from shoal.node import Node, RefusedError
+from shoal.protocol.messages import Assignment, Stored
+from shoal.protocol.node import Node, RefusedError
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
-from shoal.shardcast.follow import Follower
+from shoal.shardcast.fetch.follow import Follower
 
 IDLE_S = 0.1
 

@@ -2,26 +2,23 @@
 
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
-    what a version is    manifest, store, files
-    publishing           origin, cutter, latest, delta, delta_format, safetensors_layout, readable
-    while it is written  handover, growing
-    asking               source (one server), sources (which of several), download (many shards), relay (places), shard_file
-    having               client, plan, partial, cache, follow, inplace
-    serving              server, shelf, connections, guard, rates, tls
-    without a pool       alone
+    format/    manifest, safetensors layout, deltas            store    the folder of versions that is served
+    publish/   a folder of weights into a signed version       fetch/   from sources to a checked folder, or in place
+    relay/     mirrors a store and passes shards on            serve/   HTTP, access, rate limits, connections
+    alone      all of it without a pool
 
-Usable alone; imports nothing else of Shoal. docs/shardcast.md tells how it works and what it costs.
+Usable alone; imports nothing of Shoal but `errors` and `files`. docs/shardcast.md tells how it works and what it costs.
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 
-from .client import Client, FetchReport, Progress
-from .guard import Guard
-from .manifest import Manifest, ManifestError, SignedManifest, public_key_hex
-from .origin import Origin
-from .relay import Relay, RelayStatus
-from .server import app, serve
-from .sources import Access, FetchError, Limits
-from .store import Store
+from shoal.shardcast.fetch.client import Client, FetchReport, Progress
+from shoal.shardcast.fetch.sources import Access, FetchError, Limits
+from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest, public_key_hex
+from shoal.shardcast.publish.origin import Origin
+from shoal.shardcast.relay.relay import Relay, RelayStatus
+from shoal.shardcast.serve.guard import Guard
+from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast.store import Store
 
 __all__ = [
     "Access",

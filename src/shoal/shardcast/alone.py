@@ -20,14 +20,14 @@ from typing import NamedTuple
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from .client import Client, Progress
-from .handover import Handover
-from .manifest import Manifest, public_key_hex
-from .origin import Origin
-from .relay import Relay
-from .server import app, serve
-from .sources import Access, FetchError
-from .store import Store, parse_version
+from shoal.shardcast.fetch.client import Client, Progress
+from shoal.shardcast.fetch.sources import Access, FetchError
+from shoal.shardcast.format.manifest import Manifest, public_key_hex
+from shoal.shardcast.publish.handover import Handover
+from shoal.shardcast.publish.origin import Origin
+from shoal.shardcast.relay.relay import Relay
+from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast.store import Store, parse_version
 
 LOOK_AGAIN_S = 0.1
 A_DAY_S = 24 * 3600.0

@@ -28,8 +28,8 @@ from typing import Annotated
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
-from .files import CHUNK_BYTES, discard, remove_leftovers, write_file
-from .manifest import MAX_VERSION, Manifest, Part, ShardEntry, SignedManifest
+from shoal.files import CHUNK_BYTES, discard, remove_leftovers, write_file
+from shoal.shardcast.format.manifest import MAX_VERSION, Manifest, Part, ShardEntry, SignedManifest
 
 MAX_HOPS = 64  # from the origin, itself included
 VERSION_PATTERN = r"v\d{6,9}"

@@ -13,13 +13,14 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from shoal.durable import fsync
+from shoal.errors import ShoalError
+from shoal.files import fsync
 
 HASH = re.compile(r"[0-9a-f]{64}")
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-class StoreError(Exception):
+class StoreError(ShoalError):
     """A file that cannot be stored or found; the message names it and the next step."""
 
 

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.pool.identity import Identity, verify
+from shoal.errors import ShoalError
+from shoal.protocol.identity import Identity, verify
 
 SCHEMA_VERSION = 2
 PROOF_BYTES = 258
@@ -53,7 +54,7 @@ ACCEPTED = pa.schema(
 )
 
 
-class RolloutFileError(Exception):
+class RolloutFileError(ShoalError):
     """A file that is not what it should be; the message says in what."""
 
 

@@ -6,7 +6,7 @@ task's index says everything about it. Left out here: sandboxed code tasks.
 
 from typing import Protocol
 
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
 from shoal.tasks.arithmetic import Arithmetic, Task
 from shoal.tasks.gsm8k import Gsm8k
 

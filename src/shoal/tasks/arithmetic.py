@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
 
 INTEGER = re.compile(r"-?\d+")
 LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")

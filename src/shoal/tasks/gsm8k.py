@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
+from shoal.errors import ShoalError
 from shoal.tasks.arithmetic import MIN_TRAIN, Task
 
 HUB = "openai/gsm8k"
@@ -32,7 +33,7 @@ NUMBER = re.compile(
 )
 
 
-class TasksNotFoundError(ValueError):
+class TasksNotFoundError(ShoalError, ValueError):
     """Tasks that cannot be read, or are not those of the config; the message names the next step."""
 
 

@@ -7,7 +7,7 @@ Reward = grade - alpha * |target length - length| where a target was drawn, writ
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.recipe import TaskSection
+from shoal.config.recipe import TaskSection
 from shoal.tasks.arithmetic import Task
 
 EPSILON = 1e-6  # rewards closer than this count as equal

@@ -8,8 +8,8 @@ Called by `shoal verify`.
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.messages import Assignment
 from shoal.model.dtype import DtypeName
+from shoal.protocol.messages import Assignment
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header, RolloutFileError, read_submission
 from shoal.validator.case import Finding

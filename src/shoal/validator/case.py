@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.messages import Assignment, Reason
+from shoal.protocol.messages import Assignment, Reason
 from shoal.store.rollouts import Header, Rollout
 from shoal.tasks.arithmetic import Task
 from shoal.tasks.derive import GroupPlan

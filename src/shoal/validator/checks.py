@@ -15,7 +15,7 @@ import torch
 
 from shoal import toploc
 from shoal.config import Config
-from shoal.messages import Reason
+from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import TaskSet
 from shoal.tasks.prompt import completion_text, reward

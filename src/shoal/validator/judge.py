@@ -16,10 +16,10 @@ import torch
 
 from shoal import tasks
 from shoal.config import Config
-from shoal.messages import Assignment, GroupResult, Reason
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
-from shoal.pool.identity import Identity
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Assignment, GroupResult, Reason
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.messages import Claim, ClaimRequest, Claims, ContentOwner, Ok, Stored, Verdict
 from shoal.model.dtype import DtypeName
-from shoal.node import Node, RefusedError
+from shoal.protocol.messages import Claim, ClaimRequest, Claims, ContentOwner, Ok, Stored, Verdict
+from shoal.protocol.node import Node, RefusedError
 from shoal.shardcast import Client
-from shoal.shardcast.follow import fetch_published
+from shoal.shardcast.fetch.follow import fetch_published
 from shoal.validator.case import Case, Finding
 from shoal.validator.judge import Judge, group_results
 

@@ -5,7 +5,7 @@ Invariant: each event is told once, however often its status comes. Called by th
 
 from collections.abc import Iterator
 
-from shoal.messages import Status
+from shoal.protocol.messages import Status
 from shoal.view.figures import NONE, SILENT_S, count, counted, duration, first_of, number, percent
 
 

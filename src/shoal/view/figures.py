@@ -5,7 +5,7 @@ Invariant: any number that a node may state gives a short text. Called by the vi
 
 from collections.abc import Sequence
 
-from shoal.messages import Status
+from shoal.protocol.messages import Status
 
 SILENT_S = 30.0  # a node not seen for so long is marked; what that means for its work is the coordinator's
 ETA_STEPS = 10  # the pace of so many last steps is taken for that of the rest

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shoal.messages import Status
+from shoal.protocol.messages import Status
 from shoal.view.events import Events
 from shoal.view.figures import clean
 from shoal.view.pace import Pace

@@ -5,7 +5,7 @@ Invariant: a node's restart, from which it counts anew, never shows as a negativ
 
 from collections import deque
 
-from shoal.messages import NodeStatus, Status
+from shoal.protocol.messages import NodeStatus, Status
 from shoal.view.figures import clamp, ratio
 
 

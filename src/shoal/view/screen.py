@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.messages import Evaluation, NodeStatus, Role, Status
+from shoal.protocol.messages import Evaluation, NodeStatus, Role, Status
 from shoal.view.figures import (
     NONE,
     SILENT_S,

@@ -5,7 +5,7 @@ Invariant: each server is in it once, and each node that tells of a server that 
 
 from collections.abc import Sequence
 
-from shoal.messages import NodeStatus, Role
+from shoal.protocol.messages import NodeStatus, Role
 
 SERVERS: tuple[Role, ...] = ("origin", "relay")
 DEEPEST = 4  # steps of indentation

@@ -1,0 +1,52 @@
+"""Every attack that the validator is measured against, by name, in the order of `benchmarks/attacks.py`'s table.
+
+    made = ATTACKS["int8_weights"](config, run, identity, TorchEngine("float32"), Lab(versions))
+    made.load(versions[-1], version)
+    file = made.submission(assignment)
+
+Invariant: `honest` is the only one that a validator of the newest version may accept; docs/trust.md lists those it does
+accept, and why that is no harm. Called by the attack matrix and its tests; never by a worker.
+"""
+
+from shoal.adversary import attacks_proofs as proofs
+from shoal.adversary import attacks_tokens as tokens
+from shoal.adversary import attacks_weights as weights
+from shoal.adversary.lab import Attack, Lab
+
+__all__ = ["ATTACKS", "Attack", "Lab"]
+
+ATTACKS: dict[str, type[Attack]] = {
+    "honest": Attack,
+    "previous_version": weights.PreviousVersion,
+    "version_5_steps_ago": weights.StaleVersion,
+    "int8_weights": weights.Int8Weights,
+    "int4_weights": weights.Int4Weights,
+    "fp8_cache": weights.Fp8Cache,
+    "fp16_cache": weights.Fp16Cache,
+    "other_model": weights.OtherModel,
+    "other_system_prompt": weights.OtherSystemPrompt,
+    "easier_task": weights.EasierTask,
+    "easier_task_retold": weights.EasierTaskRetold,
+    "temperature_x0.7": tokens.Cooler,
+    "temperature_x1.3": tokens.Hotter,
+    "top_k_5": tokens.TopK,
+    "top_p_0.9": tokens.TopP,
+    "greedy": tokens.Greedy,
+    "best_of_4": tokens.BestOfFour,
+    "draft_tokens": tokens.DraftTokens,
+    "truncated": tokens.Truncated,
+    "padded": tokens.Padded,
+    "end_forced": tokens.EndForced,
+    "end_suppressed": tokens.EndSuppressed,
+    "forged_rewards": proofs.ForgedRewards,
+    "forged_logprobs": proofs.ForgedLogprobs,
+    "copied": proofs.Copied,
+    "replayed": proofs.Replayed,
+    "other_rows_proofs": proofs.OtherRowsProofs,
+    "flipped_bit": proofs.FlippedBit,
+    "constant_proofs": proofs.ConstantProofs,
+    "template_proofs": proofs.TemplateProofs,
+    "repeated_proof": proofs.RepeatedProof,
+    "null_proofs": proofs.NullProofs,
+    "missing_proofs": proofs.MissingProofs,
+}

@@ -1,0 +1,139 @@
+"""Lies told after the work: forged figures, somebody else's work, and proofs that were never built.
+
+Tokens, logprobs and rewards are honest wherever the lie is in the proofs.
+Called by `attacks`. Paper: TOPLOC (arXiv 2501.16007).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from shoal import toploc
+from shoal.adversary.lab import Attack
+from shoal.engine.protocol import Completion
+from shoal.protocol.messages import Assignment
+from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, Rollout
+from shoal.tasks.derive import GroupPlan
+from shoal.toploc.chunk import peaks
+from shoal.toploc.field import PRIME
+
+ELSEWHERE = 10_000_000  # added to a submission's number: work that nobody asked for
+TOP_K = PROOF_BYTES // 2 - 1
+
+
+class ForgedRewards(Attack):
+    """Claims that every answer was right."""
+
+    def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
+        return [replace(rollout, reward=1.0) for rollout in super().rollouts(plans, groups)]
+
+
+class ForgedLogprobs(Attack):
+    """Claims that every token was half as likely, so that the learner weighs it twice."""
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        return [
+            [replace(c, logprobs=[logprob - math.log(2) for logprob in c.logprobs]) for c in group]
+            for group in super().complete(prompts, seeds)
+        ]
+
+
+class Copied(Attack):
+    """Hands in another worker's rows as its own: own tasks, targets, seeds and rewards; their tokens and proofs."""
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        return super().complete([self.prompt(plan) for plan in self.theirs], [plan.seeds for plan in self.theirs])
+
+    def plan(self, assignment: Assignment) -> list[GroupPlan]:
+        own, self.identity = self.identity, self.lab.neighbour
+        self.theirs = super().plan(assignment)
+        self.identity = own
+        return super().plan(assignment)
+
+
+class Replayed(Attack):
+    """Hands in the file that it made for another task."""
+
+    def submission(self, assignment: Assignment) -> bytes:
+        return super().submission(assignment.model_copy(update={"number": assignment.number + ELSEWHERE}))
+
+
+class OtherRowsProofs(Attack):
+    """Gives every row the proofs of the next one."""
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        honest = super().prove(completions)
+        flat = [proof for row in honest for proof in row]
+        shift = len(honest[0])
+        return dealt(flat[shift:] + flat[:shift], honest)
+
+
+class FlippedBit(Attack):
+    """One bit of one proof of the submission is wrong."""
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        honest = super().prove(completions)
+        row = len(honest) // 2
+        proof = bytearray(honest[row][0])
+        proof[len(proof) // 2] ^= 1
+        honest[row][0] = bytes(proof)
+        return honest
+
+
+class ConstantProofs(Attack):
+    """Every proof is the polynomial that is everywhere this submission's middle peak: no hidden states per chunk."""
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        found = peaks([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS, top_k=TOP_K)
+        middle = int((found.bits_BK & 0x7FFF).median())
+        proof = b"".join(word.to_bytes(2, "big") for word in (PRIME, middle, *[0] * (TOP_K - 1)))
+        return [[proof] * count for count in found.chunks_per_sequence]
+
+
+class TemplateProofs(Attack):
+    """Proves, for every token, the mean magnitude of each hidden dimension, learned once from other honest work."""
+
+    template_H: torch.Tensor | None = None
+
+    def submission(self, assignment: Assignment) -> bytes:
+        if self.template_H is None:
+            plans = self.plan(assignment.model_copy(update={"number": assignment.number + ELSEWHERE}))
+            seen = self.complete([self.prompt(plan) for plan in plans], [plan.seeds for plan in plans])
+            hidden_NH = torch.cat([completion.hidden_TH for group in seen for completion in group]).float()
+            self.template_H = hidden_NH.abs().mean(0)
+        return super().submission(assignment)
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        assert self.template_H is not None
+        hiddens = [self.template_H.expand(len(c.tokens), -1).bfloat16() for c in completions]
+        return toploc.build_many(hiddens, chunk_tokens=PROOF_CHUNK_TOKENS)
+
+
+class RepeatedProof(Attack):
+    """Builds the first chunk's proof and hands it in for all chunks."""
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        honest = super().prove(completions)
+        return [[honest[0][0]] * len(row) for row in honest]
+
+
+class NullProofs(Attack):
+    """All proofs are zero bytes."""
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        return [[bytes(PROOF_BYTES)] * len(row) for row in super().prove(completions)]
+
+
+class MissingProofs(Attack):
+    """Leaves out the last proof of every row."""
+
+    def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
+        return [row[:-1] for row in super().prove(completions)]
+
+
+def dealt(flat: Sequence[bytes], like: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
+    """The proofs in rows as long as those of `like`."""
+    rest = iter(flat)
+    return [[next(rest) for _ in row] for row in like]

@@ -1,0 +1,158 @@
+"""Lies about how tokens were drawn: other sampling, chosen seeds, a smaller model, other endings.
+
+Hidden states and logprobs are those of the stated weights for the tokens handed in, so only what tokens themselves show
+can give these away.
+Called by `attacks`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.adversary.cheats import round_linears_, round_to_4_bits_
+from shoal.adversary.lab import Attack, outputs_changed
+from shoal.engine.protocol import Completion
+from shoal.engine.torch_engine import TorchEngine
+from shoal.tasks.derive import GroupPlan
+from shoal.tasks.prompt import completion_text, reward
+
+TOP_K = 5
+TOP_P = 0.9
+ROLLS = 4
+PADDING = 4  # end tokens appended, at most
+
+
+class OtherSampling(Attack):
+    """Draws, with the derived seeds, from changed logits or at `factor` times the stated temperature."""
+
+    factor = 1.0
+
+    def change(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        sampling = replace(self.sampling, temperature=self.sampling.temperature * self.factor)
+        with outputs_changed(self.model.lm_head, self.change):
+            groups = self.engine.generate(prompts, seeds, sampling)
+        return [[self.restated(completion) for completion in group] for group in groups]
+
+
+class Cooler(OtherSampling):
+    """0.7 times the stated temperature, for surer answers."""
+
+    factor = 0.7
+
+
+class Hotter(OtherSampling):
+    """1.3 times the stated temperature."""
+
+    factor = 1.3
+
+
+class Greedy(OtherSampling):
+    """Always the likeliest token."""
+
+    factor = 0.0
+
+
+class TopK(OtherSampling):
+    """Only among the five likeliest tokens."""
+
+    def change(self, logits_BV: Tensor) -> Tensor:
+        least_B1 = logits_BV.topk(TOP_K).values[:, -1:]
+        return logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+
+
+class TopP(OtherSampling):
+    """Only among the likeliest tokens that together have nine tenths of the probability."""
+
+    def change(self, logits_BV: Tensor) -> Tensor:
+        sorted_BV, order_BV = logits_BV.float().sort(descending=True)
+        p_BV = (sorted_BV / self.sampling.temperature).softmax(-1)
+        beyond_BV = p_BV.cumsum(-1) - p_BV >= TOP_P
+        return logits_BV.masked_fill(torch.zeros_like(beyond_BV).scatter(-1, order_BV, beyond_BV), -torch.inf)
+
+
+class EndSuppressed(OtherSampling):
+    """Never draws an end token: every completion runs to the length limit."""
+
+    def change(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV.index_fill(-1, torch.tensor(self.sampling.eos_ids, device=logits_BV.device), -torch.inf)
+
+
+class BestOfFour(Attack):
+    """Draws every completion four times, claims the derived seed, and keeps the best paid (the derived one in a tie)."""
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        rolls = [super(BestOfFour, self).complete(prompts, self.rolled(seeds, roll)) for roll in range(ROLLS)]
+        return [
+            [max(drawn, key=partial(self.paid, plan)) for drawn in zip(*groups, strict=True)]
+            for plan, groups in zip(self.plans, zip(*rolls, strict=True), strict=True)
+        ]
+
+    def rolled(self, seeds: Sequence[Sequence[int]], roll: int) -> list[list[int]]:
+        if roll == 0:
+            return [list(group) for group in seeds]
+        return [
+            [int.from_bytes(hashlib.sha256(f"{seed}/{roll}".encode()).digest()[:8], "big") >> 1 for seed in group]
+            for group in seeds
+        ]
+
+    def paid(self, plan: GroupPlan, completion: Completion) -> float:
+        grade = self.tasks.grade(self.tasks.train[plan.task_index], completion_text(self.tokenizer, completion.tokens))
+        return reward(grade, len(completion.tokens), plan.target_length, self.config.tasks.length_penalty)
+
+
+class DraftTokens(Attack):
+    """Decodes with the oldest version at 4 bits, then runs the stated one once over what came out."""
+
+    draft: TorchEngine | None = None
+
+    def load(self, folder: Path, version: int) -> int | None:
+        if self.draft is None:
+            self.draft = TorchEngine(self.torch_engine.dtype, self.torch_engine.device)
+            self.draft.load(self.lab.versions[0])
+            round_linears_(self.draft.model, round_to_4_bits_)
+        return super().load(folder, version)
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        assert self.draft is not None
+        groups = self.draft.generate(prompts, seeds, self.sampling)
+        return self.told(prompts, [[completion.tokens for completion in group] for group in groups])
+
+
+class OtherEndings(Attack):
+    """Changes where completions end; hidden states and logprobs are those of the changed tokens."""
+
+    def ended(self, tokens: list[int]) -> list[int]:
+        raise NotImplementedError
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        groups = super().complete(prompts, seeds)
+        return self.told(prompts, [[self.ended(completion.tokens) for completion in group] for group in groups])
+
+
+class Truncated(OtherEndings):
+    """Hands in the first half of every completion."""
+
+    def ended(self, tokens: list[int]) -> list[int]:
+        return tokens[: max(1, len(tokens) // 2)]
+
+
+class Padded(OtherEndings):
+    """Appends end tokens where there is room, to be paid for more tokens."""
+
+    def ended(self, tokens: list[int]) -> list[int]:
+        return (tokens + [self.sampling.eos_ids[0]] * PADDING)[: self.sampling.max_tokens]
+
+
+class EndForced(OtherEndings):
+    """Stops after half of every completion and puts an end token there."""
+
+    def ended(self, tokens: list[int]) -> list[int]:
+        return [*tokens[: len(tokens) // 2], self.sampling.eos_ids[0]]

@@ -1,0 +1,113 @@
+"""Workers that lie, each in one way, by changing one method of the honest producer.
+
+Started by `shoal run` where `workers.cheat` names one; never imported by the worker itself. Each kind lies from its first
+submission on, so every submission it hands in must be rejected.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shoal.config import Cheat
+from shoal.engine.protocol import Completion
+from shoal.engine.torch_engine import TorchEngine
+from shoal.launch import process
+from shoal.protocol.invite import read_invite
+from shoal.protocol.messages import Assignment
+from shoal.roles.worker import run_worker
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout
+from shoal.tasks.derive import GroupPlan
+
+VERSIONS_BEHIND = 4
+
+
+class OlderWeights(Producer):
+    """Generates with the first version it ever loaded, and says it has the newest."""
+
+    def load(self, folder: Path, version: int) -> int | None:
+        if self.tokenizer is None:
+            self.first_version = version
+            super().load(folder, version)
+        is_a_lie = version >= self.first_version + VERSIONS_BEHIND
+        return version if is_a_lie else None  # None: asks for no task yet
+
+
+class QuantizedWeights(Producer):
+    """Generates with weights rounded to 4 bits (symmetric, one scale for 32 values), to save memory."""
+
+    def load(self, folder: Path, version: int) -> int | None:
+        super().load(folder, version)
+        assert isinstance(self.engine, TorchEngine)
+        round_linears_(self.engine.model, round_to_4_bits_)
+        self.engine.folder = None  # the next version must come whole: what is here is no version's weights
+        return version
+
+
+class ForgedReward(Producer):
+    """Claims that every answer was right."""
+
+    def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
+        return [replace(rollout, reward=1.0) for rollout in super().rollouts(plans, groups)]
+
+
+class WrongTemperature(Producer):
+    """Samples at half the stated temperature, for surer answers."""
+
+    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+        return self.engine.generate(prompts, seeds, replace(self.sampling, temperature=self.sampling.temperature / 2))
+
+
+class ReplayedSubmission(Producer):
+    """Generates once, for a task nobody gave it, and hands that one file in for every task."""
+
+    file: bytes | None = None
+
+    def submission(self, assignment: Assignment) -> bytes:
+        if self.file is None:
+            self.file = super().submission(assignment.model_copy(update={"number": assignment.number + 999}))
+        return self.file
+
+
+CHEATS: dict[Cheat, type[Producer]] = {
+    "older_weights": OlderWeights,
+    "quantized_weights": QuantizedWeights,
+    "forged_reward": ForgedReward,
+    "wrong_temperature": WrongTemperature,
+    "replayed_submission": ReplayedSubmission,
+}
+
+
+def round_linears_(model: torch.nn.Module, round_: Callable[[torch.Tensor], None]) -> None:
+    """Apply `round_` to the weights of every linear layer but the output head."""
+    for module in model.base_model.layers.modules():  # type: ignore[union-attr]
+        if isinstance(module, torch.nn.Linear):
+            round_(module.weight.data)
+
+
+def round_to_4_bits_(weight_OI: torch.Tensor, block: int = 32) -> None:
+    """Round in place to 15 levels a block of `block` values, as simple 4-bit quantisation does."""
+    flat = weight_OI.view(-1, block)
+    scale = flat.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 7
+    flat.copy_((flat / scale).round() * scale)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m shoal.adversary.cheats KIND --join INVITE --dir DIR`: a worker that lies."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=list(CHEATS))
+    parser.add_argument("--join", required=True)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    stop = process.begin(f"worker that lies ({arguments.kind})", threads=arguments.threads)
+    ended = run_worker(read_invite(arguments.join), arguments.dir, arguments.threads, stop, CHEATS[arguments.kind])
+    return 3 if ended == "evicted" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What every attack of the matrix starts from: an honest producer that knows what an attacker would know.
+
+Invariant: an `Attack` without overrides is honest; each subclass changes what its docstring says, and keeps every other
+field as consistent as its attacker can cheaply make it.
+Called by the modules `attacks*`; `shoal.adversary.cheats` holds the few lies that a live run can be given.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Config
+from shoal.engine.protocol import Completion
+from shoal.engine.torch_engine import TorchEngine
+from shoal.model.sampling import token_logprobs
+from shoal.model.tree import Tree, forward_hidden, pack
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Assignment
+from shoal.rollout.produce import Producer
+from shoal.tasks.derive import GroupPlan
+
+
+@dataclass(frozen=True)
+class Lab:
+    versions: list[Path]  # folders of consecutive policy versions; the last is the one that tasks ask for
+    neighbour: Identity = field(default_factory=Identity.generate)  # an honest worker whose files the attacker sees
+
+    def behind(self, steps: int) -> Path:
+        """The version of so many steps ago. Raises ValueError where the lab does not reach back that far."""
+        if steps >= len(self.versions):
+            raise ValueError(f"{len(self.versions)} versions do not reach back {steps} steps")
+        return self.versions[-1 - steps]
+
+
+class Attack(Producer):
+    """Honest: no lie."""
+
+    def __init__(self, config: Config, run: str, identity: Identity, engine: TorchEngine, lab: Lab) -> None:
+        super().__init__(config, run, identity, engine)
+        self.lab = lab
+        self.torch_engine = engine
+        self.plans: list[GroupPlan] = []  # of the submission that is being made
+
+    @property
+    def model(self) -> Any:
+        return self.torch_engine.model
+
+    def plan(self, assignment: Assignment) -> list[GroupPlan]:
+        self.plans = super().plan(assignment)
+        return self.plans
+
+    @torch.inference_mode()
+    def told(
+        self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[Completion]]:
+        """Token lists as completions of these prompts, with the hidden states and logprobs that the model gives them."""
+        completions = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            tree = Tree(prompt, group)
+            hidden_NH = forward_hidden(self.model, pack([tree]).to(self.model.device))
+            tokens_N = torch.tensor([token for tokens in group for token in tokens], device=hidden_NH.device)
+            logprobs_N = token_logprobs(self.model.lm_head(hidden_NH).float() / self.sampling.temperature, tokens_N)
+            lengths = [len(tokens) for tokens in group]
+            completions.append(
+                [
+                    Completion(list(tokens), logprobs.tolist(), hidden.to("cpu", torch.bfloat16))
+                    for tokens, logprobs, hidden in zip(
+                        group, torch.split(logprobs_N, lengths), torch.split(hidden_NH, lengths), strict=True
+                    )
+                ]
+            )
+        return completions
+
+    @torch.inference_mode()
+    def restated(self, completion: Completion) -> Completion:
+        """The completion with its logprobs at the stated temperature, from its hidden states (no new forward)."""
+        hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
+        tokens_T = torch.tensor(completion.tokens, device=hidden_TH.device)
+        logprobs_T = token_logprobs(self.model.lm_head(hidden_TH).float() / self.sampling.temperature, tokens_T)
+        return replace(completion, logprobs=logprobs_T.clamp(max=0.0).tolist())
+
+
+@contextmanager
+def outputs_changed(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While it is open, `module` returns `change` of what it computed."""
+    hook = module.register_forward_hook(lambda _, __, output: change(output))
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,1 @@
+"""The pool's server: members, assignments, submissions, batches and trust, behind signed HTTP routes."""

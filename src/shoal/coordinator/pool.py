@@ -1,0 +1,45 @@
+"""The pool's state, put together: one part for each thing that members do, all over one database.
+
+Invariant: each public method of a part is one transaction, ledger entries included; where one part calls another, both
+are in it. Called by the coordinator's routes, which use the parts (`pool.members.register(...)`).
+"""
+
+import random
+import sqlite3
+from collections.abc import Callable
+
+from shoal.config import Config
+from shoal.coordinator.assignments import Assignments
+from shoal.coordinator.batches import Batches
+from shoal.coordinator.database import Database
+from shoal.coordinator.learning import Learning
+from shoal.coordinator.members import Members
+from shoal.coordinator.metrics import read_metrics
+from shoal.coordinator.status import read_history, read_status
+from shoal.coordinator.submissions import Submissions
+from shoal.coordinator.trust import Trust
+from shoal.ledger.chain import Ledger
+from shoal.protocol.messages import Evaluation, Status
+
+
+class Pool:
+    def __init__(
+        self, connection: sqlite3.Connection, ledger: Ledger, config: Config, run: str, clock: Callable[[], float]
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.db = Database(connection, ledger, clock)
+        self.members = Members(self.db, config, Assignments(self.db, config))
+        self.batches = Batches(self.db, config)
+        trust = Trust(self.db, config, random.SystemRandom().random)
+        self.submissions = Submissions(self.db, config, self.batches, trust)
+        self.learning = Learning(self.db)
+
+    def status(self) -> Status:
+        return read_status(self.db, self.config, self.run)
+
+    def history(self) -> tuple[list[dict[str, float]], list[Evaluation]]:
+        return read_history(self.db.connection)
+
+    def metrics(self) -> str:
+        return read_metrics(self.db)

@@ -1,0 +1,113 @@
+"""Atomic, durable files: a file gets its final name once it is complete, and a folder is removed in one step.
+
+Invariant: a file under its final name is complete. Until then it has a temporary name in the same folder, under which it
+may be read while it grows. What `fsync` returned for survives a power cut; a renamed or linked file also needs it for its
+folder. Every room that stores files uses this module; it imports nothing of Shoal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+
+
+class NewFile:
+    """A file that has no final name yet: it gets one by `commit`, or is gone, or is `kept` to be taken up later."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        self.temporary = temporary(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            self.temporary.unlink(missing_ok=True)  # who reads the old one sees that it ended
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        self.kept = False
+
+    @property
+    def size_bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
+        write_all(self._fd, data, offset_bytes)
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        return os.pread(self._fd, size_bytes, offset_bytes)
+
+    def truncate(self) -> None:
+        """Forget what was written: under a new file, so that who reads the old one sees that it ended."""
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        self.temporary.unlink(missing_ok=True)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def commit(self, *, durable: bool = True) -> None:
+        """Shards need not be durable: a restart looks at their hashes."""
+        if durable:
+            os.fsync(self._fd)
+        self.temporary.rename(self.path)
+        if durable:
+            fsync(self.path.parent)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if not self.kept:
+            self.temporary.unlink(missing_ok=True)
+
+
+def temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[NewFile]:
+    file = NewFile(path)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    with new_file(path) as file:
+        file.write(0, data)
+        file.commit()
+
+
+def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset_bytes)
+        view, offset_bytes = view[written:], offset_bytes + written
+
+
+def fsync(path: Path) -> None:
+    """Return once this file's content, or this folder's list of names, is on disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def discard(folder: Path) -> None:
+    """Removes a folder such that a half-removed one is never taken for a version."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a killed process left: temporary files and half-removed folders."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+    for path in folder.glob(".*.gone"):
+        shutil.rmtree(path, ignore_errors=True)

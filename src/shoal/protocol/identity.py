@@ -1,0 +1,174 @@
+"""A node's identity: one ed25519 key, which is also its name everywhere in the pool.
+
+Invariant: a signature serves one purpose. `domain` is mandatory and is signed in front of the message, so a
+ledger signature can never be shown as the signature of a manifest. And a key has one spelling: `verify`
+accepts only lowercase hex of a canonical point, or one banned key would have many names.
+
+Called by every process that signs or checks anything. It imports only `errors` and `files`.
+
+Left out: passphrases (a worker restarts unattended; the file's mode guards it), key rotation (a new key is a
+new node), hardware keys.
+"""
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from pydantic import BaseModel, ConfigDict
+
+from shoal.errors import ShoalError
+from shoal.files import fsync
+
+PUBLIC_HEX = re.compile("[0-9a-f]{64}")
+SIGNATURE_HEX = re.compile("[0-9a-f]{128}")
+DOMAIN = re.compile("[a-z0-9._/-]{1,64}")
+
+FIELD_PRIME = 2**255 - 19
+ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
+# y of the eight points of small order. As keys they accept signatures that nobody made.
+SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
+
+
+class IdentityError(ShoalError, ValueError):
+    """A key file, a public key or a signed payload that cannot be used; the message says what to do next."""
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """A private key and the name it gives its owner."""
+
+    private_key: Ed25519PrivateKey = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> Self:
+        """Return a new identity from the system's randomness; it lives in memory until saved."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a PEM PKCS8 file; IdentityError when it is missing, unreadable or not an ed25519 key."""
+        try:
+            key = load_pem_private_key(path.read_bytes(), password=None)
+        except FileNotFoundError as error:
+            raise IdentityError(f"no key file at {path}: check the path, or let a new key be made there") from error
+        except OSError as error:
+            raise IdentityError(f"cannot read the key file {path} ({error.strerror}): check its owner") from error
+        except TypeError as error:
+            raise IdentityError(f"the key file {path} is encrypted: store it without a passphrase") from error
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise IdentityError(_unusable(path, "is not a PEM private key")) from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise IdentityError(_unusable(path, "holds a key of another kind than ed25519"))
+        return cls(key)
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Self:
+        """Load the key at path, or make and save one; processes that start at once agree on one key."""
+        if not path.exists():
+            identity = cls.generate()
+            try:
+                identity.save(path)
+                return identity
+            except FileExistsError:
+                pass  # another process was faster: its key is the key
+        return cls.load(path)
+
+    def save(self, path: Path) -> None:
+        """Write the key as PEM PKCS8, mode 0600, whole or not at all; FileExistsError when path is taken."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp gives mode 0600
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+                file.flush()
+                os.fsync(file.fileno())
+            path.hardlink_to(temporary)  # a rename would overwrite; a link refuses, atomically
+        finally:
+            temporary.unlink()
+        fsync(path.parent)
+
+    @cached_property
+    def public(self) -> str:
+        """The node's name: its public key, 64 hex characters."""
+        return self.private_key.public_key().public_bytes_raw().hex()
+
+    def sign(self, message: bytes, *, domain: str) -> str:
+        """Return the signature of message for one purpose, 128 hex characters."""
+        if not DOMAIN.fullmatch(domain):
+            raise ValueError(f"bad signing domain {domain!r}: 1 to 64 of a-z 0-9 . _ / -")
+        return self.private_key.sign(_in_domain(domain, message)).hex()
+
+
+def verify(public: str, message: bytes, signature: str, *, domain: str) -> bool:
+    """Return whether public signed message for this purpose; anything malformed is False, never an error."""
+    try:
+        key = public_key(public)
+    except IdentityError:
+        return False
+    if not (_matches(SIGNATURE_HEX, signature) and _matches(DOMAIN, domain)):
+        return False
+    try:
+        key.verify(bytes.fromhex(signature), _in_domain(domain, message))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def public_key(public: str) -> Ed25519PublicKey:
+    """Return the key that a name stands for; IdentityError unless it is the one spelling of a safe point."""
+    if not _matches(PUBLIC_HEX, public):
+        raise IdentityError("a public key is 64 lowercase hex characters")
+    raw = bytes.fromhex(public)
+    y = int.from_bytes(raw, "little") & (2**255 - 1)  # the top bit is the sign of x
+    if y >= FIELD_PRIME or y in SMALL_ORDER_Y:
+        raise IdentityError(f"the public key {public} is not a safe point of the curve")
+    return Ed25519PublicKey.from_public_bytes(raw)
+
+
+class Signed(BaseModel):
+    """A text, the key that signed it and the signature: what travels when HTTP is not there to vouch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    payload: str
+    key: str
+    signature: str
+
+    @classmethod
+    def make(cls, identity: Identity, payload: str, *, domain: str) -> Self:
+        """Sign the UTF-8 bytes of payload."""
+        signature = identity.sign(payload.encode(), domain=domain)
+        return cls(payload=payload, key=identity.public, signature=signature)
+
+    def open(self, expected_key: str, *, domain: str) -> str:
+        """Return the payload; IdentityError unless expected_key signed it for this purpose."""
+        if self.key != expected_key:
+            raise IdentityError(f"signed by {self.key[:64]!r}, expected {expected_key}")
+        if not verify(self.key, self.payload.encode(), self.signature, domain=domain):
+            raise IdentityError(f"the signature of {self.key} does not match the payload in domain {domain}")
+        return self.payload
+
+
+def _in_domain(domain: str, message: bytes) -> bytes:
+    return b"shoal/" + domain.encode("ascii") + b"\n" + message
+
+
+def _matches(pattern: re.Pattern[str], text: object) -> bool:
+    return isinstance(text, str) and pattern.fullmatch(text) is not None
+
+
+def _unusable(path: Path, fault: str) -> str:
+    return f"the key file {path} {fault}: restore it from a copy, or move it away to start as a new node"

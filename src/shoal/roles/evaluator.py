@@ -1,0 +1,28 @@
+"""`shoal evaluator`: joins as an evaluator and measures the held-out accuracy of published versions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from shoal.protocol.invite import Invite
+from shoal.roles.joining import join
+
+NICENESS = 10  # only the last evaluation is waited for; the others take the cores that training leaves
+
+
+def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
+    """Returns how the run ended."""
+    from shoal.engine.torch_engine import TorchEngine
+    from shoal.evals.heldout import Evaluator
+
+    os.nice(NICENESS)
+    node, config, dtype = join(invite, folder, threads)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+
+        def new_engine() -> TorchEngine:
+            return TorchEngine(dtype, config.model.device)
+
+        return Evaluator(node, config, new_engine, folder / "weights", publisher).run(stop)

@@ -1,0 +1,45 @@
+"""`shoal relay --join`: SHARDCAST's relay as a member of the pool. It mirrors the origin and serves workers."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+from shoal.protocol.invite import Invite
+from shoal.protocol.messages import Status
+from shoal.protocol.node import Node
+from shoal.roles.serving import WATCH_S, serve_store
+from shoal.shardcast import Relay, Store
+
+
+def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
+    """Mirror the origin and serve it on, until the run ends."""
+    config = Node.read_config(invite)
+    store = Store(folder / "store", keep=config.relays.keep, quota_bytes=config.relays.quota_bytes)
+
+    async def mirror(node: Node) -> str:
+        publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
+        status = await asyncio.to_thread(node.get, "/v1/status", Status)
+        origins = [member.url for member in status.nodes if member.role == "origin" and member.url]
+
+        def upstream() -> list[str]:
+            """The origin, and the relays that are up now: among them they find out who is nearer to it."""
+            return origins + (node.answer.relays if node.answer else [])
+
+        relay = Relay(upstream, store, node.access(publisher, config))
+        task = asyncio.create_task(relay.mirror())
+        try:
+            while not stop.is_set() and not task.done():
+                if node.answer and node.answer.state != "running":
+                    return node.answer.state
+                held = relay.status.versions
+                node.policy_version = max(held) if held else None
+                node.came(relay.status.rates_Bps, relay.status.behind_s)
+                node.doing(relay.status.last_error or "the origin", waiting=True)
+                await asyncio.sleep(WATCH_S)
+            if task.done():
+                await task  # raises what stopped the mirror
+            return "stopped"
+        finally:
+            task.cancel()
+
+    return asyncio.run(serve_store(invite, config, folder, store, config.relays.host, config.relays.port, mirror))

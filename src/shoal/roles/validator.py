@@ -1,0 +1,19 @@
+"""`shoal validator`: joins as a validator and judges submissions until the run ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from shoal.protocol.invite import Invite
+from shoal.roles.joining import join
+
+
+def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
+    """Returns how the run ended."""
+    from shoal.validator.service import Validator
+
+    node, config, dtype = join(invite, folder, threads)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+        return Validator(node, config, folder / "weights", publisher, dtype).run(stop)

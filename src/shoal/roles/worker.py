@@ -1,0 +1,26 @@
+"""`shoal worker`: joins as a worker, follows the newest weights, and generates rollouts until the run ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from shoal.protocol.invite import Invite
+from shoal.roles.joining import join
+
+
+def run_worker(
+    invite: Invite, folder: Path, threads: int, stop: threading.Event, producer_type: type | None = None
+) -> str:
+    """Returns how the run ended. `producer_type`: the honest `Producer` if None, or one of `shoal.adversary.cheats`."""
+    from shoal.engine.torch_engine import TorchEngine
+    from shoal.rollout.produce import Producer
+    from shoal.rollout.worker import Worker, follow
+
+    node, config, dtype = join(invite, folder, threads)
+    with node.heart():
+        publisher = node.wait_for_key("origin", stop)
+        engine = TorchEngine(dtype, config.model.device)
+        producer = (producer_type or Producer)(config, node.invite.run, node.identity, engine)
+        with follow(node, config, folder / "weights", publisher) as follower:
+            return Worker(node, producer).run(follower, stop)

@@ -1,0 +1,106 @@
+"""Conversations for supervised fine-tuning: read, encoded, parted, put in order, and packed into micro-batches.
+
+Invariant: what an update trains on is a pure function of seed, epoch and data; every conversation that fits comes once an
+epoch. Called by `sft`. Left out: reading what does not fit in memory (four bytes a token are kept).
+"""
+
+import hashlib
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Config, ConfigError
+from shoal.config.recipe import SftSection
+from shoal.model.load import eos_ids
+from shoal.model.tree import Pack, assign_rows, pack
+from shoal.sft.chat import ChatTemplate, Example
+from shoal.sft.conversations import ConversationError, read
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    pack: Pack
+    trained_N: Tensor  # bool, over the pack's completion tokens
+
+
+@dataclass(frozen=True)
+class Data:
+    train: list[Example]
+    heldout: list[Example]
+    ends: set[int]  # tokens that end an assistant's turn
+
+
+def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
+    """Read, encode and part the conversations of `sft.data`. `folder` is the model's. Raises ConversationError."""
+    settings = config.sft
+    if not settings.data:
+        raise ConfigError("sft.data is empty: name a .jsonl or .parquet file, or a data set of the hub as org/name")
+    template = ChatTemplate(tokenizer, eos_ids(folder))
+    examples = [template.example(conversation) for conversation in read(settings.data)]
+    fitting = [example for example in examples if len(example.tokens) <= settings.max_tokens]
+    if len(fitting) < len(examples):
+        log.warning(
+            "dropped %d of %d conversations: longer than sft.max_tokens = %d (the longest has %d); none is cut",
+            len(examples) - len(fitting),
+            len(examples),
+            settings.max_tokens,
+            max(len(example.tokens) for example in examples),
+        )
+    order = random.Random(f"{config.run.seed}:heldout").sample(range(len(fitting)), len(fitting))
+    kept = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
+    if len(fitting) <= kept:
+        raise ConversationError(
+            f"{settings.data}: of {len(examples)} conversations {len(fitting)} fit sft.max_tokens = "
+            f"{settings.max_tokens} and {kept} are held out, so none is left to train on"
+        )
+    heldout, train = [fitting[i] for i in sorted(order[:kept])], [fitting[i] for i in sorted(order[kept:])]
+    log.info("%d conversations to train on, %d held out", len(train), len(heldout))
+    return Data(train, heldout, template.ends)
+
+
+def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[int, list[int]]]:
+    """Each update's epoch and conversations: every one once an epoch, in an order of the epoch's own.
+
+    An epoch's last update takes what is left. A longer plan begins with a shorter one's updates.
+    """
+    updates: list[tuple[int, list[int]]] = []
+    for epoch in range(settings.epochs):
+        order = list(range(len(lengths)))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        if settings.batch is not None:
+            batches = [order[at : at + settings.batch] for at in range(0, len(order), settings.batch)]
+        else:
+            sizes = [min(lengths[i], settings.batch_tokens) for i in order]  # one that is longer is a batch of its own
+            rows = assign_rows(sizes, settings.batch_tokens, in_order=True)
+            batches = [[order[at] for at in row] for row in rows]
+        updates += [(epoch, batch) for batch in batches]
+    return updates
+
+
+def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[MicroBatch]:
+    """Pack conversations side by side into rows of `row_tokens`; every token comes exactly once."""
+    rows = assign_rows([len(example.tokens) for example in examples], row_tokens)
+    return [
+        MicroBatch(
+            pack([examples[i].tree for i in row]),
+            torch.cat([examples[i].trained_N() for i in row]),
+        )
+        for row in rows
+    ]
+
+
+def fingerprint(data: Data, config: Config) -> str:
+    """What the order and content of every update follow from, as a hash."""
+    settings = config.sft
+    found = hashlib.sha256(repr([config.model.name, config.run.seed, settings.batch, settings.batch_tokens]).encode())
+    for example in data.train:
+        found.update(repr(example.spans).encode() + example.tokens.tobytes())
+    return found.hexdigest()

@@ -1,0 +1,158 @@
+"""A conversation as tokens, and which of them the assistant wrote: those alone are trained.
+
+An assistant's turn is trained from the first token after the generation prompt to the token that ends it, both read off
+what the model's own chat template makes of the conversation's beginnings:
+
+    up to the turn, with generation prompt    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+    up to and with the turn                   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
+    trained                                                                                        Yo<|im_end|>
+
+Invariant: the tokens before a trained one are those that generation would have before it. A template where one beginning's
+tokens do not begin the next's (it rewrites earlier turns, or tokens merge across the seam) is an error, unless the template
+itself marks what the assistant writes ({% generation %}).
+Called by `sft`. Left out: training on text without a chat template, and weights for single messages.
+"""
+
+from __future__ import annotations  # array[int] is no type at run time before Python 3.12
+
+import re
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import torch
+from torch import Tensor
+
+from shoal.model.tree import Tree
+from shoal.sft.conversations import Conversation, ConversationError
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation's tokens up to the last trained one, and the spans [start, stop) that are trained, in order."""
+
+    tokens: array[int]
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def n_trained(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    @property
+    def tree(self) -> Tree:
+        """The first turn's prompt, and as its one completion all that follows."""
+        first = self.spans[0][0]
+        return Tree(self.tokens[:first], [self.tokens[first:]])
+
+    def trained_N(self) -> Tensor:
+        """bool, for each token of the tree's completion: whether it is trained."""
+        first = self.spans[0][0]
+        trained = torch.zeros(len(self.tokens) - first, dtype=torch.bool)
+        for start, stop in self.spans:
+            trained[start - first : stop - first] = True
+        return trained
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. `ends` are the tokens that it was seen to end an assistant's turn with."""
+
+    def __init__(self, tokenizer: Any, eos: Collection[int]) -> None:
+        """`eos`: the tokens that end a completion, as the model declares them."""
+        if not tokenizer.chat_template:
+            raise ConversationError(
+                "the model's tokenizer has no chat template; train one that has (often `-Instruct`)"
+            )
+        self.tokenizer = tokenizer
+        self.eos = set(eos)
+        self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ends: set[int] = set()
+
+    def example(self, conversation: Conversation) -> Example:
+        """Raises ConversationError, naming the conversation, where the spans do not follow from the template."""
+        where, messages = conversation.where, conversation.messages
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ConversationError(f"{where}: no message is the assistant's, so there is nothing to train on")
+        if turns[0] == 0:
+            raise ConversationError(f"{where}: begins with the assistant, so nothing is there to answer")
+        until = messages[: turns[-1] + 1]
+        template = self.tokenizer.get_chat_template(tools=conversation.tools)
+        if MARKED.search(template):
+            tokens, spans = self._marked(conversation, until)
+        else:
+            tokens, spans = self._derived(conversation, until, turns)
+        ended = [self._end(where, tokens, start, stop, last=stop == spans[-1][1]) for start, stop in spans]
+        return Example(tokens[: ended[-1]], tuple((start, stop) for (start, _), stop in zip(spans, ended, strict=True)))
+
+    def _derived(
+        self, conversation: Conversation, until: list[dict[str, Any]], turns: list[int]
+    ) -> tuple[array[int], list[tuple[int, int]]]:
+        """The whole conversation's tokens, and each turn's span: between two beginnings that begin it."""
+        whole = self._tokens(conversation, until)
+        spans = []
+        for turn in turns:
+            before = self._tokens(conversation, until[:turn], prompt=True)
+            after = self._tokens(conversation, until[: turn + 1])
+            if whole[: len(before)] != before or whole[: len(after)] != after or len(after) <= len(before):
+                raise ConversationError(
+                    f"{conversation.where}: the chat template writes what comes before or in message {turn} otherwise once"
+                    " more follows, so what the assistant wrote cannot be told from it; make a conversation for each of"
+                    " its turns, or mark them in the template with {% generation %}"
+                )
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _marked(
+        self, conversation: Conversation, until: list[dict[str, Any]]
+    ) -> tuple[array[int], list[tuple[int, int]]]:
+        encoded = self._encode(conversation, until, return_assistant_tokens_mask=True)
+        mask = [0, *encoded["assistant_masks"], 0]
+        starts = [i for i in range(len(mask) - 1) if mask[i] < mask[i + 1]]
+        stops = [i for i in range(len(mask) - 1) if mask[i] > mask[i + 1]]
+        if not starts or starts[0] == 0:
+            raise ConversationError(
+                f"{conversation.where}: the chat template marks nothing as generated after a prompt"
+            )
+        return array("i", encoded["input_ids"]), list(zip(starts, stops, strict=True))
+
+    def _end(self, where: str, tokens: array[int], start: int, stop: int, *, last: bool) -> int:
+        """Where training of the turn in tokens[start:stop] stops: behind the token that ends it.
+
+        It is sought among what follows the turn's text, special tokens and white space. One the model does not declare
+        counts where it declares none of them; where a template writes none at all, EOS is set behind the last turn.
+        """
+        if tokens[stop - 1] not in self.eos | self.special and set(tokens[stop : stop + 1]) & (self.eos | self.special):
+            stop += 1  # a template may leave the end out of what it marks
+        tail = stop
+        while tail > start and self._follows_text(tokens[tail - 1]):
+            tail -= 1
+        for known in (self.eos, self.special):
+            end = next((i for i in range(tail, stop) if tokens[i] in known), None)
+            if end is not None:
+                self.ends.add(tokens[end])
+                return end + 1
+        if not last or self.tokenizer.eos_token_id is None:
+            raise ConversationError(
+                f"{where}: the chat template writes no token that ends the assistant's turn, so a model could not learn"
+                " to stop there; have one assistant's message in a conversation, or another template"
+            )
+        tokens[stop:] = array("i", [self.tokenizer.eos_token_id])
+        return stop + 1
+
+    def _follows_text(self, token: int) -> bool:
+        return token in self.eos or token in self.special or not str(self.tokenizer.decode([token])).strip()
+
+    def _tokens(
+        self, conversation: Conversation, messages: list[dict[str, Any]], *, prompt: bool = False
+    ) -> array[int]:
+        return array("i", self._encode(conversation, messages, add_generation_prompt=prompt)["input_ids"])
+
+    def _encode(self, conversation: Conversation, messages: list[dict[str, Any]], **options: bool) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, return_dict=True, **options)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ConversationError(f"{conversation.where}: the chat template refuses it ({error})") from error

@@ -1,0 +1,283 @@
+"""The client: brings a published version from the relays into a local folder, whole or as deltas of one that is here.
+
+    plan     which streams to fetch: the fewest bytes that lead from what the cache holds to the version
+    fetch    each stream, from several relays at once
+    check    every file read back against the signed manifest; only then does the folder get its name
+
+Invariant: the folder `fetch` returns holds exactly the files the learner published, however they came.
+Called by workers and validators, from any thread that runs no event loop; several clients may share one
+cache.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial as bind
+from pathlib import Path
+
+from shoal.files import discard
+from shoal.shardcast.fetch.cache import Cache, delta_path
+from shoal.shardcast.fetch.download import Download, ReplacedError, first_error
+from shoal.shardcast.fetch.partial import Partial, disk_errors
+from shoal.shardcast.fetch.plan import NoWayError, Step, offered, plan
+from shoal.shardcast.fetch.source import Offer, SourceError
+from shoal.shardcast.fetch.sources import Access, FetchError, Sources
+from shoal.shardcast.format import delta
+from shoal.shardcast.format.delta_format import DeltaError
+from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
+
+LOOK_AGAIN_S = 0.2
+STALL_S = 60.0
+
+
+@dataclass(frozen=True)
+class FetchReport:
+    version: int
+    transferred_bytes: int  # over the network, manifests and refused shards included
+    reused_bytes: int  # taken up from the cache or from an interrupted fetch
+    seconds: float
+    complaints: tuple[str, ...]  # the last one about each relay that failed or sent wrong data
+    rates_Bps: dict[str, float]  # by URL
+    parent: int | None = None  # the version that the deltas are of
+
+
+@dataclass
+class Progress:
+    """Of the fetch that runs now; another thread may read it."""
+
+    doing: str = ""
+    version: int | None = None
+    total_bytes: int = 0  # of the streams to fetch
+    transferred_bytes: int = 0
+    by_source: dict[str, int] = field(default_factory=dict)
+    reused_bytes: int = 0
+    complaints: dict[str, str] = field(default_factory=dict)
+    parent: int | None = None
+
+    def note(self, error: SourceError) -> None:
+        self.complaints[error.url] = str(error)
+
+
+class Client:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        access: Access,
+        cache: Path,
+        *,
+        fallback: Sequence[str] = (),
+        relays: Callable[[], Sequence[str]] | None = None,
+        keep: int = 2,
+        parallel: int = 8,
+        timeout_s: float = 600.0,
+        wait_s: float = 0.0,
+    ) -> None:
+        """`fallback`: servers to ask while no relay delivers, such as the origin. `relays` tells what takes the place of
+        `urls` while a fetch runs, since relays come and go. `timeout_s` bounds a whole fetch
+        until its bytes are here (not the check of the disk after it), `wait_s` how long to wait for a relay to answer,
+        for the first version, or for what a version is a delta of."""
+        if not urls and not fallback:
+            raise FetchError("no relay is known; start one, or wait until one has joined")
+        self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
+        self.access = access
+        self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
+        self.parallel, self.timeout_s, self.wait_s = parallel, timeout_s, wait_s
+        self.progress = Progress()
+        self.last_report: FetchReport | None = None
+
+    def latest(self) -> Manifest | None:
+        """The newest version any relay can prove; None if none is published.
+        Raises FetchError if no relay answers."""
+
+        async def ask() -> Offer | None:
+            async with self._sources() as sources:
+                now_s = time.monotonic()
+                return await self._find(sources, None, None, now_s + self.wait_s, now_s + self.timeout_s)
+
+        offer = asyncio.run(ask())
+        return offer and offer[1]
+
+    def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
+        """The folder of a version (None: the newest; `digest`: exactly that one) and its manifest.
+        A version in the cache is returned without asking anyone when its number is given.
+        Raises FetchError; the shards fetched until then are kept for the next call."""
+        started_s, self.progress = time.monotonic(), Progress()
+        held = None if version is None else self.cache.held(version, digest)
+        if held is None:
+            held = asyncio.run(self._bring(version, digest, started_s + self.timeout_s))
+        else:
+            self.progress.reused_bytes = held[1].size_bytes
+        progress = self.progress
+        seconds = time.monotonic() - started_s
+        self.last_report = FetchReport(
+            version=held[1].version,
+            transferred_bytes=progress.transferred_bytes,
+            reused_bytes=progress.reused_bytes,
+            seconds=seconds,
+            complaints=tuple(progress.complaints.values()),
+            rates_Bps={url: size_bytes / seconds for url, size_bytes in progress.by_source.items()},
+            parent=progress.parent,
+        )
+        if progress.total_bytes:
+            self.access.on_fetched(self.last_report.rates_Bps, max(time.time() - held[1].created_s, 0.0))
+        return held
+
+    async def _bring(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
+        began_s = time.monotonic()
+        wait_until_s = min(began_s + self.wait_s, deadline_s)
+        async with self._sources() as sources:
+            while True:
+                offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
+                if offer is None:
+                    raise FetchError(f"no version is published yet at {', '.join(self.urls)}; try again later")
+                with self.cache.locked(deadline_s):
+                    try:
+                        return await self._obtain(sources, offer, digest, deadline_s)
+                    except NoWayError as error:
+                        if time.monotonic() >= wait_until_s:
+                            raise FetchError(f"{error} (waited {time.monotonic() - began_s:.1f} s)") from error
+                        self.progress.doing = f"waiting: {error}"
+                    except ReplacedError:
+                        continue
+                await asyncio.sleep(LOOK_AGAIN_S)  # perhaps it comes, or an anchor does
+
+    async def _obtain(
+        self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
+    ) -> tuple[Path, Manifest]:
+        """One version, under the cache's lock."""
+        while True:
+            if held := self.cache.held(offer[1].version, digest):
+                self.progress.reused_bytes = held[1].size_bytes
+                return held
+            start, steps = await plan(self.cache, sources, offer)
+            done = await self._follow_plan(sources, start, steps, deadline_s)
+            if done is not None:
+                self.cache.retain(done[1].version)
+                return done
+            if start is None:
+                raise FetchError(
+                    f"version {offer[1].version} in {self.cache.path} does not match its manifest though every shard "
+                    "did: this machine's disk or memory is at fault; what was fetched is dropped, fetch again"
+                )
+            self.cache.drop(start)  # rotten: go without it
+
+    async def _find(
+        self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
+    ) -> Offer | None:
+        """The manifest to fetch: of `version`, else of the newest version any relay can prove."""
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    answers, reasons = await sources.ask(bind(offered, version=version, digest=digest))
+            except TimeoutError as error:
+                raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
+            offers = [offer for offer in answers.values() if offer is not None]
+            if offers or time.monotonic() >= wait_until_s:
+                break
+            self.progress.doing = "waiting for a version" if answers else "waiting for a relay"
+            await asyncio.sleep(LOOK_AGAIN_S)
+        if not answers:
+            wanted = "version list" if version is None else f"manifest of version {version}"
+            why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
+            raise FetchError(f"no relay gave a valid {wanted} ({why}); check the URLs and that a relay is up")
+        return max(offers, key=lambda o: (o[1].version, o[1].created_s, len(o[1].content.shards)), default=None)
+
+    async def _follow_plan(
+        self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
+    ) -> tuple[Path, Manifest] | None:
+        """Fetches and applies; None if what came of it is not what was published."""
+        self.progress.version = steps[-1][0][1].version
+        self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
+        folder = self.cache.folder(start) if start is not None else None
+        signed, manifest = steps[-1][0]
+        for offer, part in steps:
+            self.progress.doing = f"fetching version {offer[1].version} ({part})"
+            if part == "full":
+                (signed, manifest), folder = await self._fetch(sources, offer, "full", deadline_s)
+                continue
+            signed, manifest = offer
+            _, fetched = await self._fetch(sources, offer, "delta", deadline_s)
+            assert folder is not None and manifest.delta is not None
+            made = self.cache.temporary(manifest.version, "made")
+            with disk_errors(self.cache.path):
+                discard(made)
+                path = delta_path(self.cache.folder(manifest.version))
+                (fetched / "delta").replace(path)
+                try:
+                    delta.apply(folder, path, made, [(file.path, file.size_bytes) for file in manifest.files])
+                except DeltaError:
+                    return None
+                if folder.name.startswith("."):
+                    discard(folder)
+            folder = made
+        assert folder is not None
+        final = self.cache.add(folder, signed, manifest)
+        if final is None:
+            return None
+        if start is not None:
+            self.progress.parent = start
+        return final, manifest
+
+    async def _fetch(self, sources: Sources, offer: Offer, part: Part, deadline_s: float) -> tuple[Offer, Path]:
+        """One stream, while it grows where its origin is still writing. Returns the last manifest and the files."""
+        version, stream = offer[1].version, offer[1].streams[part]
+        files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
+        partial = Partial(self.cache.temporary(version, part), files, stream.shard_size_bytes)
+        self.progress.reused_bytes += sum(map(partial.recorded_bytes, stream.entries()))
+        download = Download(sources, version, part, partial.sink, parallel=self.parallel, deadline_s=deadline_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(download.run())
+                download.add(stream.entries(), last=stream.complete)
+                grew_s = time.monotonic()
+                while not offer[1].streams[part].complete:
+                    await asyncio.sleep(LOOK_AGAIN_S)
+                    newer = await self._grown(sources, offer)
+                    new = _added(offer[1].streams[part], newer[1].streams[part])
+                    if new:
+                        grew_s = time.monotonic()
+                    elif time.monotonic() - grew_s > STALL_S:
+                        raise FetchError(
+                            f"version {version} is not whole and has not grown for {STALL_S} s; is its origin still up?"
+                        )
+                    offer = newer
+                    download.add(new, last=offer[1].streams[part].complete)
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return offer, partial.files
+
+    async def _grown(self, sources: Sources, offer: Offer) -> Offer:
+        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None), grace_s=0.5)
+        if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
+            raise ReplacedError(f"version {offer[1].version} is published anew while it was fetched; fetch again")
+        offers = [answer for answer in answers.values() if answer and answer[1].follows(offer[1])]
+        return max([offer, *offers], key=lambda o: len(o[1].content.shards))
+
+    @asynccontextmanager
+    async def _sources(self) -> AsyncIterator[Sources]:
+        progress = self.progress
+        async with self.access.open(self.urls, fallback=self.fallback, on_failure=progress.note) as sources:
+
+            async def tell() -> None:
+                while True:
+                    if self.relays is not None and (urls := self.relays()):
+                        sources.use(urls)
+                    progress.by_source = sources.by_source()
+                    progress.transferred_bytes = sources.received_bytes
+                    await asyncio.sleep(0.1)
+
+            telling = asyncio.ensure_future(tell())
+            try:
+                yield sources
+            finally:
+                telling.cancel()
+                progress.by_source, progress.transferred_bytes = sources.by_source(), sources.received_bytes
+
+
+def _added(earlier: Stream, later: Stream) -> list[ShardEntry]:
+    return later.entries()[len(earlier.shards) :]

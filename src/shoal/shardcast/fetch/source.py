@@ -1,0 +1,273 @@
+"""One server seen from a downloader: three questions, and every way the answer can be bad.
+
+Invariant: what a `Source` returns was checked (manifest signature, shard size and hash); anything else is a
+SourceError that names the URL. Bytes that an `Incoming` hands on are unchecked until `shard` returns.
+Called by `sources`, and through it by relay and client.
+Left out: redirects (a relay could point a worker into its own network), and compression.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from socket import SO_RCVLOWAT, SOL_SOCKET
+from typing import Protocol
+
+import aiohttp
+from blake3 import blake3
+from pydantic import ValidationError
+
+from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry, SignedManifest
+from shoal.shardcast.store import Listing, shard_name, version_name
+
+MAX_SMALL_BYTES = 32 << 20  # a manifest of 100k shards has 7 MB
+READ_BUFFER_BYTES = 2 << 20
+WAKE_BYTES = 32 << 10
+LONGEST_RETRY_AFTER_S = 30.0
+
+Offer = tuple[SignedManifest, Manifest]
+
+
+class SourceError(Exception):
+    """This source did not deliver now; it may later."""
+
+    def __init__(self, url: str, reason: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url, self.reason = url, reason
+        self.retry_after_s = retry_after_s  # it asked for this rest
+
+
+class NotHeld(SourceError):
+    """The source says it does not have that."""
+
+
+class BadData(SourceError):
+    """The source sent something other than what the learner published."""
+
+
+class Sink(Protocol):
+    """Where a shard's bytes go, one after the other, unchecked."""
+
+    def write(self, offset_bytes: int, data: bytes) -> None: ...
+    def restart(self) -> None:
+        """What was written is of no use."""
+
+
+class Incoming:
+    """One shard on its way: may come in parts, from several sources."""
+
+    def __init__(self, shard: ShardEntry, sink: Sink) -> None:
+        self.shard, self.sink = shard, sink
+        self.size_bytes = 0
+        self.senders: set[str] = set()
+        self._digest = blake3()
+
+    def resume(self, data: bytes) -> None:
+        """Bytes that are in the sink already, from its start on."""
+        self._digest.update(data)
+        self.size_bytes += len(data)
+        self.senders.add("an earlier process")
+
+    def take(self, data: bytes) -> None:
+        self._digest.update(data)
+        self.sink.write(self.size_bytes, data)
+        self.size_bytes += len(data)
+
+    def restart(self) -> None:
+        self.sink.restart()
+        self.size_bytes, self._digest = 0, blake3()
+        self.senders.clear()
+
+    def matches(self) -> bool:
+        return self._digest.hexdigest() == self.shard.hash
+
+
+class Standing:
+    """What is known of a server over many shards. Expected throughput is success rate times bandwidth, both moving
+    averages; both heal with time, so that a server that was down or slow is tried again."""
+
+    WEIGHT = 0.25  # of the newest shard
+    HEALS_IN_S = 30.0
+    FORGOTTEN_AFTER_S = 60.0
+
+    def __init__(self) -> None:
+        self._speed_Bps, self._measured_s = 0.0, -math.inf
+        self._success, self._counted_s = 1.0, -math.inf
+
+    def success(self) -> float:
+        return 1 - (1 - self._success) * math.exp(-(time.monotonic() - self._counted_s) / self.HEALS_IN_S)
+
+    def speed_Bps(self) -> float | None:
+        """Of one shard at a time; None where it was not measured lately."""
+        return self._speed_Bps if time.monotonic() - self._measured_s < self.FORGOTTEN_AFTER_S else None
+
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        newest_Bps = size_bytes / max(seconds, 1e-6)
+        known_Bps = self.speed_Bps() or newest_Bps
+        self._speed_Bps, self._measured_s = known_Bps + self.WEIGHT * (newest_Bps - known_Bps), time.monotonic()
+        self._count(1.0)
+
+    def slowed(self, size_bytes: int, seconds: float) -> None:
+        """It became far slower than others: no average with what was."""
+        self._speed_Bps, self._measured_s = size_bytes / seconds, time.monotonic()
+
+    def failed(self) -> None:
+        """Says nothing of its speed."""
+        self._count(0.0)
+
+    def _count(self, success: float) -> None:
+        self._success, self._counted_s = self.success() + self.WEIGHT * (success - self.success()), time.monotonic()
+
+
+def open_session(
+    *, connect_timeout_s: float, idle_timeout_s: float, tls: ssl.SSLContext | None = None
+) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
+        auto_decompress=False,  # no decompression bombs; hashes are over plain bytes
+        headers={"Accept-Encoding": "identity"},
+        read_bufsize=READ_BUFFER_BYTES,
+    )
+
+
+class Source:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        standing: Standing,
+        *,
+        public_key: str,
+        run: str | None,
+        answer_timeout_s: float,
+        token: Callable[[], str] | None = None,
+    ) -> None:
+        self.session = session
+        self.url = url.rstrip("/")
+        self.standing = standing
+        self.public_key = public_key
+        self.run = run
+        self.answer_timeout_s = answer_timeout_s
+        self.token = token
+        self.received_bytes = self.shard_bytes = 0
+
+    async def listing(self) -> Listing:
+        """The versions the source claims to have, newest first, and who it says is between it and the origin."""
+        body = await self._small("versions.json")
+        try:
+            listing = Listing.model_validate_json(body)
+        except ValidationError as error:
+            raise BadData(self.url, "versions.json is malformed; is this a SHARDCAST server?") from error
+        return listing.model_copy(update={"versions": tuple(sorted(listing.versions, reverse=True))})
+
+    async def manifest(self, version: int) -> Offer:
+        body = await self._small(f"{version_name(version)}/manifest.json")
+        try:
+            signed = SignedManifest.parse(body)
+            return signed, signed.open(self.public_key, run=self.run, version=version)
+        except ManifestError as error:
+            raise BadData(self.url, f"manifest of version {version}: {error}") from error
+
+    async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
+        """Brings what is missing of one shard; returns only if the whole is right. The sink's errors pass through."""
+        shard = incoming.shard
+        what = f"shard {shard.index} ({part}) of version {version}"
+        headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
+        async with self._get(f"{version_name(version)}/{shard_name(part, shard.index)}", what, headers) as response:
+            if incoming.size_bytes and not _continues(response, incoming.size_bytes):
+                incoming.restart()  # it sends all of it, as it may
+            incoming.senders.add(self.url)
+            coming_bytes = response.content_length or 0  # as it says: perhaps fewer than are missing
+            with _seldom_woken(response) as expect:
+                expect(coming_bytes)
+                async for chunk in response.content.iter_any():
+                    self.received_bytes += len(chunk)
+                    self.shard_bytes += len(chunk)
+                    if incoming.size_bytes + len(chunk) > shard.size_bytes:
+                        incoming.restart()
+                        raise BadData(self.url, f"{what} is longer than its {shard.size_bytes} bytes")
+                    incoming.take(chunk)
+                    coming_bytes -= len(chunk)
+                    expect(coming_bytes)
+        if incoming.size_bytes != shard.size_bytes:
+            raise SourceError(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
+        if not incoming.matches():
+            alone = incoming.senders == {self.url}
+            incoming.restart()
+            kind = BadData if alone else SourceError  # of several senders any may be to blame
+            raise kind(self.url, f"{what} is corrupt: its hash is not the one in the manifest")
+
+    async def _small(self, path: str) -> bytes:
+        body = bytearray()
+        async with self._get(path, path, {}, aiohttp.ClientTimeout(total=self.answer_timeout_s)) as response:
+            async for chunk in response.content.iter_any():
+                self.received_bytes += len(chunk)
+                body += chunk
+                if len(body) > MAX_SMALL_BYTES:
+                    raise BadData(self.url, f"{path} is longer than {MAX_SMALL_BYTES} bytes")
+        return bytes(body)
+
+    @asynccontextmanager
+    async def _get(
+        self, path: str, what: str, headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self.token is not None:
+            headers = headers | {"Authorization": f"Bearer {self.token()}"}
+        try:
+            async with self.session.get(
+                f"{self.url}/{path}",
+                allow_redirects=False,
+                headers=headers,
+                timeout=timeout or self.session.timeout,
+            ) as response:
+                if response.status == 404:
+                    raise NotHeld(self.url, f"does not hold {what} (404)")
+                if response.status == 416:
+                    raise BadData(self.url, f"{what} ended early: it has nothing from {headers.get('Range')} on (416)")
+                if response.status not in (200, 206):
+                    raise SourceError(
+                        self.url, f"answered {response.status} for {what}", retry_after_s=_retry_after_s(response)
+                    )
+                yield response
+        except TimeoutError as error:
+            raise SourceError(self.url, f"sent nothing for too long while asked for {what}") from error
+        except aiohttp.ClientError as error:
+            raise SourceError(self.url, f"{type(error).__name__} while asked for {what}: {error}") from error
+
+
+@contextmanager
+def _seldom_woken(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
+    """Has the kernel report a body's bytes `WAKE_BYTES` at a time, not packet by packet: on a slow link that is most of
+    the work. The block tells how many are still to come, so that the last ones are reported at once."""
+    connection = response.connection
+    socket = connection.transport.get_extra_info("socket") if connection and connection.transport else None
+    if socket is None or sys.platform != "linux":
+        yield lambda left_bytes: None
+        return
+
+    def report_at(size_bytes: int) -> None:
+        with suppress(OSError):  # closed meanwhile
+            socket.setsockopt(SOL_SOCKET, SO_RCVLOWAT, max(size_bytes, 1))
+
+    try:
+        yield lambda left_bytes: report_at(min(left_bytes, WAKE_BYTES))
+    finally:
+        report_at(1)
+
+
+def _continues(response: aiohttp.ClientResponse, offset_bytes: int) -> bool:
+    return response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {offset_bytes}-")
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
+    text = response.headers.get("Retry-After", "")
+    return min(float(text), LONGEST_RETRY_AFTER_S) if text.isdecimal() else None
+
+
+Complaint = Callable[[SourceError], None]

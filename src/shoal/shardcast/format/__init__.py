@@ -1,0 +1,1 @@
+"""What a published version consists of on the wire: manifest, safetensors layout, deltas."""

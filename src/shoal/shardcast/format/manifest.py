@@ -1,0 +1,259 @@
+"""What one policy version consists of: its files, tensors, shards and hashes, and the signature over all that.
+
+Invariant: a `Manifest` object is always well-formed (sizes add up, paths stay inside the folder, bounds
+hold), and one that came from `SignedManifest.open` was also signed by the expected key. `Manifest.digest`
+names the policy version everywhere else in Shoal; it is taken over canonical JSON, so that one version has exactly one
+digest, whether it can be had whole, as a delta or both.
+Called by the origin (sign) and by relays and clients (open).
+Left out: key rotation, and more than one signer.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients check what they
+assembled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.errors import ShoalError
+
+MAX_SIZE_BYTES = 1 << 40  # 1 TiB
+MAX_SHARDS = 100_000
+MAX_FILES = 10_000
+MAX_PATH_CHARS = 512
+MAX_TENSORS = 100_000  # of one file
+MAX_VERSION = 10**9 - 1
+
+# Two kinds of text signed by one key must never be taken for one another.
+SIGNATURE_DOMAIN = b"shoal shardcast manifest 3\n"
+
+# A word list of safe characters, not a list of bad ones: every file system takes these names literally.
+_PATH_PART = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]*")
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Part = Literal["full", "delta"]
+
+
+class ManifestError(ShoalError, ValueError):
+    """This manifest cannot be used, and why."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class TensorEntry(_Record):
+    name: str = Field(max_length=MAX_PATH_CHARS)
+    dtype: str = Field(pattern=r"^[A-Z0-9_]{1,16}$")  # as safetensors calls it: BF16, F32, ...
+    shape: tuple[Annotated[int, Field(ge=0, le=MAX_SIZE_BYTES)], ...] = Field(max_length=16)
+
+
+class FileEntry(_Record):
+    path: str
+    size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
+    tensors: tuple[TensorEntry, ...] = Field(default=(), max_length=MAX_TENSORS)  # of safetensors, in the file's order
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    index: int
+    size_bytes: int
+    hash: str
+
+
+class Stream(_Record):
+    """A byte string cut into shards of one size, the last one shorter."""
+
+    size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
+    shard_size_bytes: int = Field(ge=1, le=MAX_SIZE_BYTES)
+    shards: tuple[Hash, ...] = Field(max_length=MAX_SHARDS)  # of the first ones only, while the rest is being written
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Stream:
+        if len(self.shards) > self.n_shards:
+            raise ValueError(f"{len(self.shards)} shards, {self.n_shards} hold {self.size_bytes} bytes")
+        return self
+
+    @property
+    def n_shards(self) -> int:
+        return -(-self.size_bytes // self.shard_size_bytes)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.shards) == self.n_shards
+
+    def entries(self) -> list[ShardEntry]:
+        size, whole = self.shard_size_bytes, self.size_bytes
+        return [ShardEntry(i, min(size, whole - i * size), hash) for i, hash in enumerate(self.shards)]
+
+    def extends(self, earlier: Stream) -> bool:
+        """Is this the same stream, with at least the shards that `earlier` had?"""
+        cut = self.model_copy(update={"shards": self.shards[: len(earlier.shards)]})
+        return cut == earlier
+
+
+class Delta(_Record):
+    """What turns the files of another version into this one's: see `delta.py`."""
+
+    parent: int = Field(ge=0, le=MAX_VERSION)
+    parent_digest: Hash
+    stream: Stream
+
+
+class Manifest(_Record):
+    """One policy version. `content` is its files, concatenated in listed order.
+
+    While the origin is still writing, `content` has the hashes of its first shards only, and a later manifest extends
+    it; `digest` is of use once it is complete. An anchor's content can be fetched; other versions have a delta alone.
+    """
+
+    format: Literal[3] = 3
+    run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
+    version: int = Field(ge=0, le=MAX_VERSION)
+    files: tuple[FileEntry, ...] = Field(min_length=1, max_length=MAX_FILES)
+    content: Stream
+    anchor: bool
+    delta: Delta | None
+    created_s: float = Field(ge=0)  # seconds since 1970
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Manifest:
+        check_paths([file.path for file in self.files])
+        if sum(file.size_bytes for file in self.files) != self.content.size_bytes:
+            raise ValueError("file sizes do not add up to the content's size_bytes")
+        if self.delta is not None and not (self.delta.stream.complete and self.delta.parent < self.version):
+            raise ValueError("a delta is from an earlier version, and all of its shards are named")
+        if not (self.anchor or (self.delta and self.content.complete)):
+            raise ValueError("a version that is no anchor has a delta and names all its shards")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        return self.content.size_bytes
+
+    @property
+    def complete(self) -> bool:
+        return self.content.complete
+
+    @property
+    def streams(self) -> dict[Part, Stream]:
+        """What can be fetched of this version."""
+        streams: dict[Part, Stream] = {"full": self.content} if self.anchor else {}
+        return streams | ({"delta": self.delta.stream} if self.delta else {})
+
+    def canonical(self) -> bytes:
+        """The one JSON text of this manifest: sorted keys, no spaces, ASCII."""
+        return _canonical(self.model_dump())
+
+    @cached_property
+    def digest(self) -> str:
+        """blake3 of what the version is (not of how it can be had), hex: the name of the policy version."""
+        return blake3(_canonical(self.model_dump(exclude={"anchor", "delta"}))).hexdigest()
+
+    def replaces(self, earlier: Manifest) -> bool:
+        """Is this the version anew, after its publisher gave up what it had begun? What was whole is never given up."""
+        later = self.complete or self.created_s > earlier.created_s
+        return not earlier.complete and self.version == earlier.version and later and not self.follows(earlier)
+
+    def follows(self, earlier: Manifest) -> bool:
+        """Is this the same version, with at least the shards of its content that `earlier` named?"""
+        same = {"run", "version", "files", "created_s"}
+        return self.model_dump(include=same) == earlier.model_dump(include=same) and self.content.extends(
+            earlier.content
+        )
+
+
+class SignedManifest(_Record):
+    """A manifest as it travels. Untrusted until opened."""
+
+    manifest: str  # canonical JSON text
+    key: Hash  # ed25519 public key, hex
+    signature: str = Field(pattern=r"^[0-9a-f]{128}$")
+
+    @classmethod
+    def sign(cls, manifest: Manifest, private_key: Ed25519PrivateKey) -> SignedManifest:
+        text = manifest.canonical()
+        return cls(
+            manifest=text.decode(),
+            key=public_key_hex(private_key),
+            signature=private_key.sign(SIGNATURE_DOMAIN + text).hex(),
+        )
+
+    @classmethod
+    def parse(cls, body: bytes) -> SignedManifest:
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise ManifestError(f"malformed signed manifest: {_first(error)}") from error
+
+    def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
+        """The checked manifest. `run` and `version`, where given, are what the caller asked for: a true
+        manifest of something else is refused too. Raises ManifestError."""
+        if self.key != public_key:
+            raise ManifestError(f"wrong signer: signed by {self.key}, expected {public_key}")
+        text = self.manifest.encode()
+        try:
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(
+                bytes.fromhex(self.signature), SIGNATURE_DOMAIN + text
+            )
+        except InvalidSignature as error:
+            raise ManifestError(f"bad signature: the text is not what {public_key} signed") from error
+        manifest = self.unchecked()
+        if manifest.canonical() != text:
+            raise ManifestError("malformed manifest: the JSON text is not canonical")
+        if run is not None and manifest.run != run:
+            raise ManifestError(f"manifest of run {manifest.run!r}, expected {run!r}")
+        if version is not None and manifest.version != version:
+            raise ManifestError(f"manifest of version {manifest.version}, expected {version}")
+        return manifest
+
+    def unchecked(self) -> Manifest:
+        """The manifest, well-formed, whoever signed it. Raises ManifestError."""
+        try:
+            return Manifest.model_validate_json(self.manifest)
+        except ValidationError as error:
+            raise ManifestError(f"malformed manifest: {_first(error)}") from error
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+def public_key_hex(private_key: Ed25519PrivateKey) -> str:
+    return private_key.public_key().public_bytes_raw().hex()
+
+
+def _canonical(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises ManifestError unless every path is relative, plain, inside the folder, and distinct."""
+    seen: set[str] = set()
+    folders: set[str] = set()
+    for path in paths:
+        parts = path.split("/")
+        if len(path) > MAX_PATH_CHARS or not all(
+            _PATH_PART.fullmatch(part) and part not in (".", "..") for part in parts
+        ):
+            raise ManifestError(f"file path {path[:MAX_PATH_CHARS]!r} is absolute, climbs out or is not a plain name")
+        if path.lower() in seen:  # also on file systems that ignore case
+            raise ManifestError(f"file path {path!r} appears twice")
+        seen.add(path.lower())
+        folders.update("/".join(parts[:depth]).lower() for depth in range(1, len(parts)))
+    if both := seen & folders:
+        raise ManifestError(f"path {min(both)!r} is both a file and a folder")
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else problem["msg"]

@@ -1,0 +1,69 @@
+"""Cuts one byte string into shards as it comes: their hashes, and their files where they are to be kept.
+
+Called by the origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from blake3 import blake3
+
+from shoal.files import NewFile
+from shoal.shardcast.format.manifest import Stream
+
+
+class Cutter:
+    """Takes one byte string in pieces; hashes its shards, and writes them where `create` makes files for them."""
+
+    def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None) -> None:
+        self.shard_size_bytes = shard_size_bytes
+        self.create = create
+        self.shards: list[str] = []
+        self.taken_bytes = 0
+        self._file: NewFile | None = None
+        self._hash, self._size_bytes = blake3(), 0
+
+    def add(self, data: memoryview) -> None:
+        self.taken_bytes += len(data)
+        while data:
+            piece = data[: self.shard_size_bytes - self._size_bytes]
+            data = data[len(piece) :]
+            if self.create and self._file is None:
+                self._file = self.create(len(self.shards))
+            if self._file:
+                self._file.write(self._size_bytes, piece)
+            self._hash.update(piece)
+            self._size_bytes += len(piece)
+            if self._size_bytes == self.shard_size_bytes:
+                self._finish_shard()
+
+    def finish(self) -> None:
+        if self._size_bytes:
+            self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        if self._file:
+            self._file.commit(durable=False)
+            self.close()
+        self.shards.append(self._hash.hexdigest())
+        self._hash, self._size_bytes = blake3(), 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def cut(
+    chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
+) -> Stream:
+    """All of a byte string of this size."""
+    cutter = Cutter(shard_size_bytes, create)
+    try:
+        for chunk in chunks:
+            cutter.add(chunk)
+        cutter.finish()
+    finally:
+        cutter.close()
+    return Stream(size_bytes=size_bytes, shard_size_bytes=shard_size_bytes, shards=tuple(cutter.shards))

@@ -1,0 +1,300 @@
+"""The origin: turns a folder of files into a published, signed version in a store, whole or as a delta.
+
+Every `anchor_every`-th version is an anchor, which can be fetched whole; the versions between are deltas of the one
+before, and so is the anchor itself, for those who hold that. A version whose delta would save less than half becomes an
+anchor, too.
+
+Invariant: a version appears in versions.json only with a signed manifest; each shard that the manifest names is on disk
+under its final name. Killed at any moment, the next `publish` of that version redoes what was half done and repeats what
+was whole.
+Called by the origin process after an optimizer step; `server.app` serves the same store.
+Left out: deltas across more than one version (a client chains them).
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.files import CHUNK_BYTES, NewFile, new_file
+from shoal.shardcast.format import delta
+from shoal.shardcast.format.manifest import (
+    Delta,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    Part,
+    SignedManifest,
+    Stream,
+    public_key_hex,
+)
+from shoal.shardcast.format.readable import Files, Folder, files_at
+from shoal.shardcast.publish.cutter import Cutter, cut
+from shoal.shardcast.publish.growing import Growing
+from shoal.shardcast.publish.latest import Latest, file_chunks, file_times
+from shoal.shardcast.store import Store, StoreFullError, chain
+
+DRAFT_S = 0.2  # between manifests that name the shards written so far
+
+
+class Origin:
+    """One per store: the only writer of it."""
+
+    def __init__(
+        self,
+        store: Store | Path,
+        key: Ed25519PrivateKey,
+        *,
+        run: str,
+        shard_size_bytes: int | None = None,
+        anchor_every: int = 10,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`shard_size_bytes`: None for one that makes about 256 shards of a version."""
+        self.store = store if isinstance(store, Store) else Store(store)
+        self.key = key
+        self.run = run
+        self.shard_size_bytes = shard_size_bytes
+        self.anchor_every = anchor_every
+        self.clock = clock
+        self.store.recover()
+        self.store.reached_via(())
+        self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
+        self._latest = Latest(self.store.path / ".latest")
+
+    def published(self) -> list[int]:
+        return self.store.versions()
+
+    def next_version(self) -> int:
+        return max(self._held, default=-1) + 1
+
+    def publish(self, path: Path, version: int) -> Manifest:
+        """Publishes a file, or every file under a folder, and returns the manifest. Blocks while it reads and writes.
+
+        A version that is held whole is left alone, whatever is at `path` now: versions never change once
+        published (compare the content's hashes where that matters). Raises ManifestError for file names that cannot be
+        published, ValueError for a version older than all kept or a folder that changes meanwhile, OSError from the disk.
+        """
+        held = self._held.get(version)
+        if held is not None and held.complete and not self.store.missing(held):
+            return held
+        folder, files = files_at(path)
+        before = file_times(folder, files)
+        # What was damaged on disk is cut anew with its old date: the same bytes get the same digest again.
+        created_s = self.clock() if held is None else held.created_s
+        with self._begun(version):
+            parent = self._parent_of(version)
+            found = self._encode(Folder(folder), files, version, parent) if parent else None
+            if parent is None or found is None or self._anchor_is_due(parent.version) or _saves_little(found, files):
+                with self.stream(version, files, delta=found, created_s=created_s) as write:
+                    for chunk in file_chunks(folder, files):
+                        write(chunk)
+            else:
+                content = cut(file_chunks(folder, files), _total(files), self._shard_bytes(_total(files)), None)
+                self._sign(version, files, content, found, created_s, anchor=False)
+            if file_times(folder, files) != before:
+                raise ValueError(f"{path} was written to while it was published; put versions there by a rename")
+        return self._published(version, folder)
+
+    def follow(self, growing: Growing) -> Manifest:
+        """Publishes a version while it is being written. What has nothing to be a delta of is served meanwhile; of another
+        version delta, hashes and shards are made meanwhile, and it is there when its folder is. Raises GivenUpError,
+        after which nothing of it is left, and what `publish` does."""
+        version, files, total_bytes = growing.version, growing.files, _total(growing.files)
+        if version in self._held and self._held[version].complete:
+            raise ValueError(f"version {version} is published, and versions never change")
+        with self._begun(version):
+            parent = self._parent_of(version)
+            if parent is None:
+                with self.stream(version, files) as write:
+                    for chunk in growing.chunks():
+                        write(chunk)
+                    folder = growing.finish()
+            else:
+                anchor, shard_bytes = self._anchor_is_due(parent.version), self._shard_bytes(total_bytes)
+                shards, beside_bytes = (self._new_shard(version), total_bytes) if anchor else (None, 0)
+                if anchor:
+                    self._make_room(version, (), beside_bytes)
+                with ThreadPoolExecutor(1) as threads:
+                    try:
+                        cutting = threads.submit(cut, growing.chunks(), total_bytes, shard_bytes, shards)
+                        found = self._encode(growing, files, version, parent, beside_bytes=beside_bytes)
+                        content, folder = cutting.result(), growing.finish()
+                    except BaseException:
+                        growing.abandon()
+                        raise
+                if not anchor and (found is None or _saves_little(found, files)):
+                    return self.publish(folder, version)  # as an anchor
+                self._sign(version, files, content, found, self.clock(), anchor=anchor)
+        return self._published(version, folder)
+
+    def _published(self, version: int, folder: Path) -> Manifest:
+        manifest = self._held[version]
+        self._latest.keep(folder, manifest)
+        self.store.retain(self._held)
+        self._forget_dropped()
+        return manifest
+
+    def _parent_of(self, version: int) -> Manifest | None:
+        parent = self._latest.manifest(self._held)
+        return parent if parent is not None and parent.version < version else None
+
+    @contextmanager
+    def stream(
+        self,
+        version: int,
+        files: Sequence[FileEntry],
+        *,
+        delta: Delta | None = None,
+        created_s: float | None = None,
+    ) -> Iterator[Callable[[memoryview], None]]:
+        """Publishes an anchor while it is being written: the block gets a function that takes the bytes of `files`, one
+        after the other. What was taken is served within `DRAFT_S`. Raises ValueError unless all bytes were given."""
+        if version in self._held:
+            raise ValueError(f"version {version} is published, and versions never change")
+        created_s = self.clock() if created_s is None else created_s
+        total_bytes = _total(files)
+        size_bytes = self._shard_bytes(total_bytes)
+        self._make_room(version, (), total_bytes + (delta.stream.size_bytes if delta else 0))
+        cutter = Cutter(size_bytes, self._new_shard(version))
+        drafted_s = time.monotonic()
+
+        def sign(delta: Delta | None) -> None:
+            content = Stream(size_bytes=total_bytes, shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
+            self._sign(version, files, content, delta, created_s, anchor=True)
+
+        def write(data: memoryview) -> None:
+            nonlocal drafted_s
+            if cutter.taken_bytes + len(data) > total_bytes:
+                raise ValueError(f"version {version} is longer than its {total_bytes} bytes")
+            cutter.add(data)
+            if time.monotonic() - drafted_s > DRAFT_S and cutter.taken_bytes < total_bytes:
+                sign(None)
+                drafted_s = time.monotonic()
+
+        try:
+            yield write
+            cutter.finish()
+            if cutter.taken_bytes != total_bytes:
+                raise ValueError(f"version {version} ended after {cutter.taken_bytes} of its {total_bytes} bytes")
+        except BaseException:
+            self._forget(version)
+            raise
+        finally:
+            cutter.close()
+        sign(delta)
+
+    def _encode(
+        self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest, *, beside_bytes: int = 0
+    ) -> Delta | None:
+        """Writes the delta of the version that was published last, and its shards; None where it saves nothing, or has
+        no room. `beside_bytes`: of an anchor, which are written at the same time."""
+        needs = [] if beside_bytes else chain(self._held, parent.version)
+        with new_file(self.store.path / "delta") as file:
+            size_bytes = 0
+
+            def sink(data: bytes) -> None:
+                nonlocal size_bytes
+                self._make_room(version, needs, beside_bytes + 2 * (size_bytes + len(data)))  # a file, then shards
+                file.write(size_bytes, data)
+                size_bytes += len(data)
+
+            try:
+                delta.encode(self._latest.folder, source, [entry.path for entry in files], sink)
+            except StoreFullError:
+                return None  # beside what it builds on; perhaps there is room for the whole alone
+            if size_bytes >= _total(files):
+                return None
+            shard_bytes = self._shard_bytes(size_bytes)
+            chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
+            stream = cut(chunks, size_bytes, shard_bytes, self._new_shard(version, "delta"))
+        return Delta(parent=parent.version, parent_digest=parent.digest, stream=stream)
+
+    def _anchor_is_due(self, parent: int) -> bool:
+        deltas = 0
+        while (manifest := self._held.get(parent)) and not manifest.anchor and manifest.delta:
+            parent, deltas = manifest.delta.parent, deltas + 1
+        return manifest is None or deltas + 1 >= self.anchor_every
+
+    def _sign(
+        self,
+        version: int,
+        files: Sequence[FileEntry],
+        content: Stream,
+        delta: Delta | None,
+        created_s: float,
+        *,
+        anchor: bool,
+    ) -> None:
+        manifest = Manifest(
+            run=self.run,
+            version=version,
+            files=tuple(files),
+            content=content,
+            anchor=anchor,
+            delta=delta,
+            created_s=created_s,
+        )
+        self.store.add_manifest(version, SignedManifest.sign(manifest, self.key))
+        self._held[version] = manifest
+
+    @contextmanager
+    def _begun(self, version: int) -> Iterator[None]:
+        newer = [known for known in self._held if known > version]
+        if len(newer) >= self.store.keep:
+            raise ValueError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
+        for known in [known for known, manifest in self._held.items() if known < version and not manifest.complete]:
+            self._forget(known)  # who wrote it died, and nobody can have it whole
+        self._forget(version)
+        try:
+            yield
+        except BaseException:
+            self._forget(version)
+            raise
+
+    def _make_room(self, version: int, needs: Sequence[int], more_bytes: int) -> None:
+        self.store.make_room(self._held, version, needs, more_bytes)
+        self._forget_dropped()
+
+    def _forget_dropped(self) -> None:
+        kept = self.store.versions()
+        self._held = {version: manifest for version, manifest in self._held.items() if version in kept}
+
+    def _forget(self, version: int) -> None:
+        self.store.discard(version)
+        self._held.pop(version, None)
+
+    def _new_shard(self, version: int, part: Part = "full") -> Callable[[int], NewFile]:
+        return lambda index: NewFile(self.store.shard_path(version, part, index))
+
+    def _shard_bytes(self, size_bytes: int) -> int:
+        """Small enough that a version spreads over many connections, large enough that requests cost little."""
+        unit = 64 << 10
+        return self.shard_size_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+
+    def _open(self, version: int) -> Manifest | None:
+        """The manifest held; None if there is none to be read. Raises ValueError if it is not ours."""
+        try:
+            signed = self.store.signed(version)
+        except ManifestError:
+            return None
+        try:
+            if signed is None:
+                return None
+            return signed.open(public_key_hex(self.key), run=self.run, version=version)
+        except ManifestError as error:
+            raise ValueError(f"{self.store.path} holds {error}; give each run and key its own store") from error
+
+
+def _total(files: Sequence[FileEntry]) -> int:
+    return sum(file.size_bytes for file in files)
+
+
+def _saves_little(delta: Delta, files: Sequence[FileEntry]) -> bool:
+    return 2 * delta.stream.size_bytes > _total(files)

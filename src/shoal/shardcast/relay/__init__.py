@@ -1,0 +1,1 @@
+"""Mirrors a store from upstream, and passes shards on while they arrive."""

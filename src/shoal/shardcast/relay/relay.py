@@ -1,0 +1,289 @@
+"""The relay: keeps a store equal to the newest versions upstream, and passes shards on while they arrive.
+
+A relay may be told of any servers: origins, relays above it, relays beside it. Each server says in versions.json through
+whom it got what it has. Those nearest to the origin are its parents; those as far away as itself are its siblings; one
+that is behind it is no source at all, so there are no loops. Siblings share the parents' uplink: every shard has one
+owner among them (in turns, by the order of their ids), who brings it from its parent; the others take it from the
+owner, already while it arrives there. So each byte leaves the origin about once, however many relays there are. Of
+several parents each relay takes one, others than its siblings do (`by_choice`); the rest are for when that one fails.
+
+    origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
+           ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
+
+An owner that is down or slow is passed over for the next in order; the last resort is always a parent.
+Invariant: a version is announced only after its manifest was opened with the learner's key, and a shard gets
+its name only after its hash matched; so whatever upstream does, this store holds nothing the learner did not
+publish.
+Called by the relay process beside `server.app` over the same store.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.shardcast.fetch.download import Download, ReplacedError, first_error
+from shoal.shardcast.fetch.source import BadData, NotHeld, Offer, Source
+from shoal.shardcast.fetch.sources import Access, FetchError, Sources
+from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
+from shoal.shardcast.relay.places import by_choice, owners_of
+from shoal.shardcast.relay.shard_file import ShardFile
+from shoal.shardcast.store import MAX_HOPS, Listing, Store, chain, stored_bytes
+
+PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # of a version still being written the delta is named last
+SLOW = 0.25  # a sibling that brings less than this share of the best one's throughput is passed over
+
+
+@dataclass
+class RelayStatus:
+    versions: list[int] = field(default_factory=list)  # whole and checked by this process, newest first
+    mirroring: int | None = None
+    bytes_in: int = 0
+    rates_Bps: dict[str, float] = field(default_factory=dict)  # of the version mirrored last, by URL
+    behind_s: float | None = None  # from the newest version's creation until it was whole here
+    last_error: str | None = None  # stays until the next one
+
+
+class Relay:
+    """One per store: the only writer of it. An upstream is an origin or a relay; none is trusted."""
+
+    def __init__(
+        self,
+        upstream: Sequence[str] | Callable[[], Sequence[str]],
+        store: Store,
+        access: Access,
+        *,
+        parallel: int = 2,
+        poll_s: float = 0.2,
+        longest_pause_s: float = 5.0,
+        strikes: int = 3,
+        version_timeout_s: float = 3600.0,
+        stall_s: float = 15.0,
+    ) -> None:
+        """`upstream` as a function is asked again each round; `parallel` shards from each sibling and the parents. A
+        version that does not move for `stall_s` is left for the next round, which may find a newer one."""
+        self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
+        self.store, self.access = store, access
+        self.parallel, self.strikes = parallel, strikes
+        self.poll_s, self.longest_pause_s = poll_s, longest_pause_s
+        self.version_timeout_s, self.stall_s = version_timeout_s, stall_s
+        self.status = RelayStatus()
+        self.store.recover()
+        self._held: dict[int, Manifest] = {}  # announced, whole or not
+        # Filled by one look at the disk: a failing version is not rehashed each round.
+        self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
+        self._parents: list[Source] = []
+        self._siblings: dict[str, Source] = {}  # by the id of their store
+        self._behind: set[Source] = set()  # they wait for this relay, or are this relay
+        self._unfit: set[int] = set()  # older than what the quota leaves room for
+        self._open_held()
+
+    async def mirror(self) -> None:
+        """Runs until cancelled. Nothing upstream does ends it; what went wrong last is in `status`."""
+        async with self.access.open(self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
+            pause_s = self.poll_s
+            while True:
+                try:
+                    sources.use(self.upstream())
+                    reached = await self._round(sources)
+                except OSError as error:  # the disk refused even what makes room
+                    reached = False
+                    self._note(error)
+                pause_s = self.poll_s if reached else min(pause_s * 2, self.longest_pause_s)
+                await asyncio.sleep(pause_s)
+
+    async def _round(self, sources: Sources) -> bool:
+        """Completes the newest version that is not whole yet, if any; False when no upstream answered."""
+        listings, _ = await sources.ask(lambda source: source.listing(), grace_s=0.5)
+        self._find_place(listings)
+        listed = {version for listing in listings.values() for version in listing.versions}
+        # Of each source the newest: one that lists nonsense keeps nothing from the others.
+        newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
+        needed: set[int] = set()
+        place = 0
+        for version in sorted({*listed, *self._held}, reverse=True):
+            if version not in needed and (place >= self.store.keep or version not in newest | self._held.keys()):
+                continue
+            try:
+                manifest = await self._adopted(sources, version)
+                if manifest is None:
+                    continue
+                place += 1
+                if manifest.delta and not manifest.anchor:
+                    needed.add(manifest.delta.parent)
+                if version in self.status.versions or (await self._lacks(manifest) and not listings):
+                    continue
+                await self._complete(sources, version)
+                return True
+            except (FetchError, OSError) as error:
+                self._note(error)  # and go on: the next older one may be had
+                if isinstance(error, ReplacedError) or (listings and version not in listed):
+                    self._drop(version)  # half here, gone upstream: it will never be whole
+        return bool(listings)
+
+    def _find_place(self, listings: dict[Source, Listing]) -> None:
+        """Who is nearer to the origin than this relay, and who as near as it."""
+        own = self.store.id
+        self._behind = {source for source, listing in listings.items() if own in listing.path}
+        paths = {source: listing.path for source, listing in listings.items() if source not in self._behind}
+        others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
+        if not others:
+            return
+        self._behind = {source for source in listings if source not in others}  # or perhaps, where it has no path yet
+        shortest = min(map(len, others.values()))
+        self._parents = by_choice(own, [source for source, path in others.items() if len(path) == shortest])
+        self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
+        self.store.reached_via(others[self._parents[0]])
+
+    async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
+        """The newest manifest of a version, held from now on; None where there is none to be had."""
+        held = self._held.get(version)
+        if version in self._unfit or (held is not None and held.complete and not self._missing.get(version)):
+            return held  # while something is missing, its origin may have published it in another way
+
+        async def offered(source: Source) -> Offer | None:
+            try:
+                return await source.manifest(version)
+            except (BadData, NotHeld) as error:
+                if isinstance(error, BadData):
+                    self._note(error)
+                return None
+
+        answers, _ = await sources.ask(offered, grace_s=0.5)
+        if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):
+            raise ReplacedError(f"version {version} is published anew: who wrote it began again")
+        offers = [offer for offer in answers.values() if offer and (held is None or offer[1].follows(held))]
+        nearest = [o for source, o in answers.items() if source in self._parents and o in offers]
+        best = max([*nearest, *offers], key=lambda offer: len(offer[1].content.shards), default=None)
+        if best is not None and best[1] != held:
+            signed, manifest = best
+            family = {**self._held, version: manifest}
+            if version not in self.store.wanted(family):
+                self._unfit.add(version)
+                return None
+            self.store.make_room(self._held, version, chain(family, version), stored_bytes(family, [version]))
+            self._forget_dropped()
+            self.store.add_manifest(version, signed)
+            self._held[version] = manifest
+            if version in self._missing:
+                known = {(p, s) for p, stream in held.streams.items() for s in stream.entries()} if held else set()
+                new = {(p, s) for p, stream in manifest.streams.items() for s in stream.entries()}
+                self._missing[version] |= new - known  # in place: a fetch that is going on holds this set
+                self._missing[version] &= new
+        return self._held.get(version)
+
+    async def _lacks(self, manifest: Manifest) -> bool:
+        """Is anything of this version not here?"""
+        if manifest.version not in self._missing:
+            self._missing[manifest.version] = set(await asyncio.to_thread(self.store.missing, manifest))
+        return bool(self._missing[manifest.version])
+
+    async def _complete(self, sources: Sources, version: int) -> None:
+        """Fetches what is missing. Raises FetchError, OSError."""
+        await self._lacks(self._held[version])
+        self.status.mirroring = version
+        started_s, had_bytes = time.monotonic(), sources.by_source()
+        try:
+            for part in PARTS:
+                await self._fetch(sources, version, part)
+        finally:
+            self.status.mirroring = None
+            self.status.bytes_in = sources.received_bytes
+        took_s = time.monotonic() - started_s
+        new_bytes = {url: size_bytes - had_bytes.get(url, 0) for url, size_bytes in sources.by_source().items()}
+        self.status.rates_Bps = {url: size_bytes / took_s for url, size_bytes in new_bytes.items() if size_bytes}
+        self.status.behind_s = max(time.time() - self._held[version].created_s, 0.0)
+        self.store.retain(self._held)
+        self.status.versions = sorted({*self.status.versions, version}, reverse=True)
+        self._forget_dropped()
+
+    async def _fetch(self, sources: Sources, version: int, part: Part) -> None:
+        """One part of a version, from each owner side by side."""
+        if part not in self._held[version].streams:
+            return
+        missing = self._missing[version]
+        deadline_s = time.monotonic() + self.version_timeout_s
+        downloads: dict[str, Download] = {}
+        named = 0
+
+        def spread(*, last: bool) -> None:
+            """Gives shards that are known now to the downloads of their owners."""
+            nonlocal named
+            entries = self._held[version].streams[part].entries()[named:]
+            named += len(entries)
+            for owner, download in downloads.items():
+                mine = [s for s in entries if owners_of(s, list(downloads))[0] == owner and (part, s) in missing]
+                download.add(mine, last=last)
+
+        for owner in [self.store.id, *self._siblings]:
+            downloads[owner] = Download(
+                sources,
+                version,
+                part,
+                lambda shard: ShardFile(self.store, version, part, shard),
+                parallel=self.parallel,
+                deadline_s=deadline_s,
+                order=lambda shard, usable: self._order(sources, shard, usable),
+                on_shard=lambda shard: missing.discard((part, shard)),
+            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(download.run()) for download in downloads.values()]
+                spread(last=self._held[version].complete)
+                seen, seen_s = (0, 0, 0), time.monotonic()
+                while not all(task.done() for task in running):
+                    await asyncio.sleep(self.poll_s)
+                    if not self._held[version].complete:
+                        await self._adopted(sources, version)
+                        spread(last=self._held[version].complete)
+                    now = named, len(missing), sources.shard_bytes
+                    if now != seen:
+                        seen, seen_s = now, time.monotonic()
+                    elif time.monotonic() - seen_s > self.stall_s:
+                        raise FetchError(f"version {version} has not moved for {self.stall_s} s")
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+
+    def _order(self, sources: Sources, shard: ShardEntry, usable: list[Source]) -> list[Source]:
+        """Where to look for a shard: at the first of its owners who is well, which for this relay's own means a parent;
+        then at the parents, the chosen one first; then anywhere."""
+        best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self._siblings.values()), default=0.0)
+
+        def well(source: Source) -> bool:
+            speed_Bps = source.standing.speed_Bps() or best_Bps
+            return source in usable and not sources.resting(source) and speed_Bps >= SLOW * best_Bps
+
+        usable = [source for source in usable if source not in self._behind]
+        owners = owners_of(shard, [self.store.id, *self._siblings])
+        owner = next(id for id in owners if id == self.store.id or well(self._siblings[id]))
+        first = self._siblings.get(owner)
+        places = {parent: place for place, parent in enumerate(self._parents)}
+        last = len(places)
+        return sorted(usable, key=lambda s: (s is not first, s not in places, not well(s), places.get(s, last)))
+
+    def _open_held(self) -> None:
+        for version in self.store.versions():
+            try:
+                signed = self.store.signed(version)
+                if signed is not None:
+                    self._held[version] = signed.open(self.access.public_key, run=self.access.run, version=version)
+            except ManifestError as error:  # another run's, another key's, or damaged on disk
+                self._note(error)
+                self.store.discard(version)
+
+    def _drop(self, version: int) -> None:
+        self.store.discard(version)
+        self._forget_dropped()
+
+    def _forget_dropped(self) -> None:
+        """Of what the store no longer holds."""
+        kept = set(self.store.versions())
+        self._held = {held: manifest for held, manifest in self._held.items() if held in kept}
+        self._missing = {held: missing for held, missing in self._missing.items() if held in kept}
+        self.status.versions = [version for version in self.status.versions if version in kept]
+
+    def _note(self, error: Exception) -> None:
+        self.status.last_error = str(error)

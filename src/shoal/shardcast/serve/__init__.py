@@ -1,0 +1,1 @@
+"""Serves a store over HTTP: who may read, how fast, and how many connections."""

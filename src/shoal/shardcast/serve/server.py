@@ -1,0 +1,254 @@
+"""The HTTP face of a store, the same for origin and relay: plain files, byte ranges, nothing else.
+
+    /healthz  /versions.json  /v000007/manifest.json  /v000007/full/00000.shard  /v000007/delta/00000.shard
+
+Invariant: only versions.json and files named exactly like a held version's manifest or its shards can be asked for.
+A shard that is still arriving is passed on as it grows; where that ends before the shard is whole, the connection is
+closed, so that its reader sees a short body and never a wrong end. One that has not begun is waited for, at most
+`wait_s`, then 503 with Retry-After. So a client can follow a relay that is still mirroring, itself half a step behind.
+Called by the origin and relay processes; nginx over the same folder does as well (without waiting and passing on).
+Left out: HTTP/2, compression (weights do not compress), and choosing who may read (see guard.py) or is cut
+(connections.py).
+Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl as tls
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from shoal.files import temporary
+from shoal.shardcast.format.manifest import Part
+from shoal.shardcast.serve.connections import BACKLOG, LISTENER, PATIENCE, Listener, Patience
+from shoal.shardcast.serve.guard import Guard
+from shoal.shardcast.serve.shelf import Held, Shelf
+from shoal.shardcast.store import VERSION_PATTERN, Store, parse_version
+
+LOOK_AGAIN_S = 0.05
+PIECE_BYTES = 8 << 20  # between two of them the version's lease is renewed
+SEALED_PIECE_BYTES = 256 << 10
+
+BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+FRESH = {"Cache-Control": "no-cache"}
+FOREVER = {"Cache-Control": "max-age=31536000, immutable"}
+UNCHECKED = {"Cache-Control": "no-store"}  # what arrives has not been compared with its hash yet
+
+SHELF = web.AppKey("shelf", Shelf)
+GUARD = web.AppKey("guard", Guard)
+
+
+def app(store: Store | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
+    """`wait_s` must stay below the idle timeout of clients (30 s by default). Without a guard everyone may read."""
+    application = web.Application(middlewares=[_note_request])
+    application[SHELF] = Shelf(store if isinstance(store, Store) else Store(store), wait_s)
+    version = f"/{{version:{VERSION_PATTERN}}}"
+    application.add_routes(
+        [
+            web.get(
+                f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard
+            ),  # first, as the most asked for
+            web.get(f"{version}/manifest.json", _manifest),
+            web.get("/versions.json", _versions),
+            web.get("/healthz", _health),
+        ]
+    )
+    if guard is not None:
+        application[GUARD] = guard
+        guard.attach(application)
+    return application
+
+
+async def serve(
+    application: web.Application,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    ssl: tls.SSLContext | None = None,
+    patience: Patience = PATIENCE,
+) -> tuple[web.AppRunner, int]:
+    """Starts serving; returns the runner (to `cleanup()`) and the port, which is a free one for port 0."""
+    guard = application.get(GUARD)
+    listener = Listener(
+        host,
+        port,
+        patience,
+        per_address=guard.connections if guard else sys.maxsize,
+        total=guard.total_connections if guard else sys.maxsize,
+    )
+    application[LISTENER] = listener
+    application.cleanup_ctx.append(listener.watching)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, keepalive_timeout=patience.idle_s)
+    await runner.setup()
+    await web.SockSite(runner, listener, ssl_context=ssl, backlog=BACKLOG).start()
+    return runner, int(listener.getsockname()[1])
+
+
+@web.middleware
+async def _note_request(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    if (listener := request.app.get(LISTENER)) and request.transport:
+        listener.asked(request.transport.get_extra_info("peername"))
+    return await handler(request)
+
+
+class _File(web.FileResponse):
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        writer = await super().prepare(request)  # sends the file
+        if request.method == "GET" and self.status in (200, 206) and isinstance(request, web.Request):
+            request.app[SHELF].served_bytes += self.content_length or 0
+        return writer
+
+
+async def _health(request: web.Request) -> web.Response:
+    shelf, listener, guard = request.app[SHELF], request.app.get(LISTENER), request.app.get(GUARD)
+    told: dict[str, object] = {"versions": shelf.store.versions(), "served_bytes": shelf.served_bytes}
+    if listener is not None:
+        told |= {"congestion": listener.congestion, "connections": len(listener.open)}
+        told |= {"connections_refused": listener.refused, "connections_cut": listener.cut}
+    if guard is not None:
+        told |= {"requests_refused": guard.refused}
+    return web.json_response(told, headers=FRESH)
+
+
+async def _versions(request: web.Request) -> web.StreamResponse:
+    return _File(request.app[SHELF].store.path / "versions.json", headers=FRESH)
+
+
+async def _manifest(request: web.Request) -> web.StreamResponse:
+    version, held = _version(request)
+    path = request.app[SHELF].manifest_path(version)
+    return _File(path, headers=FOREVER if held.complete else FRESH)  # until then a longer one may replace it
+
+
+async def _shard(request: web.Request) -> web.StreamResponse:
+    shelf = request.app[SHELF]
+    version, held = _version(request)
+    part: Part = "full" if request.match_info["part"] == "full" else "delta"
+    index = int(request.match_info["index"])
+    size_bytes = held.shard_bytes(part, index)
+    if not size_bytes:
+        raise web.HTTPNotFound
+    path = shelf.shard_path(version, part, index)
+    deadline_s = time.monotonic() + shelf.wait_s
+    while not (found := _open(request, path, size_bytes)):
+        if shelf.held(version) is None:
+            raise web.HTTPNotFound
+        if time.monotonic() >= deadline_s:
+            raise web.HTTPServiceUnavailable(
+                headers={"Retry-After": "1", **UNCHECKED}, text="this shard has not arrived yet\n"
+            )
+        await asyncio.sleep(LOOK_AGAIN_S)
+        if _left(request):
+            return web.Response(status=503)  # to nobody
+    file, size_bytes, caching = found
+    with file:
+        return await _answer(request, version, file, size_bytes, caching)
+
+
+async def _answer(
+    request: web.Request, version: int, file: BinaryIO, size_bytes: int, caching: dict[str, str]
+) -> web.StreamResponse:
+    start_bytes, end_bytes = _range(request, size_bytes)
+    response = web.StreamResponse(headers=BYTES | caching)
+    response.content_length = end_bytes - start_bytes
+    if "Range" in request.headers:
+        response.set_status(206)
+        response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
+    await response.prepare(request)
+    if request.method == "GET" and await _send(request, response, file, version, start_bytes, end_bytes):
+        await response.write_eof()
+        request.app[SHELF].served_bytes += end_bytes - start_bytes
+    return response
+
+
+async def _send(
+    request: web.Request, response: web.StreamResponse, file: BinaryIO, version: int, sent_bytes: int, end_bytes: int
+) -> bool:
+    """Sends a file that may still be growing, up to `end_bytes`; where that fails, closes the connection."""
+    shelf, grew_s = request.app[SHELF], time.monotonic()
+    while sent_bytes < end_bytes:
+        transport = request.transport
+        if transport is None or _left(request):
+            return False
+        stat = os.fstat(file.fileno())
+        arrived_bytes = min(stat.st_size, end_bytes)
+        dropped = arrived_bytes < sent_bytes or (stat.st_nlink == 0 and arrived_bytes < end_bytes)
+        if dropped or time.monotonic() - grew_s > shelf.wait_s:
+            transport.abort()
+            return False
+        if arrived_bytes == sent_bytes:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            continue
+        shelf.store.lease(version)
+        try:
+            sent_bytes += await _send_piece(response, transport, file, sent_bytes, arrived_bytes - sent_bytes)
+        except OSError:  # the reader left, or the disk failed: either way this body ends short
+            if request.transport is not None:  # not lost yet
+                transport.abort()
+            return False
+        grew_s = time.monotonic()
+    return True
+
+
+async def _send_piece(
+    response: web.StreamResponse, transport: asyncio.Transport, file: BinaryIO, offset_bytes: int, size_bytes: int
+) -> int:
+    """Sends at most `size_bytes`, and returns how many."""
+    if transport.get_extra_info("sslcontext") is None:
+        return await asyncio.get_running_loop().sendfile(transport, file, offset_bytes, min(size_bytes, PIECE_BYTES))
+    # Over TLS asyncio's sendfile would read 16 KiB at a time, each in a thread.
+    piece = os.pread(file.fileno(), min(size_bytes, SEALED_PIECE_BYTES), offset_bytes)
+    await response.write(piece)
+    return len(piece)
+
+
+def _left(request: web.Request) -> bool:
+    """Whether the reader has closed its connection."""
+    return request.transport is None or request.transport.is_closing()
+
+
+def _version(request: web.Request) -> tuple[int, Held]:
+    """The version asked for, which is held, and is now under lease."""
+    shelf, version = request.app[SHELF], parse_version(request.match_info["version"])
+    held = None if version is None else shelf.held(version)
+    if version is None or held is None:
+        raise web.HTTPNotFound
+    shelf.store.lease(version)
+    return version, held
+
+
+def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
+    """The first byte asked for, and the one after the last."""
+    try:
+        start, end, _ = request.http_range.indices(size_bytes)
+    except ValueError:
+        start, end = 0, 0
+    if start >= end and "Range" in request.headers:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size_bytes}"})
+    return start, end
+
+
+def _open(request: web.Request, path: Path, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
+    """The file, or what it is being written as, once that has the first byte asked for and is to have `size_bytes`;
+    how long it is, and how it may be cached."""
+    with suppress(FileNotFoundError):
+        file = path.open("rb", buffering=0)
+        return file, os.fstat(file.fileno()).st_size, FOREVER
+    start_bytes, _ = _range(request, size_bytes)
+    with suppress(FileNotFoundError):
+        file = temporary(path).open("rb", buffering=0)
+        if os.fstat(file.fileno()).st_size > start_bytes:
+            return file, size_bytes, UNCHECKED
+        file.close()
+    return None

@@ -1,0 +1,1 @@
+"""What a run leaves behind: metrics files, external trackers, plots and the final report."""

@@ -1,0 +1,215 @@
+"""What a run leaves behind for a person: `summary.json`, `reward.png` and the table shown at its end.
+
+Invariant: every figure comes from the coordinator's last `Status` or from what `shoal run` measured itself; a
+file is written under a temporary name, fsynced and renamed, so that a name always holds a whole file.
+Called once by `shoal run` when the run ends; the docs draw their curves with `draw_curve`.
+
+Left out: `metrics.jsonl` (grows during the run: `record`), comparisons between runs (`plot`), and error bars (one run
+has no spread).
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shoal.config import Config
+from shoal.files import write_file
+from shoal.protocol.messages import Evaluation, Status
+from shoal.view import busy_frac, clean, count, duration, first_of, memory, number, percent, total
+
+SUMMARY = "summary.json"
+CURVE = "reward.png"
+INK, REWARD, GREEDY, SAMPLED = "#333333", "#1f6fb4", "#d1495b", "#edae49"
+
+
+def write_report(
+    folder: Path,
+    *,
+    config: Config,
+    status: Status,
+    seed: int,
+    wall_s: float,
+    restarts: dict[str, int],
+    peak_rss_bytes: dict[str, int],
+    peak_together_bytes: int,
+) -> dict[str, Any]:
+    """Write summary.json and reward.png into `folder`; the summary as a dict. Raises OSError."""
+    summary = summarize(
+        config=config,
+        status=status,
+        seed=seed,
+        wall_s=wall_s,
+        restarts=restarts,
+        peak_rss_bytes=peak_rss_bytes,
+        peak_together_bytes=peak_together_bytes,
+    )
+    write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    draw_curve(status.metrics, status.evaluations, folder / CURVE, status.run)
+    return summary
+
+
+def summarize(
+    *,
+    config: Config,
+    status: Status,
+    seed: int,
+    wall_s: float,
+    restarts: dict[str, int],
+    peak_rss_bytes: dict[str, int],
+    peak_together_bytes: int,
+) -> dict[str, Any]:
+    """The summary of a run as plain JSON values; null for what the run never came to know.
+
+    `restarts` and `peak_rss_bytes` are per process, as `shoal run` saw them; `peak_together_bytes` is what all processes
+    held at one moment, pages that several of them map counted once.
+    """
+    metrics = status.metrics
+    workers = [node for node in status.nodes if node.role == "worker"]
+    before = [found for found in status.evaluations if found.version == 0 and not found.final]
+    after = [found for found in status.evaluations if found.final]
+    return {
+        "config": config.model_dump(mode="json"),
+        "seed": seed,
+        "steps": len(metrics),
+        "wall_s": wall_s,
+        "heldout_before": _heldout(before[0]) if before else None,
+        "heldout_after": _heldout(after[-1]) if after else None,
+        "reward_first": first_of(metrics, "reward/mean"),
+        "reward_last": first_of(metrics[::-1], "reward/mean"),
+        "accepted": {node.name: node.accepted for node in workers},
+        "rejected": {node.name: node.rejected for node in workers},
+        "reject_reasons": dict(status.reject_reasons),
+        "slashed": list(status.slashed),
+        "tokens_generated": status.tokens_generated,
+        "tokens_trained": int(total(metrics, "perf/tokens")),
+        "learner_busy_frac": busy_frac(status),
+        "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
+        "restarts": dict(restarts),
+        "peak_rss_bytes": dict(peak_rss_bytes),
+        "peak_together_bytes": peak_together_bytes,
+    }
+
+
+def summary_table(summary: dict[str, Any], folder: Path | None = None) -> RenderableType:
+    """The end of a run in a dozen lines; `folder` is where the files are, named in the last one."""
+    before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
+    made, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
+    rows = {
+        "held-out greedy": _heldout_change(before, after, "greedy"),
+        "held-out sampled": _heldout_change(before, after, "sampled"),
+        "reward": f"{number(summary['reward_first'])} → {number(summary['reward_last'])}",
+        "steps": f"{summary['steps']} in {duration(summary['wall_s'])}",
+        "tokens": f"{made} generated, {trained} trained",
+        "learner": f"busy {percent(summary['learner_busy_frac'], 0)}, rollouts at most "
+        f"{number(summary['max_staleness'], 0)} versions old",
+        "accepted": _counts(summary["accepted"]),
+        "rejected": _counts(summary["rejected"]) + _reasons(summary["reject_reasons"]),
+        "slashed": ", ".join(map(clean, summary["slashed"])) or "none",
+        "restarts": _counts(summary["restarts"]),
+        "memory": f"{memory(summary['peak_together_bytes'])} at most, all processes together",
+    }
+    if folder is not None:
+        rows["written"] = f"{folder}/: {SUMMARY}, {CURVE}"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows.items():
+        alarming = label == "slashed" and summary["slashed"]
+        table.add_row(label, Text(value, style="bold red" if alarming else ""))
+    return table
+
+
+def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation], path: Path, title: str) -> None:
+    """Draw reward per step and held-out accuracy per version as a PNG of 1200 x 675 pixels at `path`.
+
+    Both share the x axis: version v is what v trained steps made. Raises OSError.
+    """
+    # Half a second and 60 MB that only the end of a run needs; no pyplot, which would keep global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    points = [(index, step["reward/mean"]) for index, step in enumerate(metrics, 1) if "reward/mean" in step]
+    if points:
+        steps, rewards = [list(column) for column in zip(*points, strict=True)]
+        few = len(points) < 5  # too few to smooth
+        look: dict[str, Any] = {"marker": "o", "markersize": 5} if few else {"alpha": 0.35}
+        axes.plot(steps, rewards, color=REWARD, linewidth=1.2, label="reward per step", **look)
+        if not few:
+            axes.plot(steps, smoothed(rewards), color=REWARD, linewidth=2, label="reward, smoothed")
+    for kind, color, shape in (("greedy", GREEDY, "o"), ("sampled", SAMPLED, "s")):
+        accuracies = {e.version: getattr(e, kind) for e in evaluations if getattr(e, kind) is not None}
+        if accuracies:
+            versions = sorted(accuracies)
+            look = {
+                "linestyle": ":",
+                "marker": shape,
+                "markersize": 7,
+                "markeredgecolor": "white",
+                "zorder": 3,
+            }
+            values = [accuracies[version] for version in versions]
+            axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **look)
+    # A title is text, never TeX: a run may be called anything.
+    axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
+    axes.set_xlabel("steps trained (policy version)", color=INK)
+    axes.set_ylabel("mean reward, accuracy", color=INK)
+    last, (low, high) = max([len(metrics), 1, *(e.version for e in evaluations)]), axes.get_ylim()
+    axes.set_xlim(-0.02 * last, 1.02 * last)
+    axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # from 0, so that a slope is not exaggerated
+    plain(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="best")
+    write_png(figure, path)
+
+
+def plain(axes: Any) -> None:
+    """The look of every panel: whole steps below, faint lines behind, no box."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    image = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    write_file(path, image.getvalue())
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """A centred mean over about a tenth of the values, at least three, shorter towards both ends."""
+    half = max(len(values) // 20, 1)
+    windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _heldout(found: Evaluation) -> dict[str, Any]:
+    return {"greedy": found.greedy, "sampled": found.sampled, "n": found.n}
+
+
+def _heldout_change(before: dict[str, Any], after: dict[str, Any], kind: str) -> str:
+    sizes = list(dict.fromkeys(found["n"] for found in (before, after) if found))
+    tasks = f"  (n {', then '.join(map(str, sizes))})" if sizes else ""
+    return f"{percent(before.get(kind))} → {percent(after.get(kind))}{tasks}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    """`worker-0 40, worker-1 38 (78 in all)`."""
+    names = ", ".join(f"{clean(name)} {n}" for name, n in sorted(counts.items()) if n)
+    return f"{names} ({sum(counts.values())} in all)" if names else "none"
+
+
+def _reasons(reasons: dict[str, int]) -> str:
+    return f": {', '.join(f'{clean(name)} {n}' for name, n in sorted(reasons.items()))}" if reasons else ""

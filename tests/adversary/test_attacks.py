@@ -1,0 +1,134 @@
+"""Every attack of the matrix lies, and what no model can hide is found for the reason that it should be."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.adversary.attacks import ATTACKS, Lab
+from shoal.config import parse
+from shoal.engine.torch_engine import TorchEngine
+from shoal.launch.calibrate import RUN
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Reason
+from shoal.store.rollouts import RolloutFile, read_submission
+from shoal.validator.by_hand import offline_assignment
+from shoal.validator.case import Case
+from shoal.validator.judge import Judge
+
+ALICE, BOB = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
+CONFIG = parse(
+    {
+        "tasks": {"heldout": 16, "prompt": "{question}=", "length_targets": [8, 16, 32]},
+        "sampling": {"max_tokens": 40, "group_size": 4},
+        "workers": {"groups_per_submission": 2},
+        "validator": {"row_tokens": 128},
+        "evaluator": {"n": 16, "n_between": 16},
+    }
+)
+ASKED = offline_assignment(CONFIG, ALICE.public, 0)
+FOUND = {  # whatever the model, but for weights that hardly differ and sampling that hardly matters
+    "honest": None,
+    "previous_version": Reason.PROOF,  # of other weights altogether here
+    "version_5_steps_ago": Reason.PROOF,
+    "other_model": Reason.PROOF,
+    "other_system_prompt": Reason.PROOF,
+    "easier_task": Reason.PROOF,
+    "easier_task_retold": Reason.SAMPLING,
+    "greedy": Reason.SAMPLING,
+    "draft_tokens": Reason.SAMPLING,
+    "truncated": Reason.TERMINATION,
+    "padded": Reason.TERMINATION,
+    "end_forced": Reason.SAMPLING,
+    "forged_rewards": Reason.REWARD,
+    "forged_logprobs": Reason.LOGPROBS,
+    "copied": Reason.PROOF,
+    "replayed": Reason.REPLAYED,
+    "other_rows_proofs": Reason.PROOF,
+    "flipped_bit": Reason.PROOF,
+    "constant_proofs": Reason.PROOF,
+    "template_proofs": Reason.PROOF,
+    "repeated_proof": Reason.PROOF,
+    "null_proofs": Reason.PROOF,
+    "missing_proofs": Reason.BOUNDS,
+}
+SUBTLE = {
+    *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # a few tokens do not tell them from numerics
+    "end_suppressed",  # one wrong token in a completion of 40, where limits are for a share of all tokens
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def files(tiny_folders: tuple[Path, Path]) -> dict[str, bytes]:
+    """What each attacker hands in for the same task."""
+    newest, other = tiny_folders
+    lab, engine = Lab([other] * 6 + [newest], BOB), TorchEngine("float32")
+    made = {}
+    for name, kind in ATTACKS.items():
+        attacker = kind(CONFIG, RUN, ALICE, engine, lab)
+        attacker.load(newest, 6)
+        made[name] = attacker.submission(ASKED)
+    return made
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_folder: Path) -> Iterator[Judge]:
+    with Judge(CONFIG, RUN, "float32") as judge:
+        judge.load(tiny_folder)
+        yield judge
+
+
+def read(data: bytes) -> RolloutFile:  # type: ignore[type-arg]
+    return read_submission(data, max_rows=8, max_tokens=40)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "honest"])
+def test_every_attack_hands_in_something_else_under_its_own_signature(files: dict[str, bytes], name: str) -> None:
+    lied, honest = read(files[name]), read(files["honest"])
+    assert lied.header.signer == lied.header.worker == ALICE.public
+    assert lied.rows != honest.rows
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "replayed"])
+def test_every_attack_claims_what_was_asked_for(files: dict[str, bytes], name: str) -> None:
+    lied, honest = read(files[name]), read(files["honest"])
+    assert lied.header.prompts == honest.header.prompts
+    assert lied.header.submission == ASKED.number
+    told = [[(row.group, row.task, row.target_length, row.seed) for row in file.rows] for file in (lied, honest)]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+def test_what_no_model_can_hide_is_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
+    case = judge.open(ASKED, ALICE.public, files[name])
+    assert isinstance(case, Case), case
+    [finding] = judge.examine([case])
+    assert (finding and finding.reason) == FOUND[name], finding
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in FOUND and name not in SUBTLE])
+def test_other_sampling_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
+    case = judge.open(ASKED, ALICE.public, files[name])
+    assert isinstance(case, Case), case
+    [finding] = judge.examine([case])
+    assert finding and finding.reason in {Reason.SAMPLING, Reason.TERMINATION}, finding
+
+
+def test_attackers_leave_the_engine_as_they_found_it(tiny_folders: tuple[Path, Path], files: dict[str, bytes]) -> None:
+    engine = TorchEngine("float32")
+    lab = Lab([tiny_folders[1]] * 6 + [tiny_folders[0]], BOB)
+    for name in ("fp8_cache", "top_k_5", "other_model", "honest"):
+        attacker = ATTACKS[name](CONFIG, RUN, ALICE, engine, lab)
+        attacker.load(tiny_folders[0], 6)
+        again = attacker.submission(ASKED)
+    assert again == files["honest"]

@@ -1,0 +1,103 @@
+"""Each kind of liar differs from the honest worker in exactly what it says."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from shoal.adversary.cheats import (
+    CHEATS,
+    VERSIONS_BEHIND,
+    ForgedReward,
+    OlderWeights,
+    QuantizedWeights,
+    ReplayedSubmission,
+    WrongTemperature,
+    round_to_4_bits_,
+)
+from shoal.config import Cheat
+from shoal.engine.torch_engine import TorchEngine
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout, read_submission
+
+from ..workers import ALICE, RUN, assignment, config, make_producer, produced
+
+CONFIG = config(sampling={"max_tokens": 12, "group_size": 4})
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def producer(kind: type[Producer], folder: Path, version: int = 0) -> Any:
+    return make_producer(folder, CONFIG, kind, version=version)
+
+
+@pytest.fixture
+def honest(tiny_folder: Path) -> list[Rollout]:
+    return produced(producer(Producer, tiny_folder), assignment())
+
+
+def names(rows: list[Rollout]) -> list[tuple[int, str, int, int]]:
+    return [(row.group, row.task, row.target_length, row.seed) for row in rows]
+
+
+def test_every_kind_of_the_config_has_a_worker() -> None:
+    assert set(CHEATS) == set(get_args(Cheat)) - {""}
+
+
+def test_forged_reward_changes_rewards_alone(tiny_folder: Path, honest: list[Rollout]) -> None:
+    lied = produced(producer(ForgedReward, tiny_folder), assignment())
+    assert [row.reward for row in lied] == [1.0] * 8 != [row.reward for row in honest]
+    assert [replace(row, reward=0.0) for row in lied] == [replace(row, reward=0.0) for row in honest]
+
+
+def test_wrong_temperature_names_the_right_tasks_and_draws_other_tokens(
+    tiny_folder: Path, honest: list[Rollout]
+) -> None:
+    liar = producer(WrongTemperature, tiny_folder)
+    stated = liar.sampling
+    lied = produced(liar, assignment())
+    assert names(lied) == names(honest)
+    assert [row.tokens for row in lied] != [row.tokens for row in honest]
+    assert liar.sampling == stated, "the second submission is not at a quarter"
+
+
+def test_quantized_weights_round_every_linear_layer_of_each_version(
+    tiny_folders: tuple[Path, Path], honest: list[Rollout]
+) -> None:
+    liar, true = producer(QuantizedWeights, tiny_folders[0]), producer(Producer, tiny_folders[0])
+    assert names(produced(liar, assignment())) == names(honest)
+    for version, folder in enumerate(tiny_folders):
+        for one in (liar, true):
+            assert one.load(folder, version) == version
+        for (name, lied), stated in zip(
+            liar.engine.model.named_parameters(), true.engine.model.parameters(), strict=True
+        ):
+            linear = "proj" in name
+            expected = stated.detach().clone()
+            if linear:
+                round_to_4_bits_(expected)
+            assert torch.equal(lied, expected), name
+            assert torch.equal(lied, stated) != linear, name
+    once = [weight.clone() for weight in liar.engine.model.parameters()]
+    liar.load(tiny_folders[1], 1)
+    assert all(map(torch.equal, once, liar.engine.model.parameters())), "the same version is not rounded twice"
+
+
+def test_older_weights_ask_for_no_task_until_they_are_far_enough_behind(tiny_folders: tuple[Path, Path]) -> None:
+    liar = OlderWeights(CONFIG, RUN, ALICE, TorchEngine("float32"))
+    said = [liar.load(tiny_folders[0], 3)]
+    said += [liar.load(tiny_folders[1], version) for version in range(4, 3 + VERSIONS_BEHIND + 2)]
+    assert said == [None] * VERSIONS_BEHIND + [7, 8]
+    first = producer(Producer, tiny_folders[0])
+    lied = produced(liar, assignment())
+    assert lied == produced(first, assignment()), "it still has the weights that it loaded first"
+
+
+def test_a_replayed_submission_is_one_file_for_every_task(tiny_folder: Path) -> None:
+    liar = producer(ReplayedSubmission, tiny_folder)
+    files = {liar.submission(assignment(number)) for number in (4, 5, 6)}
+    assert len(files) == 1
+    file = read_submission(files.pop(), max_rows=8, max_tokens=12)
+    assert file.header.submission == 4 + 999, "a task that nobody gave it"
+    assert names(file.rows) == names(produced(producer(Producer, tiny_folder), assignment(4 + 999)))

@@ -1,0 +1,89 @@
+"""`shoal sft` at a shell: one line for what was made, one line for what went wrong."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import DONE, FAILED, USAGE, main
+from shoal.config import load
+from shoal.model.load import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHIPPED = Path(__file__).parents[2] / "configs" / "sft.toml"
+
+
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What a signal would set; this process keeps its own signals and log."""
+    event = threading.Event()
+    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: event)
+    return event
+
+
+@pytest.fixture
+def small(tiny_folder: Path, tmp_path: Path) -> str:
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(9)))
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n"
+        f"[sft]\ndata = {json.dumps(str(data))}\nbatch = 4\nmax_tokens = 64\n"
+    )
+    return str(path)
+
+
+def test_it_prints_the_folder_of_a_model_that_loads(
+    small: str, stop: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", small, "--set", "sft.epochs=2", "--out", str(tmp_path / "out")]) == DONE
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'model'}\n"
+    load_model(tmp_path / "out" / "model")
+    assert (tmp_path / "out" / "checkpoints" / "step-000004").is_dir()
+
+
+def test_stopped_it_says_how_to_go_on(
+    small: str, stop: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop.set()
+    out = str(tmp_path / "out")
+    assert main(["sft", small, "--out", out]) == FAILED
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.endswith(f"stopped before the last epoch's end; add --out {out} to go on\n")
+    assert main(["sft", small, "--set", "sft.checkpoint_every=0", "--out", out]) == FAILED
+    assert "no checkpoint to go on from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "status", "words"),
+    [
+        ("sft.data=nowhere.jsonl", FAILED, "no file at"),
+        ("sft.data=", USAGE, "sft.data is empty"),
+        ("sft.bach=3", USAGE, "did you mean 'sft.batch'?"),
+    ],
+)
+def test_a_failure_is_one_line(
+    small: str,
+    stop: threading.Event,
+    tmp_path: Path,
+    override: str,
+    status: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sft", small, "--set", override, "--out", str(tmp_path / "out")]) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("shoal sft: ") and words in last
+
+
+def test_without_a_config_it_makes_the_tiny_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shoal.sft.tiny.train_tiny", lambda: Path("made"))
+    assert main(["sft"]) == DONE
+    assert capsys.readouterr().out == "made\n"
+
+
+def test_the_config_that_is_shipped_can_be_read_and_its_data_is_there() -> None:
+    assert (SHIPPED.parent.parent / load(SHIPPED).sft.data).is_file()

@@ -1,0 +1,235 @@
+"""The recipe's defaults, what a config refuses and how it says so, and the way through TOML and back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import Config, ConfigError, dumps, load, parse
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+INTELLECT_2 = {  # DESIGN section 4; arXiv 2505.07291, sections 3 and 4
+    "learner.loss.kind": "grpo",
+    "learner.loss.epsilon": 0.2,
+    "learner.loss.delta": 4.0,
+    "learner.loss.beta": 0.001,
+    "learner.loss.entropy": 1e-4,
+    "learner.loss.normalize_std": False,
+    "learner.grad_clip": 0.1,
+    "learner.lr": 3e-7,
+    "learner.warmup_steps": 25,
+    "learner.optimizer_steps_per_step": 8,
+    "coordinator.prompts_per_step": 256,
+    "coordinator.async_level": 2,
+    "sampling.group_size": 16,
+    "sampling.max_tokens": 32_768,
+    "sampling.temperature": 1.0,
+    "tasks.length_penalty": 0.0003,
+    "validator.eos_probability": 0.1,
+}
+
+
+def at(config: Config, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "some.toml"
+    path.write_text(text)
+    return path
+
+
+def changed(tmp_path: Path, *overrides: str) -> Config:
+    return load(written(tmp_path, ""), list(overrides))
+
+
+@pytest.mark.parametrize(("path", "value"), INTELLECT_2.items(), ids=list(INTELLECT_2))
+def test_the_defaults_are_intellect_2s(path: str, value: Any) -> None:
+    assert at(Config(), path) == value
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_in_the_repository_loads(path: Path) -> None:
+    load(path)
+
+
+@pytest.mark.parametrize("path", [None, *CONFIGS], ids=lambda path: path.name if path else "defaults")
+def test_a_dumped_config_loads_as_the_same(path: Path | None, tmp_path: Path) -> None:
+    config = load(path) if path else Config()
+    assert load(written(tmp_path, dumps(config))) == config
+
+
+# --- unknown keys -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[learner]\nlearning_rate = 1", "unknown key 'learner.learning_rate'"),
+        ("[learner]\nlrr = 1", "unknown key 'learner.lrr'; did you mean 'learner.lr'?"),
+        ("[learner.loss]\nbetta = 1", "unknown key 'learner.loss.betta'; did you mean 'learner.loss.beta'?"),
+        ("[lerner]\nlr = 1", "unknown key 'lerner'; did you mean 'learner'?"),
+        ("steps = 3", "unknown key 'steps'"),
+        ("[run]\nzzz = 3", "known: seed, steps, "),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(written(tmp_path, text))
+    assert message in str(refusal.value) and "some.toml: " in str(refusal.value)
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"run\.steps: .*greater than or equal to 1; unknown key 'lerner'"):
+        parse({"run": {"steps": 0}, "lerner": {}})
+
+
+# --- overrides ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("run.seed=7", "run.seed", 7),
+        ("learner.lr=1e-5", "learner.lr", 1e-5),
+        ("learner.loss.beta=0.5", "learner.loss.beta", 0.5),
+        ("learner.loss.normalize_std=true", "learner.loss.normalize_std", True),
+        ("model.name=./folder", "model.name", "./folder"),
+        ("model.dtype=float32", "model.dtype", "float32"),
+        ("coordinator.host=127.0.0.2", "coordinator.host", "127.0.0.2"),
+        ('tasks.system="say = 3"', "tasks.system", "say = 3"),
+        ("tasks.system=say = 3", "tasks.system", "say = 3"),
+        ("tasks.length_targets=[100, 200]", "tasks.length_targets", [100, 200]),
+        ('tasks.operations=["+", "-"]', "tasks.operations", ["+", "-"]),
+        (" run.seed = 7 ", "run.seed", 7),
+    ],
+)
+def test_an_override_sets_its_key(tmp_path: Path, override: str, path: str, value: Any) -> None:
+    assert at(changed(tmp_path, override), path) == value
+
+
+def test_an_override_wins_over_the_file_and_the_last_one_over_others(tmp_path: Path) -> None:
+    path = written(tmp_path, "[run]\nseed = 1\nsteps = 5")
+    config = load(path, ["run.seed=2", "run.seed=3"])
+    assert (config.run.seed, config.run.steps) == (3, 5)
+
+
+@pytest.mark.parametrize("override", ["run.seed", "seed=3", "=3", "run.=3", ""])
+def test_an_override_of_another_form_is_refused_with_an_example(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"write it as section\.key=value, e\.g\. learner\.lr=1e-5"):
+        changed(tmp_path, override)
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'lr' is a value, not a section"):
+        load(written(tmp_path, "[learner]\nlr = 1e-5"), ["learner.lr.first=3"])
+
+
+def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'learner\.loss\.beta'"):
+        changed(tmp_path, "learner.loss.bet=0")
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluator.n=300"], "evaluator.n = 300 exceeds tasks.heldout = 256"),
+        (["evaluator.every=1", "evaluator.n_between=300"], "evaluator.n_between = 300 exceeds tasks.heldout = 256"),
+        (["coordinator.prompts_per_step=12"], "must be a multiple of learner.optimizer_steps_per_step"),
+        (["learner.row_tokens=32768"], "learner.row_tokens must exceed sampling.max_tokens"),
+        (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + learner.loss.epsilon"),
+        (["tasks.operand_min=30"], "tasks: operand_min must not exceed operand_max"),
+        (["tasks.prompt=solve it"], "tasks: prompt must contain {question}"),
+        (["tasks.length_targets=[100, 0]"], "tasks.length_targets.1: "),
+        (["tasks.operations=[+]"], "tasks.operations: Input should be a valid list"),
+        (["learner.betas=[0.9, 1.0]"], "learner.betas.1: "),
+        (["learner.lr=nan"], "learner.lr: "),
+        (["learner.lr=inf"], "learner.lr: "),
+        (["sampling.group_size=1"], "sampling.group_size: "),
+        (["run.steps=1.5"], "run.steps: "),
+        (["workers.cheat=lying"], "workers.cheat.0: "),
+        (["model=small"], "write it as section.key=value"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_by_name(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        changed(tmp_path, *overrides)
+    assert message in str(refusal.value)
+
+
+def test_a_rule_that_does_not_apply_is_not_held(tmp_path: Path) -> None:
+    config = changed(tmp_path, "tasks.heldout=8", "evaluator.n=8")  # n_between is 64, but never used
+    assert config.evaluator.n_between > config.tasks.heldout
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_answered_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    written(tmp_path / "configs", "")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config at nowhere\.toml; there are configs/some\.toml"):
+        load(Path("nowhere.toml"))
+
+
+@pytest.mark.parametrize("content", [b"[run\n", b"run = \xff", b"[run]\nseed = 1\nseed = 2"])
+def test_what_is_no_toml_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "some.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"some\.toml is not readable as TOML: "):
+        load(path)
+
+
+def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not readable as TOML"):
+        load(tmp_path)
+
+
+# --- files laid over it ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_laid_over_another_changes_what_it_names_and_no_more(tmp_path: Path) -> None:
+    base, above, top = (tmp_path / name for name in ("base.toml", "above.toml", "top.toml"))
+    base.write_text("[run]\nsteps = 3\n[learner]\nlr = 1e-5\n[learner.loss]\nbeta = 0.5\nepsilon = 0.1\n")
+    above.write_text("[learner.loss]\nbeta = 0.25\n[validator]\nproof_exponent_mean = 4.5\n[run]\nsteps = 4\n")
+    top.write_text("[run]\nsteps = 5\n")
+    config = load(base, ["validator.batch=2"], [above, top])
+    assert (config.run.steps, config.validator.proof_exponent_mean, config.validator.batch) == (5, 4.5, 2)
+    assert (config.learner.lr, config.learner.loss.beta, config.learner.loss.epsilon) == (1e-5, 0.25, 0.1)
+    assert load(base, ["run.steps=6"], [top]).run.steps == 6, "an override wins over all files"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[validator]\nproof_exponents = 1\n", "did you mean 'validator.proof_exponent_mean'"),
+        ("[validatr]\nbatch = 1\n", "did you mean 'validator'"),
+        ("[validator]\nbatch = 0\n", "validator.batch"),
+        ("validator = 3\n", "validator"),
+        ("[validator\n", "not readable as TOML"),
+    ],
+)
+def test_a_fault_in_a_file_laid_over_is_refused_naming_it(tmp_path: Path, text: str, message: str) -> None:
+    above = tmp_path / "limits.toml"
+    above.write_text(text)
+    with pytest.raises(ConfigError, match="limits.toml") as caught:
+        load(written(tmp_path, "[validator]\nbatch = 2\n"), [], [above])
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_laid_over_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.toml"):
+        load(written(tmp_path, ""), [], [tmp_path / "nowhere.toml"])
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().run.seed = 3  # type: ignore[misc]

@@ -1,0 +1,174 @@
+"""The pool without HTTP, what the other processes would say to it, and a clock that tests set."""
+
+import re
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.config import Config, parse
+from shoal.coordinator.pool import Pool
+from shoal.ledger.chain import Ledger
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import (
+    Assignment,
+    Claim,
+    GroupResult,
+    Heartbeat,
+    HeartbeatAnswer,
+    InvitePayload,
+    Policy,
+    Reason,
+    Verdict,
+)
+
+COORDINATOR = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+VALIDATOR, OTHER_VALIDATOR = "e" * 64, "f" * 64
+ALICE, BOB, CAROL = "a" * 64, "b" * 64, "c" * 64
+
+
+@dataclass
+class Clock:
+    now_s: float = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Desk:
+    """A pool and what the other processes would say to it."""
+
+    pool: Pool
+    clock: Clock
+    contents: int = field(default=0)
+
+    def join(self, key: str, role: Any = "worker", name: str = "") -> None:
+        self.pool.members.register(key, payload(name or f"{role}-{key[0]}", role=role, nonce=key[:32]), None)
+
+    def publish(self, *versions: int) -> None:
+        for version in versions:
+            self.pool.learning.published(Policy(version=version, digest=f"{version:064x}", size_bytes=1))
+
+    def beat(self, key: str = ALICE, version: int | None = 0, *, wants: bool = True) -> HeartbeatAnswer:
+        return self.pool.members.heartbeat(key, Heartbeat(policy_version=version, wants_task=wants))
+
+    def task(self, key: str = ALICE, version: int | None = 0) -> Assignment:
+        answer = self.beat(key, version)
+        assert answer.assignment is not None, answer.waiting_for
+        return answer.assignment
+
+    def upload(self, key: str = ALICE, version: int = 0) -> Assignment:
+        task = self.task(key, version)
+        self.pool.submissions.uploaded(key, task.id, "9" * 64)
+        return task
+
+    def claim(self, validator: str = VALIDATOR) -> Claim | None:
+        claims = self.claims(validator, 1)
+        return claims[0] if claims else None
+
+    def claims(self, validator: str, most: int) -> list[Claim]:
+        return self.pool.submissions.claim(validator, most).claims
+
+    def draws(self, *numbers: float) -> None:
+        """What the pool draws from now on, instead of random numbers."""
+        drawn = iter(numbers)
+        self.pool.submissions.trust.random = lambda: next(drawn)
+
+    def judge(
+        self,
+        id: str,
+        reason: Reason | None = None,
+        useful: tuple[bool, ...] = (True, True),
+        validator: str = VALIDATOR,
+        content: str | None = None,
+    ) -> None:
+        self.contents += 1
+        if reason is None:
+            self.pool.submissions.accepted_stored(validator, id, "8" * 64)
+        self.pool.submissions.judge(validator, verdict(id, reason, useful, content or f"{self.contents:064x}"))
+
+    def accepted(self, key: str = ALICE, version: int = 0, useful: tuple[bool, ...] = (True, True)) -> Assignment:
+        """One submission all the way."""
+        task = self.upload(key, version)
+        claim = self.claim(VALIDATOR)
+        assert claim is not None and claim.assignment.id == task.id
+        self.judge(task.id, None, useful)
+        return task
+
+    def kinds(self) -> list[str]:
+        return [entry.kind for entry in self.pool.db.ledger.entries()]
+
+
+def payload(name: str, *, role: Any = "worker", nonce: str = "0" * 32, expires_s: int = 2_000) -> InvitePayload:
+    return InvitePayload(run="r", role=role, name=name, nonce=nonce, expires_s=expires_s)
+
+
+def verdict(id: str, reason: Reason | None, useful: tuple[bool, ...], content: str | None) -> Verdict:
+    groups = [GroupResult(reward_mean=0.5, useful=u, tokens=10) for u in useful] if reason is None else []
+    accepted_hash = None if reason else "8" * 64
+    return Verdict(
+        submission=id,
+        reason=reason,
+        detail="",
+        evidence={},
+        content=content,
+        accepted_hash=accepted_hash,
+        groups=groups,
+    )
+
+
+def config(*, validator: dict[str, Any] | None = None, **coordinator: Any) -> Config:
+    """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
+    settings = {"prompts_per_step": 4, "task_deadline_s": 100, "claim_lease_s": 50, "node_timeout_s": 30}
+    return parse(
+        {
+            "run": {"steps": 6},
+            "coordinator": settings | coordinator,
+            "workers": {"groups_per_submission": 2},
+            "learner": {"optimizer_steps_per_step": 1},
+            "validator": validator or {},
+        }
+    )
+
+
+def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Desk:
+    connection = sqlite3.connect(path, isolation_level=None)
+    clock = clock or Clock()
+    ledger = Ledger(connection, COORDINATOR, clock=clock)
+    return Desk(Pool(connection, ledger, config(**settings), "r", clock), clock)
+
+
+def advance(desk: Desk, steps: int, version: int = 0) -> None:
+    """Fill the batches of `steps` steps with rollouts of one version."""
+    for _ in range(steps):
+        desk.accepted(version=version)
+        desk.accepted(version=version)
+
+
+HELP = re.compile(r"# HELP (shoal_[a-z_]+) [^\n]+")
+TYPE = re.compile(r"# TYPE (shoal_[a-z_]+) (gauge|counter)")
+LABEL = r'[a-z_]+="[^"\\\n]*"'
+SAMPLE = re.compile(r"((shoal_[a-z_]+)(?:\{LABEL(?:,LABEL)*\})?) (\S+)".replace("LABEL", LABEL))
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Every sample by its name and labels. Fails on a line that is not Prometheus' text format."""
+    assert text.endswith("\n")
+    found: dict[str, float] = {}
+    known = ""
+    helped = ""
+    for line in text.splitlines():
+        if match := HELP.fullmatch(line):
+            helped = match[1]
+        elif match := TYPE.fullmatch(line):
+            assert match[1] == helped != known, f"its help comes first, and it comes once: {line}"
+            assert (match[2] == "counter") == match[1].endswith("_total")
+            known = match[1]
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match and match[2] == known and match[1] not in found, line
+            found[match[1]] = float(match[3])
+    return found

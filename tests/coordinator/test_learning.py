@@ -1,0 +1,60 @@
+import json
+import sqlite3
+
+import pytest
+
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.status import read_history
+from shoal.protocol.messages import Evaluation, Policy, StepReport
+
+from .support import CAROL, VALIDATOR, Desk
+
+
+def test_a_version_is_published_once_with_one_digest(desk: Desk) -> None:
+    desk.publish(0)
+    with pytest.raises(PoolError, match="another digest"):
+        desk.pool.learning.published(Policy(version=0, digest="7" * 64, size_bytes=1))
+    assert desk.kinds().count("policy") == 1
+
+
+def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(desk: Desk) -> None:
+    desk.accepted(useful=(True, False))
+    for loss in (1.0, 2.0):  # a learner that was killed reports the step again
+        desk.pool.learning.trained(StepReport(step=0, metrics={"loss": loss}, trained=["b", "a", "a"]))
+    (metrics,) = desk.pool.status().metrics
+    assert metrics == {
+        "step": 0.0,
+        "time_s": 1_000.0,
+        "loss": 2.0,
+        "reward/mean": 0.5,
+        "reward/zero_std_frac": 0.5,
+    }
+    (entry,) = desk.pool.db.ledger.entries(kind="trained")
+    assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"]}
+
+
+def test_the_history_of_a_pool_that_was_killed_before_it_made_its_tables_is_empty() -> None:
+    assert read_history(sqlite3.connect(":memory:")) == ([], [])
+
+
+def evaluation(version: int, *, final: bool) -> Evaluation:
+    return Evaluation(version=version, greedy=0.5, sampled=None, n=4, final=final)
+
+
+def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(desk: Desk) -> None:
+    desk.join(CAROL, "relay")
+    desk.pool.learning.evaluated(evaluation(0, final=False))
+    desk.publish(6)
+    assert desk.beat(version=0).state == "finished" and desk.beat(VALIDATOR, 0).state == "finished"
+    assert desk.beat(CAROL, 0).state == "running" and desk.pool.status().state == "running"
+    desk.pool.learning.evaluated(evaluation(6, final=True))
+    assert desk.beat(CAROL, 0).state == "finished" and desk.pool.status().state == "finished"
+    assert [e.version for e in desk.pool.status().evaluations] == [0, 6]
+
+
+def test_the_status_counts_what_validators_counted(desk: Desk) -> None:
+    desk.accepted(useful=(True, False))
+    status = desk.pool.status()
+    alice = next(node for node in status.nodes if node.name == "worker-a")
+    assert (alice.accepted, alice.rejected, status.tokens_generated, status.have) == (1, 0, 20, 1)
+    assert (status.step, status.steps, status.newest_version, status.started_s) == (0, 6, 0, 1_000.0)

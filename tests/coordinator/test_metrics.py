@@ -1,0 +1,69 @@
+"""`/metrics`: every line is one that Prometheus reads, and the figures are the pool's."""
+
+from shoal.protocol.messages import Heartbeat, Reason, Stats
+
+from .support import ALICE, BOB, VALIDATOR, Desk, metrics_of, open_pool
+
+
+def test_every_line_of_a_new_pool_is_valid(desk: Desk) -> None:
+    found = metrics_of(desk.pool.metrics())
+    assert found["shoal_verdicts_total"] == 0
+    assert found['shoal_submissions{state="open"}'] == 0
+    assert found["shoal_queue_age_seconds"] == 0
+    assert found["shoal_newest_version"] == 0 and found["shoal_open_step"] == 0
+
+
+def test_it_counts() -> None:
+    desk = open_pool(prompts_per_step=20)
+    desk.join(ALICE)
+    desk.join(BOB)
+    desk.join(VALIDATOR, "validator")
+    desk.publish(0)
+    desk.accepted()
+    desk.accepted(useful=(True, False))
+    lied = desk.upload(BOB)
+    desk.clock.now_s += 7
+    desk.claim()
+    desk.judge(lied.id, Reason.PROOF)
+    desk.upload()
+    desk.clock.now_s += 3
+    desk.task()
+    stats = Stats(tokens=12, busy_s=1.5)
+    desk.pool.members.heartbeat(VALIDATOR, Heartbeat(policy_version=0, stats=stats))
+    found = metrics_of(desk.pool.metrics())
+    told = {
+        'shoal_submissions{state="open"}': 1,
+        'shoal_submissions{state="uploaded"}': 1,
+        'shoal_submissions{state="accepted"}': 2,
+        'shoal_submissions{state="rejected"}': 1,
+        'shoal_submissions{state="expired"}': 0,
+        "shoal_queue_age_seconds": 3,
+        "shoal_verdicts_total": 3,
+        "shoal_verdicts_full_total": 3,
+        "shoal_verdict_seconds_total": 7,
+        'shoal_rejections_total{reason="proof"}': 1,
+        "shoal_accepted_tokens_total": 40,
+        "shoal_evicted_nodes": 1,
+        'shoal_node_silence_seconds{name="worker-a",role="worker"}': 0,
+        'shoal_node_tokens{name="validator-e",role="validator"}': 12,
+        'shoal_node_busy_seconds{name="validator-e",role="validator"}': 1.5,
+    }
+    assert {name: found.get(name) for name in told} == told
+    assert not [name for name in found if "worker-b" in name], "it is evicted"
+
+
+def test_what_was_believed_unchecked_is_no_full_verdict(desk: Desk) -> None:
+    desk.upload(ALICE)
+    desk.pool.db.change("UPDATE submissions SET full = 0")
+    claim = desk.claim()
+    assert claim is not None and not claim.full
+    desk.judge(claim.assignment.id)
+    found = metrics_of(desk.pool.metrics())
+    assert (found["shoal_verdicts_total"], found["shoal_verdicts_full_total"]) == (1, 0)
+
+
+def test_reading_it_changes_nothing(desk: Desk) -> None:
+    desk.accepted()
+    before = desk.pool.db.connection.total_changes
+    assert desk.pool.metrics() == desk.pool.metrics()
+    assert desk.pool.db.connection.total_changes == before

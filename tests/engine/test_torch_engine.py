@@ -1,0 +1,266 @@
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine, _close_gaps
+from shoal.model.load import load_model
+from shoal.model.sampling import choose
+
+# Groups of different sizes, prompts of different lengths, no two seeds alike.
+PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [3, 3, 8]]
+SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
+ENDLESS = Sampling(temperature=1.0, max_tokens=40, eos_ids=())
+SOME_END = Sampling(temperature=1.0, max_tokens=40, eos_ids=(1, 7, 20, 33))  # about one token in sixteen ends a row
+LONG = Sampling(temperature=1.0, max_tokens=150, eos_ids=())  # longer than two growths of the cache
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> TorchEngine:
+    engine = TorchEngine("float32")
+    engine.load(tiny_folder)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def groups(engine: TorchEngine) -> list[list[Completion]]:
+    return engine.generate(PROMPTS, SEEDS, SOME_END)
+
+
+@torch.no_grad()
+def naive(model: Any, prompt: Sequence[int], seed: int, sampling: Sampling) -> list[int]:
+    """One row, no cache, the whole sequence again for every token."""
+    tokens: list[int] = []
+    for position in range(sampling.max_tokens):
+        logits_1V = model(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
+        tokens += choose(logits_1V, [seed], [position], sampling.temperature)[0].tolist()
+        if tokens[-1] in sampling.eos_ids:
+            break
+    return tokens
+
+
+def only_tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.tokens for completion in group] for group in groups]
+
+
+def flat(groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
+    return [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
+
+
+# ---- tokens
+
+
+def test_the_test_data_makes_rows_end_at_many_different_times(groups: list[list[Completion]]) -> None:
+    lengths = [len(c.tokens) for _, c in flat(groups)]
+    assert len(set(lengths)) >= 5
+    assert max(lengths) > 10
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SOME_END, LONG, Sampling(temperature=0.6, max_tokens=20, eos_ids=(1, 7, 20, 33))],
+    ids=["some end early", "cache grows", "temperature 0.6"],
+)
+def test_every_completion_equals_a_naive_loop_with_its_seed(engine: TorchEngine, sampling: Sampling) -> None:
+    expected = [
+        [naive(engine.model, prompt, seed, sampling) for seed in group]
+        for prompt, group in zip(PROMPTS[:3], SEEDS[:3], strict=True)
+    ]
+    assert only_tokens(engine.generate(PROMPTS[:3], SEEDS[:3], sampling)) == expected
+
+
+@pytest.mark.parametrize("g", range(len(PROMPTS)))
+def test_a_groups_tokens_do_not_depend_on_the_other_groups(
+    engine: TorchEngine, groups: list[list[Completion]], g: int
+) -> None:
+    assert only_tokens(engine.generate(PROMPTS[g : g + 1], SEEDS[g : g + 1], SOME_END)) == only_tokens([groups[g]])
+
+
+def test_a_completions_tokens_do_not_depend_on_its_siblings(
+    engine: TorchEngine, groups: list[list[Completion]]
+) -> None:
+    alone = [engine.generate([PROMPTS[3]], [[seed]], SOME_END)[0][0].tokens for seed in SEEDS[3]]
+    assert alone == [completion.tokens for completion in groups[3]]
+
+
+def test_the_order_of_groups_changes_nothing(engine: TorchEngine, groups: list[list[Completion]]) -> None:
+    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], SOME_END)
+    assert only_tokens(backwards[::-1]) == only_tokens(groups)
+
+
+def test_different_seeds_give_different_completions(engine: TorchEngine) -> None:
+    (group,) = engine.generate([PROMPTS[0]], [range(8)], ENDLESS)
+    assert len({tuple(c.tokens) for c in group}) == 8
+
+
+def test_greedy_tokens_equal_transformers_own_generate(engine: TorchEngine) -> None:
+    sampling = Sampling(temperature=0.0, max_tokens=30, eos_ids=())
+    got = [group[0].tokens for group in engine.generate(PROMPTS, [[0]] * len(PROMPTS), sampling)]
+    theirs = []
+    for prompt in map(torch.tensor, PROMPTS):
+        output = engine.model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=30,
+            eos_token_id=None,
+        )  # fmt: skip
+        theirs.append(output[0, len(prompt) :].tolist())
+    assert got == theirs
+
+
+def test_greedy_ignores_the_seed(engine: TorchEngine) -> None:
+    (group,) = engine.generate([PROMPTS[0]], [[1, 2]], Sampling(temperature=0.0, max_tokens=30, eos_ids=()))
+    assert group[0].tokens == group[1].tokens
+
+
+# ---- lengths
+
+
+def test_a_completion_ends_at_its_first_end_token_or_the_limit(groups: list[list[Completion]]) -> None:
+    for _, completion in flat(groups):
+        *body, last = completion.tokens
+        assert not set(body) & set(SOME_END.eos_ids)
+        assert last in SOME_END.eos_ids or len(completion.tokens) == SOME_END.max_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 65])
+def test_no_completion_is_longer_than_max_tokens(engine: TorchEngine, max_tokens: int) -> None:
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens, eos_ids=())
+    assert {len(c.tokens) for _, c in flat(engine.generate(PROMPTS, SEEDS, sampling))} == {max_tokens}
+
+
+def test_a_lower_limit_only_cuts_completions_off(engine: TorchEngine, groups: list[list[Completion]]) -> None:
+    shorter = engine.generate(PROMPTS, SEEDS, Sampling(temperature=1.0, max_tokens=6, eos_ids=SOME_END.eos_ids))
+    assert only_tokens(shorter) == [[tokens[:6] for tokens in group] for group in only_tokens(groups)]
+
+
+def test_every_row_ending_at_once_ends_generation(engine: TorchEngine) -> None:
+    everything_ends = Sampling(temperature=1.0, max_tokens=40, eos_ids=tuple(range(64)))
+    assert {len(c.tokens) for _, c in flat(engine.generate(PROMPTS, SEEDS, everything_ends))} == {1}
+
+
+def test_a_group_without_seeds_gets_no_completions(engine: TorchEngine) -> None:
+    assert [len(group) for group in engine.generate(PROMPTS[:3], [[1, 2], [], [3]], ENDLESS)] == [2, 0, 1]
+
+
+# ---- logprobs and hidden states
+
+
+def plain(model: Any, prompt: Sequence[int], completion: Completion) -> tuple[Tensor, Tensor]:
+    """logprobs_T and the final hidden states_TH at the predicting positions, from one plain forward."""
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *completion.tokens]])
+        output = model(ids, output_hidden_states=True)
+    span = slice(len(prompt) - 1, -1)
+    logp_TV = torch.log_softmax(output.logits[0, span], -1)
+    return logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0], output.hidden_states[-1][0, span]
+
+
+def test_logprobs_equal_a_plain_forward(engine: TorchEngine, groups: list[list[Completion]]) -> None:
+    for prompt, completion in flat(groups):
+        expected_T, _ = plain(engine.model, prompt, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected_T, atol=1e-4, rtol=0)
+
+
+def test_logprobs_are_at_the_sampling_temperature(engine: TorchEngine) -> None:
+    (group,) = engine.generate([PROMPTS[0]], [[1]], Sampling(temperature=0.5, max_tokens=10, eos_ids=()))
+    ids = torch.tensor([[*PROMPTS[0], *group[0].tokens]])
+    with torch.no_grad():
+        logp_TV = torch.log_softmax(engine.model(ids).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.5, -1)
+    expected_T = logp_TV[range(10), group[0].tokens]
+    torch.testing.assert_close(torch.tensor(group[0].logprobs), expected_T, atol=1e-4, rtol=0)
+
+
+def test_hidden_states_equal_a_plain_forward_rounded_to_bfloat16(
+    engine: TorchEngine, groups: list[list[Completion]]
+) -> None:
+    for prompt, completion in flat(groups):
+        _, expected_TH = plain(engine.model, prompt, completion)
+        torch.testing.assert_close(completion.hidden_TH.float(), expected_TH, atol=1e-4, rtol=2**-8)
+
+
+def test_there_is_one_bfloat16_hidden_state_and_one_logprob_a_token(groups: list[list[Completion]]) -> None:
+    for _, completion in flat(groups):
+        assert completion.hidden_TH.shape == (len(completion.tokens), 192)
+        assert completion.hidden_TH.dtype == torch.bfloat16
+        assert len(completion.logprobs) == len(completion.tokens)
+
+
+def test_a_bfloat16_engine_gives_nearly_the_same_logprobs(engine: TorchEngine, tiny_folder: Path) -> None:
+    rough = TorchEngine("bfloat16")
+    rough.load(tiny_folder)
+    (group,) = rough.generate([PROMPTS[0]], [[1, 2, 3]], ENDLESS)
+    for completion in group:
+        expected_T, _ = plain(engine.model, PROMPTS[0], completion)
+        assert float((torch.tensor(completion.logprobs) - expected_T).abs().mean()) < 0.1
+
+
+# ---- weights
+
+
+def test_generating_before_loading_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"call load\(\) first"):
+        TorchEngine("float32").generate([[1]], [[1]], ENDLESS)
+
+
+def test_loading_again_swaps_the_weights(tiny_folders: tuple[Path, Path]) -> None:
+    engine, fresh = TorchEngine("float32"), TorchEngine("float32")
+    engine.load(tiny_folders[0])
+    engine.load(tiny_folders[1])
+    fresh.load(tiny_folders[1])
+    again, expected = (e.generate(PROMPTS, SEEDS, SOME_END) for e in (engine, fresh))
+    assert only_tokens(again) == only_tokens(expected)
+
+
+def test_the_two_test_versions_generate_differently(tiny_folders: tuple[Path, Path], groups: Any) -> None:
+    other = TorchEngine("float32")
+    other.load(tiny_folders[1])
+    assert only_tokens(other.generate(PROMPTS, SEEDS, SOME_END)) != only_tokens(groups)
+
+
+def test_loading_again_keeps_the_same_model_in_memory(tiny_folders: tuple[Path, Path]) -> None:
+    engine = TorchEngine("float32")
+    engine.load(tiny_folders[0])
+    before = engine.model
+    engine.load(tiny_folders[1])
+    assert engine.model is before
+
+
+def test_generating_leaves_the_weights_alone(engine: TorchEngine, groups: Any, tiny_folder: Path) -> None:
+    fresh = load_model(tiny_folder).state_dict()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in engine.model.state_dict().items())
+
+
+def test_the_prompts_cache_is_freed_once_it_is_repeated(engine: TorchEngine) -> None:
+    with torch.inference_mode():
+        _, prompts, _ = engine._prefill(PROMPTS)
+        type(prompts).repeat(prompts, torch.tensor([0, 0, 1]), room=4)
+    held = [t for layer in prompts.layers for v in vars(layer).values() for t in (v if isinstance(v, list) else [v])]
+    assert [tensor.shape for tensor in held if isinstance(tensor, Tensor) and tensor.numel()] == []
+
+
+# ---- closing gaps
+
+rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
+
+
+@given(rows_and_finished)
+def test_closing_gaps_keeps_exactly_the_live_rows(case: tuple[int, set[int]]) -> None:
+    n_rows, finished = case
+    assert sorted(_close_gaps(n_rows, sorted(finished))) == [row for row in range(n_rows) if row not in finished]
+
+
+@given(rows_and_finished)
+def test_closing_gaps_moves_only_rows_from_the_end_forward(case: tuple[int, set[int]]) -> None:
+    """So that copying in order never overwrites a row that is still to be read."""
+    n_rows, finished = case
+    keep = _close_gaps(n_rows, sorted(finished))
+    assert all(old == new or (old >= len(keep) and new in finished) for new, old in enumerate(keep))
+
+
+def test_nothing_finished_moves_nothing() -> None:
+    assert _close_gaps(4, []) == [0, 1, 2, 3]

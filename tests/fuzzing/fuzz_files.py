@@ -1,0 +1,204 @@
+"""Damaged rollout files: flipped, cut, spliced, with huge counts, or signed anew with another header or other columns.
+
+Each is read in quarantine, as the validator does; see `fuzz` for how a case ends. Besides, what nobody signed anew must not
+come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
+"""
+
+import io
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shoal.protocol.identity import Identity
+from shoal.store.quarantine import Quarantine
+from shoal.store.rollouts import (
+    PROOF_BYTES,
+    SCHEMA_VERSION,
+    SUBMISSION,
+    BadSignatureError,
+    Header,
+    Rollout,
+    RolloutFileError,
+    content_digest,
+    read_submission,
+    write_submission,
+)
+
+from .fuzz import VALUES, Note, crash, damaged
+
+MAX_ROWS, MAX_TOKENS = 8, 64
+
+
+@dataclass(frozen=True)
+class _File:
+    data: bytes
+    rows: list[Rollout]
+    table: pa.Table
+    header: dict[str, Any]
+    footer: int  # where it starts
+
+
+def fuzz_files(random: Random, cases: int, note: Note) -> None:
+    """Submissions read by the Quarantine's child, and what it let pass read here as the validator does."""
+    me = Identity.generate()
+    files = [_file(random, me, **options) for options in _LAYOUTS]
+    every = [file.data for file in files]
+    with Quarantine(MAX_ROWS, MAX_TOKENS, memory_bytes=256 << 20, timeout_s=10.0) as quarantine:
+        for _ in range(cases):
+            file = random.choice(files)
+            match random.randrange(10):
+                case 0:
+                    note(_read(quarantine, _with_header(random, me, file), None))
+                case 1:
+                    note(_read(quarantine, _with_table(random, me, file), None))
+                case 2 | 3 | 4:  # the footer is a tenth of the bytes and most of what is parsed
+                    at = file.footer
+                    data = file.data[:at] + damaged(random, file.data[at:-8], every)
+                    data += struct.pack("<I", len(data) - at) + b"PAR1"
+                    note(_read(quarantine, data, file.rows))
+                case 5:
+                    note(_read(quarantine, _with_number(random, file), file.rows))
+                case _:
+                    note(_read(quarantine, damaged(random, file.data, every), file.rows))
+
+
+_LAYOUTS: list[dict[str, Any]] = [
+    {"compression": "zstd"},
+    {"compression": "none"},
+    {"compression": "gzip", "row_group_size": 1},
+    {"compression": "snappy", "data_page_size": 8},
+    {"compression": "zstd", "data_page_version": "2.0", "row_group_size": 3},
+]
+
+
+def _file(random: Random, me: Identity, **layout: Any) -> _File:
+    rows = [
+        Rollout(
+            group=i // 2,
+            task=f"{i}+{random.randrange(99)}",
+            target_length=i,
+            seed=random.getrandbits(62),
+            tokens=[random.randrange(49_152) for _ in range(3 + i)],
+            logprobs=[-0.5] * (3 + i),
+            reward=float(i % 2),
+            proofs=[random.randbytes(PROOF_BYTES)],
+        )
+        for i in range(4)
+    ]
+    header = Header(
+        schema_version=SCHEMA_VERSION,
+        run="fuzz",
+        step=4,
+        policy_version=3,
+        policy_digest="ab" * 32,
+        worker=me.public,
+        submission=7,
+        signer=me.public,
+    )
+    written = pq.ParquetFile(io.BytesIO(write_submission(header, rows, me)))
+    table, said = written.read(), written.metadata.metadata[b"shoal.header"]
+    data = _signed(me, table, said, **layout)
+    rows = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows  # as float32 holds them
+    return _File(data, rows, table, json.loads(said), len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
+
+
+def _signed(me: Identity, table: pa.Table, header: bytes, **layout: Any) -> bytes:
+    """A file of this table that `me` signs with this header, whatever is in it."""
+    buffer = io.BytesIO()
+    row_group_size = layout.pop("row_group_size", None)
+    plain: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
+    with pq.ParquetWriter(buffer, table.schema, **plain | layout) as writer:
+        writer.write_table(table, row_group_size=row_group_size)
+        writer.add_key_value_metadata({"shoal.header": header, "shoal.signature": me.sign(header, domain="submission")})
+    return buffer.getvalue()
+
+
+def _with_header(random: Random, me: Identity, file: _File) -> bytes:
+    header = json.dumps(file.header | {random.choice([*file.header, "more"]): random.choice(VALUES)}).encode()
+    if random.random() < 0.3:
+        header = damaged(random, header)
+    return _signed(me, file.table, header)
+
+
+def _with_table(random: Random, me: Identity, file: _File) -> bytes:
+    """Other types, lengths and encodings under a right digest, where such a table has one, and a right signature."""
+    table, n = file.table, file.table.num_rows
+    name = random.choice(SUBMISSION.names)
+    at = table.schema.get_field_index(name)
+    many = random.choice([0, 1, MAX_TOKENS, MAX_TOKENS + 1, 20_000, 400_000])
+    columns: list[Callable[[], Any]] = [
+        lambda: pa.array([None] * n, table.schema.field(name).type),
+        lambda: pa.array([random.getrandbits(50)] * n, random.choice([pa.int64(), pa.uint64(), pa.float64()])),
+        lambda: pa.array(["x" * random.choice([0, 1, 100_000])] * n),
+        lambda: pa.array([random.randbytes(random.randrange(300))] * n, pa.binary()),
+        lambda: pa.array([[0] * many] + [[0]] * (n - 1), pa.list_(pa.int32())),
+        lambda: pa.array([[float("nan")] * many] + [[0.0]] * (n - 1), pa.list_(pa.float32())),
+        lambda: pa.array([[b"x"]] * n, pa.list_(pa.binary(random.choice([1, -1])))),
+        lambda: pa.array([[[1]]] * n, pa.list_(pa.list_(pa.int32()))),
+        lambda: pa.array([{"a": 1}] * n),
+    ]
+    match random.randrange(6):
+        case 0:
+            table = table.drop_columns([name])
+        case 1:
+            table = table.append_column(random.choice(["more", name]), random.choice(columns)())
+        case 2:
+            table = pa.concat_tables([table] * random.choice([2, 3, 1_000]))
+        case _:
+            column = random.choice(columns)()
+            kept = table.schema.field(name) if column.type == table.schema.field(name).type else None
+            field = kept if kept is not None and not column.null_count else pa.field(name, column.type)
+            element = (
+                pa.field("element", column.type.value_type, nullable=False) if pa.types.is_list(column.type) else None
+            )
+            if element is not None and random.random() < 0.7:
+                column = column.cast(pa.list_(element))
+                field = pa.field(name, column.type, nullable=False)
+            table = table.set_column(at, field, column)
+    try:
+        with np.errstate(invalid="ignore"):  # nulls have no length
+            content = content_digest(table)
+    except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException):  # such a table has none
+        content = "0" * 64
+    layout: dict[str, Any] = random.choice(
+        [{}, {}, {"use_dictionary": True}, {"row_group_size": 1}, {"write_statistics": True}]
+    )
+    return _signed(me, table, json.dumps(file.header | {"content": content}).encode(), **layout)
+
+
+def _with_number(random: Random, file: _File) -> bytes:
+    """A varint in the footer (Thrift, compact) becomes one of another size, often a huge one."""
+    footer = bytearray(file.data[file.footer : -8])
+    at = random.randrange(len(footer))
+    number = random.choice([0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**64 - 1, random.getrandbits(40)])
+    varint = bytearray()
+    while not varint or number:
+        varint.append(number & 0x7F | (0x80 if number > 0x7F else 0))
+        number >>= 7
+    footer[at : at + random.randint(1, 3)] = varint
+    return file.data[: file.footer] + bytes(footer) + struct.pack("<I", len(footer)) + b"PAR1"
+
+
+def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
+    """`rows`: what was signed, which is all that may come out of a file that nobody signed anew."""
+    try:
+        quarantine.check(data)
+    except BadSignatureError:
+        return "file of bad signature"
+    except RolloutFileError as error:
+        ended = str(error).startswith(("ends its reader", "takes more than", "its reader was killed"))
+        return f"file that {error}" if ended else "file refused"
+    except Exception as error:  # noqa: BLE001
+        return crash("Quarantine.check", error, data)
+    try:
+        found = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows
+    except Exception as error:  # noqa: BLE001
+        return crash("passes its quarantine only", error, data)
+    return "file passes" if rows is None or found == rows else crash("a changed file passes", found, data)

@@ -1,0 +1,239 @@
+"""The requests that `fuzz_http` sends: bytes that are no HTTP, garbage on every route, and garbage that each role has signed
+correctly, between honest requests that keep the pool moving.
+
+Written against routes and messages alone, so the pool's insides may change.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, get_args
+from urllib.parse import quote
+
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.messages import Role
+from shoal.protocol.signing import sign_request
+
+from .fuzz import VALUES, damaged
+
+RUN = "fuzz"
+DEADLINE_S = 10.0
+ROUTES = [
+    ("GET", "/healthz", ""),
+    ("GET", "/v1/run", ""),
+    ("GET", "/v1/status", ""),
+    ("POST", "/v1/register", "worker"),
+    ("POST", "/v1/heartbeat", "worker"),
+    ("PUT", "/v1/submissions/{id}", "worker"),
+    ("POST", "/v1/claims", "validator"),
+    ("GET", "/v1/submissions/{id}", "validator"),
+    ("GET", "/v1/contents/{digest}", "validator"),
+    ("PUT", "/v1/accepted/{id}", "validator"),
+    ("POST", "/v1/verdicts", "validator"),
+    ("POST", "/v1/policies", "origin"),
+    ("GET", "/v1/batches/{step}", "learner"),
+    ("GET", "/v1/accepted/{id}", "learner"),
+    ("POST", "/v1/steps", "learner"),
+    ("POST", "/v1/evaluations", "evaluator"),
+]
+METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW"]
+
+
+@dataclass
+class Site:
+    """Who is registered and what they know of the pool, from which the cases are made."""
+
+    random: Random
+    port: int
+    coordinator: Identity
+    members: dict[str, Identity] = field(default_factory=dict)
+    ids: list[str] = field(default_factory=lambda: ["0" * 16 + "-000000"])
+    sent: list[bytes] = field(default_factory=list)  # honest requests, to be damaged and replayed
+
+    async def join(self) -> None:
+        """Register one node of each role and publish the first version."""
+        for role in get_args(Role):
+            self.members[role] = Identity.generate()
+            body = {"invite": self.invite(role), "url": None}
+            await self.honest(role, "POST", "/v1/register", body)
+        await self.honest("origin", "POST", "/v1/policies", {"version": 0, "digest": "d" * 64, "size_bytes": 1})
+
+    def invite(self, role: str, **changed: Any) -> str:
+        payload = {"run": RUN, "role": role, "name": f"n{secrets.token_hex(8)}", "nonce": secrets.token_hex(16)}
+        text = json.dumps(payload | {"expires_s": int(time.time()) + 600} | changed)
+        return Signed.make(self.coordinator, text, domain="invite").model_dump_json()
+
+    async def honest(self, role: str, method: str, path: str, body: Any) -> Any:
+        """Send what a node would; its answer, None where the pool has another opinion by now."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = self.signed(self.members[role], method, path, content)
+        self.sent = [*self.sent[-50:], request]
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request)
+        answer = await asyncio.wait_for(reader.read(), DEADLINE_S)
+        writer.close()
+        head, _, text = answer.partition(b"\r\n\r\n")
+        return json.loads(text) if b" 200 " in head.splitlines()[0] else None
+
+    async def advance(self) -> None:
+        """A task handed out, uploaded, claimed, judged: as far as the pool goes along."""
+        answer = await self.honest("worker", "POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
+        if answer and answer["assignment"]:
+            self.ids = [*self.ids[-8:], answer["assignment"]["id"]]
+        stage, id = self.random.randrange(4), self.ids[-1]
+        if stage > 0:
+            await self.honest("worker", "PUT", f"/v1/submissions/{id}", secrets.token_bytes(8))
+        if stage > 1:
+            await self.honest("validator", "POST", "/v1/claims", {"most": 1})
+        if stage > 2:
+            stored = await self.honest("validator", "PUT", f"/v1/accepted/{id}", b"accepted")
+            verdict = self.body("/v1/verdicts") | {"submission": id, "accepted_hash": stored and stored["hash"]}
+            await self.honest("validator", "POST", "/v1/verdicts", verdict)
+
+    async def case(self) -> tuple[bytes, bool, bool]:
+        """A request, whether it is whole HTTP, and whether its role signed it for its route."""
+        random = self.random
+        if random.random() < 0.05:
+            await self.advance()
+        method, path, role = random.choice(ROUTES)
+        target, body = self.target(path), self.content(path)
+        match random.randrange(10):
+            case 0:
+                return damaged(random, random.choice(self.sent), self.sent), False, False
+            case 1:
+                request = random.choice(self.sent)
+                return request, True, False  # again, word for word
+            case 2:
+                return _http(random.choice(METHODS), target, self.headers({}), body), False, False
+            case 3:
+                signer = random.choice([*self.members.values(), Identity.generate()])
+                return self.signed(signer, random.choice(METHODS), target, body, self.headers), False, False
+            case _:
+                signer = self.members[role] if role else Identity.generate()
+                if path == "/v1/register":
+                    signer = Identity.generate()
+                return self.signed(signer, method, target, body), True, bool(role)
+
+    def target(self, path: str) -> str:
+        random = self.random
+        junk = quote(str(random.choice(VALUES)), safe="", errors="replace")[:3_000] or "0"
+        junk = random.choice(
+            [junk, "..%2f..%2fidentity.pem", "%00", "%ff", "9" * 30, "9" * 5_000, "%D9%A1", "1_0", "+1", "-0"]
+        )
+        known = {"{id}": random.choice(self.ids), "{digest}": "c" * 64, "{step}": "0"}
+        for name, value in known.items():
+            path = path.replace(name, value if random.random() < 0.6 else junk)
+        return path + random.choice(["", "", "", "", "?", "?a=b", "?" + "x" * 500, "/", "//"])
+
+    def body(self, path: str) -> dict[str, Any]:
+        """What a node would send there."""
+        id = self.random.choice(self.ids)
+        group = {"reward_mean": 0.5, "useful": True, "tokens": 3}
+        bodies: dict[str, Callable[[], dict[str, Any]]] = {
+            "/v1/register": lambda: {"invite": self.invite(self.random.choice(get_args(Role))), "url": "http://x:1"},
+            "/v1/heartbeat": lambda: {"policy_version": 0, "wants_task": True, "stats": {"doing": "x", "tokens": 5}},
+            "/v1/claims": lambda: {"most": 2},
+            "/v1/verdicts": lambda: {
+                "submission": id,
+                "reason": self.random.choice([None, "bounds", "unreadable"]),
+                "detail": "",
+                "evidence": {"margin": 0.5},
+                "content": secrets.token_hex(32),
+                "accepted_hash": "0" * 64,
+                "groups": [group, group],
+            },
+            "/v1/policies": lambda: {"version": self.random.randrange(3), "digest": "d" * 64, "size_bytes": 1},
+            "/v1/steps": lambda: {"step": self.random.randrange(3), "metrics": {"loss": 0.5}, "trained": [id]},
+            "/v1/evaluations": lambda: {"version": 0, "greedy": 0.5, "sampled": None, "n": 9, "final": False},
+        }
+        return bodies.get(path, dict)()
+
+    def content(self, path: str) -> bytes:
+        random = self.random
+        match random.randrange(8):
+            case 0:
+                return random.randbytes(random.choice([0, 1, 100, 5_000]))
+            case 1:
+                return random.choice([b"null", b"[" * 20_000, b"{" * 9, b'"\\ud800"', b"NaN", b"1e999", b"[]", b"\xff"])
+            case 2:
+                return damaged(random, json.dumps(self.body(path)).encode())
+            case 3:
+                return json.dumps(self.body(path)).encode()
+            case _:
+                body = self.body(path)
+                for _ in range(random.choice([1, 1, 2])):
+                    _spoil(random, body)
+                return json.dumps(body).encode()
+
+    def signed(
+        self,
+        identity: Identity,
+        method: str,
+        target: str,
+        body: bytes,
+        spoil: Callable[[dict[str, str]], dict[str, str]] = lambda headers: headers,
+    ) -> bytes:
+        path, _, query = target.partition("?")
+        headers = sign_request(
+            identity,
+            method=method,
+            path=path,
+            query=query,
+            body=body,
+            audience=RUN,
+            created_s=int(time.time()),
+            nonce=secrets.token_hex(16),
+        )
+        return _http(method, target, spoil(headers), body)
+
+    def headers(self, headers: dict[str, str]) -> dict[str, str]:
+        """Some headers changed, some added."""
+        random = self.random
+        more = {
+            "content-type": "text/html; charset=\xff",
+            "content-encoding": random.choice(["gzip", "deflate", "br", "x"]),
+            "transfer-encoding": random.choice(["chunked", "gzip, chunked", "x"]),
+            "content-length": random.choice(["-1", "1", "99999999999999999999", "x", "0x10"]),
+            "expect": "100-continue",
+            "upgrade": "websocket",
+            "range": "bytes=0-",
+            "cookie": "a=" + "x" * random.choice([10, 9_000]),
+            "x\x00": "y",
+            "signature": "shoal=:" + "A" * 86 + "==:",
+            "shoal-audience": "x" * 300,
+        }
+        for name in random.sample(list(more), random.choice([0, 1, 2])):
+            headers[name] = more[name]
+        for name in random.sample(list(headers), min(len(headers), random.choice([0, 1]))):
+            headers[name] = damaged(random, headers[name].encode("latin-1")).decode("latin-1")
+        return headers
+
+
+def _spoil(random: Random, at: Any) -> None:
+    """Replace, add or remove one value somewhere in this JSON, in place."""
+    while isinstance(at, (dict, list)) and at:
+        key = random.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        if isinstance(at[key], (dict, list)) and at[key] and random.random() < 0.6:
+            at = at[key]
+            continue
+        match random.randrange(6):
+            case 0:
+                del at[key]
+            case 1 if isinstance(at, dict):
+                at[random.choice(["more", "", "step"])] = deepcopy(random.choice(VALUES))
+            case 2 if isinstance(at, list):
+                at.extend([at[key]] * random.choice([1, 300]))
+            case _:
+                at[key] = deepcopy(random.choice(VALUES))
+        return
+
+
+def _http(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+    named = {"host": "c", "connection": "close", "content-length": str(len(body))} | headers
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in named.items())]
+    return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body

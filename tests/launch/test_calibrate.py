@@ -1,0 +1,108 @@
+"""Calibration on a tiny random model: what it measures becomes limits that a config takes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import config as config_module
+from shoal.adversary.cheats import QuantizedWeights
+from shoal.cli.main import FAILED, main
+from shoal.engine.torch_engine import TorchEngine
+from shoal.launch.calibrate import LIMITS, RUN, CalibrationError, calibrate, honest_figures
+from shoal.rollout.produce import Producer
+from shoal.validator.by_hand import offline_assignment
+from shoal.validator.checks import DEAR
+from shoal.validator.judge import Judge
+
+from ..workers import ALICE, config
+
+CONFIG = config(sampling={"max_tokens": 12, "group_size": 2}, validator={"row_tokens": 64})
+ASKED = offline_assignment(CONFIG, ALICE.public, 0)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _always_both_dtypes() -> Iterator[None]:
+    """Whatever this machine is fast at; a model this small needs no speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.launch.calibrate.measure_gflops", lambda dtype, device: 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibration") / "made"
+    said: list[str] = []
+    calibrate(CONFIG, folder, 1, [tiny_folder], said.append)
+    assert len(said) == 4 + len(LIMITS) + 1, "a line for each way to generate, for each limit, and what they would do"
+    return folder
+
+
+def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text(config_module.dumps(CONFIG))
+    resolved = config_module.load(base, [], [out / "limits.toml"])
+    measured = json.loads((out / "measured.json").read_text())
+    for statistic, (limit, floor, margin) in LIMITS.items():
+        worst = max(row[statistic] for row in measured["rows"])
+        assert worst == measured["worst"][statistic]
+        assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
+    assert resolved.validator.row_tokens == CONFIG.validator.row_tokens, "it says nothing of the rest"
+
+
+def test_it_measures_every_worker_under_every_validator(out: Path) -> None:
+    rows = json.loads((out / "measured.json").read_text())["rows"]
+    workers = {json.dumps(row["worker"]) for row in rows}
+    validators = {json.dumps(row["validator"]) for row in rows}
+    assert (len(workers), len(validators), len(rows)) == (4, 4, 16)
+    assert any(row["logprob_error_mean"] > 1e-4 for row in rows), "between dtypes"
+    alike = [row for row in rows if row["worker"]["dtype"] == row["validator"]["dtype"] == "float32"]
+    assert max(row["logprob_error_mean"] for row in alike) < 1e-4
+    assert all(row["rollouts"] == 4 and row["failed_checks"] == 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
+    with Judge(CONFIG, RUN, "float32") as judge:
+        judge.load(tiny_folder)
+        yield judge
+
+
+def made(folder: Path, kind: type[Producer]) -> bytes:
+    producer = kind(CONFIG, RUN, ALICE, TorchEngine("float32"))
+    producer.load(folder, 0)
+    return producer.submission(ASKED)
+
+
+def test_work_that_fails_a_check_without_a_limit_is_no_measurement(judge: Judge, tiny_folder: Path) -> None:
+    data = made(tiny_folder, Producer)
+    assert honest_figures(judge, ASKED, ALICE.public, data)["failed_checks"] == 0
+    with pytest.raises(CalibrationError, match="fails a cheap check"):
+        honest_figures(judge, offline_assignment(CONFIG, ALICE.public, 1), ALICE.public, data)
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        honest_figures(judge, ASKED, ALICE.public, data[:-1])
+
+
+def test_figures_beyond_todays_limits_are_measured(judge: Judge, tiny_folder: Path) -> None:
+    figures = honest_figures(judge, ASKED, ALICE.public, made(tiny_folder, QuantizedWeights))
+    assert 1 <= figures["failed_checks"] <= len(DEAR) and set(LIMITS) <= set(figures)
+
+
+def test_it_ends_with_a_message_where_honest_work_is_not_accepted(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one_short(self: Producer, *arguments: object) -> list[object]:
+        return rollouts(self, *arguments)[:-1]  # type: ignore[arg-type]
+
+    rollouts = Producer.rollouts
+    monkeypatch.setattr(Producer, "rollouts", one_short)
+    path = tmp_path / "config.toml"
+    path.write_text(config_module.dumps(CONFIG))
+    arguments = ["--submissions", "1", "--weights", str(tiny_folder), "--out", str(tmp_path / "out")]
+    threads = torch.get_num_threads()
+    assert main(["calibrate", str(path), *arguments]) == FAILED
+    assert "fails a cheap check: 3 rollouts, 4 were asked for" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and torch.get_num_threads() == threads

@@ -1,0 +1,295 @@
+"""Whole runs: every process, real HTTP, the tiny model. The slow ones kill processes and add workers that lie."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shoal.config import Cheat
+from shoal.ledger.chain import read_export, verify_chain
+from shoal.protocol.identity import Identity
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+KEYS = {
+    "config",
+    "seed",
+    "steps",
+    "wall_s",
+    "heldout_before",
+    "heldout_after",
+    "reward_first",
+    "reward_last",
+    "accepted",
+    "rejected",
+    "reject_reasons",
+    "slashed",
+    "tokens_generated",
+    "tokens_trained",
+    "learner_busy_frac",
+    "max_staleness",
+    "restarts",
+    "peak_rss_bytes",
+    "peak_together_bytes",
+}
+EXPECTED = {
+    "older_weights": "proof",
+    "quantized_weights": "proof",
+    "forged_reward": "reward",
+    "wrong_temperature": "sampling",
+    "replayed_submission": "replayed",
+}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+
+
+def start(out: Path, *more: str, config: str = "tiny") -> subprocess.Popen[str]:
+    argv = command(CONFIGS / f"{config}.toml", "--out", out, *more)
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def refused(*arguments: object) -> tuple[int, str]:
+    """Exit status and output of a run that must not start."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def children(out: Path) -> dict[str, int]:
+    """Process ids of the nodes of the run in `out`, by name."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = (process.info["cmdline"] or [""])[0].split()  # its title is one string
+        folder = Path(words[words.index("--dir") + 1]) if words[:1] == ["shoal"] and "--dir" in words else Path()
+        if folder.parent == out:
+            found[folder.name] = process.pid
+    return found
+
+
+def wait_until(true: Callable[[], bool], within_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s, f"waited {within_s} s for {what}"
+        time.sleep(0.2)
+
+
+def trained_steps(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run of configs/tiny.toml: its folder, and what it printed."""
+    out = tmp_path_factory.mktemp("swarm") / "run"
+    swarm = start(out)
+    printed, _ = swarm.communicate(timeout=280)
+    assert swarm.returncode == 0, printed
+    return out, printed
+
+
+@pytest.mark.timeout(300)
+def test_a_swarm_learns_from_verified_rollouts(finished: tuple[Path, str]) -> None:
+    summary = summary_of(finished[0])
+    assert set(summary) == KEYS
+    before, after = summary["heldout_before"]["greedy"], summary["heldout_after"]["greedy"]
+    # Warm-up differs between machines (0.44 or 0.55 are both seen): from 0.44 this is 0.2 more.
+    assert after >= before + 0.36 * (1 - before)
+    assert summary["rejected"] == {"worker-0": 0, "worker-1": 0}
+    assert min(summary["accepted"].values()) > 0
+    assert summary["max_staleness"] <= 2
+    assert sum(summary["restarts"].values()) == 0
+
+
+def test_nothing_is_left_running(finished: tuple[Path, str]) -> None:
+    assert children(finished[0]) == {}
+
+
+def test_the_trained_model_loads_in_transformers(finished: tuple[Path, str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished[0] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished[0] / "model")
+    ids = tokenizer("<bos>12 + 34=", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]).isdigit()
+
+
+def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str], tmp_path: Path) -> None:
+    import sqlite3
+
+    from shoal.ledger.chain import Ledger
+
+    folder = finished[0] / "coordinator"
+    identity = Identity.load(folder / "identity.pem")
+    database = sqlite3.connect(folder / "pool.sqlite", isolation_level=None)
+    Ledger(database, identity, clock=time.time).export(tmp_path / "ledger.jsonl")
+    entries = list(read_export(tmp_path / "ledger.jsonl"))
+    verify_chain(entries, identity.public)
+    accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}
+    trained = [json.loads(entry.body) for entry in entries if entry.kind == "trained"]
+    assert [body["step"] for body in trained] == list(range(24))
+    assert {name for body in trained for name in body["submissions"]} <= accepted
+
+
+def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert trained_steps(out) == 24
+    assert "held-out greedy" in printed
+    assert 'dtype = "auto"' not in (out / "config.toml").read_text()
+
+
+@pytest.mark.timeout(200)
+def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    before = (run / "metrics.jsonl").read_text().splitlines()
+    done = subprocess.run(
+        command("--resume", run, "--set", f"run.steps={len(before) + 2}"),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    after = (run / "metrics.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before, "what was trained stays trained"
+    assert [json.loads(line)["step"] for line in after[len(before) :]] == [len(before), len(before) + 1]
+    assert (run / "learner" / "versions" / f"v{len(before) + 2:06d}").is_dir()
+    assert not any(summary_of(run)["rejected"].values())
+
+
+@pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
+def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
+    status, told = refused(*arguments)
+    assert status == 2 and "--resume DIR" in told
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
+    status, told = refused("--resume", tmp_path)
+    assert status == 1 and f"{tmp_path} holds no run to go on with" in told
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        more = ("--set", f"coordinator.port={port}", "--set", "model.dtype=float32")
+        status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "run", *more)
+    assert status == 1
+    assert "address already in use" in printed
+    assert str(port) in printed
+    assert "Traceback" not in printed
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "run", "--set", "model.name=./nowhere")
+    assert status == 1
+    assert "no model at" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path)
+    assert status == 1
+    assert "not empty" in printed
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, printed = refused(CONFIGS / "tiny.toml", "--out", tmp_path / "file" / "run")
+    assert status == 1
+    assert "cannot write to" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.timeout(120)
+def test_a_swarm_killed_outright_takes_its_children_along(tmp_path: Path) -> None:
+    swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
+    wait_until(lambda: len(children(tmp_path / "run")) >= 8, 60, "eight processes")
+    swarm.kill()
+    swarm.wait()
+    wait_until(lambda: children(tmp_path / "run") == {}, 20, "the children to end")
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
+    wait_until(lambda: len(children(tmp_path / "run")) >= 8, 60, "eight processes")
+    swarm.send_signal(signal.SIGINT)
+    printed, _ = swarm.communicate(timeout=30)
+    assert swarm.returncode == 130
+    assert children(tmp_path / "run") == {}
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_kill_9_of_the_process_they_are_forked_from_is_survived(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out)
+    wait_until(lambda: trained_steps(out) >= 5, 150, "five steps")
+    before = children(out)
+    psutil.Process(before["learner"]).parent().kill()
+    wait_until(lambda: not set(before.values()) & set(children(out).values()), 20, "the children to be others")
+    printed, _ = swarm.communicate(timeout=200)
+    assert swarm.returncode == 0, printed
+    assert min(summary_of(out)["restarts"].values()) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "victim", ["coordinator", "learner", "origin", "relay-0", "validator", "worker-0", "evaluator"]
+)
+def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out)
+    wait_until(lambda: trained_steps(out) >= 5, 150, "five steps")
+    os.kill(children(out)[victim], signal.SIGKILL)
+    printed, _ = swarm.communicate(timeout=200)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["restarts"][victim] >= 1
+    assert sum(summary["rejected"].values()) == 0
+    before, after = summary["heldout_before"]["greedy"], summary["heldout_after"]["greedy"]
+    # Warm-up differs between machines (0.44 or 0.55 are both seen): from 0.44 this is 0.2 more.
+    assert after >= before + 0.36 * (1 - before)
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(24))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", get_args(Cheat))
+def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out, "--set", f"workers.cheat={kind}", config="tiny-byzantine")
+    printed, _ = swarm.communicate(timeout=280)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater"]
+    assert set(summary["reject_reasons"]) == {EXPECTED[kind]}
+    assert summary["accepted"]["cheater"] == 0
+    assert summary["rejected"]["cheater"] >= 1
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    before, after = summary["heldout_before"]["greedy"], summary["heldout_after"]["greedy"]
+    # Warm-up differs between machines (0.44 or 0.55 are both seen): from 0.44 this is 0.2 more.
+    assert after >= before + 0.36 * (1 - before)

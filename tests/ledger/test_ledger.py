@@ -1,0 +1,299 @@
+import sqlite3
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.ledger import chain as ledger_module
+from shoal.ledger.chain import GENESIS, Entry, Ledger, LedgerError, canonical_json, read_export, verify_chain
+from shoal.protocol.identity import Identity
+
+COORDINATOR = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+OTHER = Identity(Ed25519PrivateKey.from_private_bytes(bytes([7]) * 32))
+
+
+def open_ledger(path: str | Path = ":memory:", identity: Identity = COORDINATOR) -> tuple[Ledger, Any]:
+    connection = sqlite3.connect(path, isolation_level=None)
+    ticks: Iterator[int] = count(1_700_000_000)
+    return Ledger(connection, identity, clock=lambda: next(ticks) + 0.5), connection
+
+
+def filled(length: int = 5, identity: Identity = COORDINATOR) -> list[Entry]:
+    ledger, _ = open_ledger(identity=identity)
+    return [ledger.append("accepted", {"step": step}) for step in range(length)]
+
+
+def first_bad(entries: list[Entry], key: str = COORDINATOR.public) -> int | None:
+    with pytest.raises(LedgerError) as caught:
+        verify_chain(entries, key)
+    return caught.value.seq
+
+
+def test_known_first_entry() -> None:
+    ledger, _ = open_ledger()
+    entry = ledger.append("registered", {"b": [1, 2.5, None], "a": "ü"})
+    assert entry == Entry(
+        seq=1,
+        time_s=1_700_000_000,
+        kind="registered",
+        body='{"a":"\\u00fc","b":[1,2.5,null]}',
+        previous=GENESIS,
+        digest="2d060e11cbb6e94f64e571abe13d07ff042d330f167beb69e7312b62b13dc72b",
+        signature=COORDINATOR.sign(bytes.fromhex(entry.digest), domain="ledger"),
+    )
+
+
+def test_appended_entries_are_read_back_in_order() -> None:
+    ledger, _ = open_ledger()
+    appended = [ledger.append(kind, {}) for kind in ("registered", "accepted", "slashed")]
+    assert list(ledger.entries()) == appended
+    assert ledger.head() == appended[-1]
+
+
+def test_an_empty_ledger_has_no_head_and_a_valid_chain() -> None:
+    ledger, _ = open_ledger()
+    assert ledger.head() is None
+    verify_chain(ledger.entries(), COORDINATOR.public)
+
+
+def test_entries_since_and_of_a_kind() -> None:
+    ledger, _ = open_ledger()
+    for kind in ("accepted", "rejected", "accepted", "accepted"):
+        ledger.append(kind, {})
+    assert [entry.seq for entry in ledger.entries(since=1)] == [2, 3, 4]
+    assert [entry.seq for entry in ledger.entries(kind="accepted")] == [1, 3, 4]
+    assert [entry.seq for entry in ledger.entries(since=1, kind="accepted")] == [3, 4]
+
+
+def test_entries_read_across_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "PAGE_ROWS", 2)
+    ledger, _ = open_ledger()
+    for _ in range(5):
+        ledger.append("accepted", {})
+    assert [entry.seq for entry in ledger.entries()] == [1, 2, 3, 4, 5]
+
+
+def test_the_chain_goes_on_after_a_restart(tmp_path: Path) -> None:
+    first, connection = open_ledger(tmp_path / "ledger.db")
+    first.append("registered", {})
+    connection.close()
+    second, _ = open_ledger(tmp_path / "ledger.db")
+    second.append("accepted", {})
+    verify_chain(second.entries(), COORDINATOR.public)
+    assert [entry.kind for entry in second.entries()] == ["registered", "accepted"]
+
+
+def test_another_key_cannot_go_on_with_the_ledger(tmp_path: Path) -> None:
+    open_ledger(tmp_path / "ledger.db")[0].append("registered", {})
+    with pytest.raises(LedgerError, match="use the key that the ledger was started with"):
+        open_ledger(tmp_path / "ledger.db", OTHER)
+
+
+def test_append_falls_with_the_callers_transaction() -> None:
+    ledger, connection = open_ledger()
+    connection.execute("CREATE TABLE credit (worker TEXT)")
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("INSERT INTO credit VALUES ('w')")
+    ledger.append("accepted", {"worker": "w"})
+    connection.execute("ROLLBACK")
+    assert ledger.head() is None
+    assert connection.execute("SELECT * FROM credit").fetchall() == []
+
+
+def test_append_stands_with_the_callers_transaction(tmp_path: Path) -> None:
+    ledger, connection = open_ledger(tmp_path / "ledger.db")
+    connection.execute("BEGIN IMMEDIATE")
+    ledger.append("accepted", {})
+    ledger.append("accepted", {})
+    assert connection.in_transaction
+    connection.execute("COMMIT")
+    assert [entry.seq for entry in open_ledger(tmp_path / "ledger.db")[0].entries()] == [1, 2]
+
+
+def test_append_commits_when_no_transaction_is_open(tmp_path: Path) -> None:
+    ledger, connection = open_ledger(tmp_path / "ledger.db")
+    ledger.append("accepted", {})
+    assert not connection.in_transaction
+    assert open_ledger(tmp_path / "ledger.db")[0].head() == ledger.head()
+
+
+def test_a_failed_append_leaves_no_transaction_open() -> None:
+    def broken_clock() -> float:
+        raise OSError("no clock")
+
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    ledger = Ledger(connection, COORDINATOR, clock=broken_clock)
+    with pytest.raises(OSError, match="no clock"):
+        ledger.append("accepted", {})
+    assert not connection.in_transaction
+
+
+@pytest.mark.parametrize("body", [{"a": float("nan")}, {"a": float("inf")}, {"a": b"bytes"}, {"a": {1, 2}}])
+def test_a_body_that_is_not_json_is_refused(body: Any) -> None:
+    ledger, _ = open_ledger()
+    with pytest.raises(LedgerError, match="must be JSON"):
+        ledger.append("accepted", body)
+
+
+@pytest.mark.parametrize("kind", ["", "Accepted", "two words", "x" * 33])
+def test_a_bad_kind_is_refused(kind: str) -> None:
+    ledger, _ = open_ledger()
+    with pytest.raises(LedgerError, match="bad ledger kind"):
+        ledger.append(kind, {})
+
+
+def test_a_connection_with_implicit_transactions_is_refused() -> None:
+    with pytest.raises(ValueError, match="isolation_level=None"):
+        Ledger(sqlite3.connect(":memory:"), COORDINATOR, clock=lambda: 0)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE ledger SET body = '{}' WHERE seq = 1",
+        "DELETE FROM ledger WHERE seq = 2",
+        "DELETE FROM ledger",
+        "INSERT OR REPLACE INTO ledger SELECT 1, time_s, kind, '{}', previous, digest, signature FROM ledger",
+        "INSERT INTO ledger SELECT 9, time_s, kind, body, previous, digest, signature FROM ledger LIMIT 1",
+        "INSERT INTO ledger SELECT NULL, time_s, kind, body, previous, digest, signature FROM ledger LIMIT 1",
+    ],
+)
+def test_the_database_refuses_all_but_appends(statement: str) -> None:
+    ledger, connection = open_ledger()
+    before = [ledger.append("accepted", {"step": step}) for step in range(2)]
+    with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+        connection.execute(statement)
+    assert list(ledger.entries()) == before
+
+
+def test_an_intact_chain_verifies() -> None:
+    verify_chain(filled(), COORDINATOR.public)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seq": 7},
+        {"time_s": 1},
+        {"kind": "rejected"},
+        {"body": '{"step":9}'},
+        {"body": '{"step": 2}'},
+        {"previous": GENESIS},
+        {"digest": "0" * 64},
+        {"digest": "not hex"},
+        {"signature": "0" * 128},
+        {"signature": "not hex"},
+    ],
+)
+def test_a_changed_entry_is_found(changed: dict[str, Any]) -> None:
+    entries = filled()
+    entries[2] = entries[2].model_copy(update=changed)
+    assert first_bad(entries) == 3
+
+
+def test_a_forger_who_recomputes_the_digest_is_found() -> None:
+    entries = filled()
+    digest = ledger_module.entry_digest(3, entries[2].time_s, "accepted", '{"step":9}', entries[2].previous)
+    forged = {
+        "body": '{"step":9}',
+        "digest": digest,
+        "signature": OTHER.sign(bytes.fromhex(digest), domain="ledger"),
+    }
+    entries[2] = entries[2].model_copy(update=forged)
+    assert first_bad(entries) == 3
+
+
+def test_an_entry_rewritten_by_the_owner_breaks_the_next() -> None:
+    ledger, _ = open_ledger()
+    rewritten = [ledger.append("accepted", {"step": step}) for step in (0, 9)]
+    assert first_bad([*rewritten, *filled()[2:]]) == 3
+
+
+def test_a_signature_from_another_domain_is_found() -> None:
+    entries = filled()
+    wrong = COORDINATOR.sign(bytes.fromhex(entries[0].digest), domain="manifest")
+    entries[0] = entries[0].model_copy(update={"signature": wrong})
+    assert first_bad(entries) == 1
+
+
+def test_an_inserted_entry_is_found() -> None:
+    entries = filled()
+    assert first_bad([*entries[:2], entries[1], *entries[2:]]) == 3
+
+
+def test_a_deleted_entry_is_found() -> None:
+    entries = filled()
+    assert first_bad([*entries[:2], *entries[3:]]) == 3
+
+
+def test_a_missing_beginning_is_found() -> None:
+    assert first_bad(filled()[1:]) == 1
+
+
+def test_swapped_entries_are_found() -> None:
+    entries = filled()
+    entries[1], entries[2] = entries[2], entries[1]
+    assert first_bad(entries) == 2
+
+
+def test_a_chain_of_another_key_is_found() -> None:
+    assert first_bad(filled(identity=OTHER)) == 1
+
+
+def test_an_export_verifies_without_the_database(tmp_path: Path) -> None:
+    ledger, connection = open_ledger()
+    for step in range(3):
+        ledger.append("accepted", {"step": step, "note": "ü\u2028\n"})
+    before = list(ledger.entries())
+    ledger.export(tmp_path / "ledger.jsonl")
+    connection.close()
+    assert list(read_export(tmp_path / "ledger.jsonl")) == before
+    verify_chain(read_export(tmp_path / "ledger.jsonl"), COORDINATOR.public)
+
+
+def test_an_export_replaces_the_last_and_leaves_nothing_else(tmp_path: Path) -> None:
+    ledger, _ = open_ledger()
+    ledger.export(tmp_path / "ledger.jsonl")
+    ledger.append("accepted", {})
+    ledger.export(tmp_path / "ledger.jsonl")
+    assert len(list(read_export(tmp_path / "ledger.jsonl"))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n", b"\xff\n", b'{"seq": "1"}\n', b"[1"])
+def test_a_line_that_is_no_entry_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(filled(1)[0].model_dump_json().encode() + b"\n" + line)
+    with pytest.raises(LedgerError, match="line 2 of .*ledger.jsonl") as caught:
+        list(read_export(path))
+    assert caught.value.seq == 2
+
+
+def test_a_damaged_row_is_named() -> None:
+    ledger, connection = open_ledger()
+    ledger.append("accepted", {})
+    connection.execute("DROP TRIGGER ledger_no_update")
+    connection.execute("UPDATE ledger SET time_s = 'noon'")
+    with pytest.raises(LedgerError, match="entry 1 is damaged"):
+        list(ledger.entries())
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
+def test_any_json_body_survives_and_has_one_text(body: dict[str, Any]) -> None:
+    text = canonical_json(body)
+    assert canonical_json(dict(reversed(body.items()))) == text
+    ledger, _ = open_ledger()
+    assert ledger.append("accepted", body).body == text
+    verify_chain(ledger.entries(), COORDINATOR.public)

@@ -1,0 +1,207 @@
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shoal.protocol.identity import (
+    FIELD_PRIME,
+    SMALL_ORDER_Y,
+    Identity,
+    IdentityError,
+    Signed,
+    public_key,
+    verify,
+)
+
+ALICE = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+MESSAGE = b"four legs good"
+
+
+def test_public_key_is_the_known_one_of_the_zero_seed() -> None:
+    assert ALICE.public == "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
+
+
+def test_signature_round_trip() -> None:
+    assert verify(ALICE.public, MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
+
+
+def test_signed_bytes_begin_with_the_domain() -> None:
+    bare = ALICE.private_key.sign(b"shoal/ledger\nfour legs good").hex()
+    assert ALICE.sign(MESSAGE, domain="ledger") == bare
+
+
+def test_signature_does_not_serve_another_domain() -> None:
+    assert not verify(ALICE.public, MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="manifest")
+
+
+def test_signature_does_not_serve_another_message() -> None:
+    assert not verify(ALICE.public, b"two legs good", ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
+
+
+def test_signature_does_not_serve_another_key() -> None:
+    signature = ALICE.sign(MESSAGE, domain="ledger")
+    assert not verify(Identity.generate().public, MESSAGE, signature, domain="ledger")
+
+
+@pytest.mark.parametrize("domain", ["", "a\nb", "Ledger", "x" * 65])
+def test_bad_domain_is_refused(domain: str) -> None:
+    with pytest.raises(ValueError, match="domain"):
+        ALICE.sign(MESSAGE, domain=domain)
+
+
+@given(public=st.text(), signature=st.text(), domain=st.text())
+def test_verify_of_garbage_is_false(public: str, signature: str, domain: str) -> None:
+    good = ALICE.sign(MESSAGE, domain="ledger")
+    assert not verify(public, MESSAGE, good, domain="ledger")
+    assert not verify(ALICE.public, MESSAGE, signature, domain="ledger")
+    assert not verify(ALICE.public, MESSAGE, good, domain=domain)
+
+
+@given(raw=st.binary(min_size=32, max_size=32))
+def test_verify_under_any_32_bytes_is_false(raw: bytes) -> None:
+    assert not verify(raw.hex(), MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
+
+
+def test_a_key_has_one_spelling() -> None:
+    signature = ALICE.sign(MESSAGE, domain="ledger")
+    for spelling in (ALICE.public.upper(), f" {ALICE.public}", f"{ALICE.public}\n"):
+        assert not verify(spelling, MESSAGE, signature, domain="ledger")
+
+
+@pytest.mark.parametrize("y", sorted(SMALL_ORDER_Y | {FIELD_PRIME, FIELD_PRIME + 1}))
+@pytest.mark.parametrize("sign_bit", [0, 1])
+def test_small_order_keys_are_refused(y: int, sign_bit: int) -> None:
+    with pytest.raises(IdentityError, match="not a safe point"):
+        public_key((y | sign_bit << 255).to_bytes(32, "little").hex())
+
+
+def test_a_signature_that_nobody_made_is_refused() -> None:
+    neutral = (1).to_bytes(32, "little")
+    forged = neutral + bytes(32)  # R neutral, S zero: under the neutral key it fits every message
+    Ed25519PublicKey.from_public_bytes(neutral).verify(forged, MESSAGE)  # raises nothing: the library lets it pass
+    assert not verify(neutral.hex(), MESSAGE, forged.hex(), domain="ledger")
+
+
+def test_saved_key_loads_as_the_same_identity(tmp_path: Path) -> None:
+    ALICE.save(tmp_path / "key.pem")
+    assert Identity.load(tmp_path / "key.pem").public == ALICE.public
+
+
+def test_saved_key_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        ALICE.save(tmp_path / "key.pem")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600
+
+
+def test_save_leaves_only_the_key_file(tmp_path: Path) -> None:
+    ALICE.save(tmp_path / "key.pem")
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
+
+
+def test_save_refuses_to_overwrite(tmp_path: Path) -> None:
+    ALICE.save(tmp_path / "key.pem")
+    with pytest.raises(FileExistsError):
+        Identity.generate().save(tmp_path / "key.pem")
+    assert Identity.load(tmp_path / "key.pem").public == ALICE.public
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
+
+
+def test_load_names_the_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match="no key file at .*key.pem"):
+        Identity.load(tmp_path / "key.pem")
+
+
+def test_load_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match="cannot read the key file"):
+        Identity.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
+def test_load_refuses_a_corrupt_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "key.pem"
+    path.write_bytes(content)
+    with pytest.raises(IdentityError, match=r"key.pem is not a PEM private key: restore it"):
+        Identity.load(path)
+
+
+def test_load_refuses_another_kind_of_key(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    other = generate_private_key(SECP256R1())
+    path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(IdentityError, match="another kind than ed25519"):
+        Identity.load(path)
+
+
+def test_load_refuses_an_encrypted_key(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    encryption = BestAvailableEncryption(b"secret")
+    path.write_bytes(ALICE.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    with pytest.raises(IdentityError, match="is encrypted"):
+        Identity.load(path)
+
+
+def test_load_or_create_makes_a_key_once(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "key.pem"
+    assert Identity.load_or_create(path).public == Identity.load_or_create(path).public
+
+
+def test_load_or_create_never_replaces_a_corrupt_key(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    path.write_bytes(b"torn")
+    with pytest.raises(IdentityError):
+        Identity.load_or_create(path)
+    assert path.read_bytes() == b"torn"
+
+
+def test_processes_that_start_at_once_agree_on_one_key(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        identities = list(pool.map(lambda _: Identity.load_or_create(tmp_path / "key.pem"), range(8)))
+    assert len({identity.public for identity in identities}) == 1
+
+
+def test_repr_shows_no_secret() -> None:
+    assert repr(ALICE) == "Identity()"
+
+
+def test_signed_round_trip_through_json() -> None:
+    text = Signed.make(ALICE, "fünf", domain="manifest").model_dump_json()
+    assert Signed.model_validate_json(text).open(ALICE.public, domain="manifest") == "fünf"
+
+
+@pytest.mark.parametrize("changed", [{"payload": "x"}, {"signature": "0" * 128}, {"signature": "x"}])
+def test_signed_refuses_a_change(changed: dict[str, str]) -> None:
+    signed = Signed.make(ALICE, "payload", domain="manifest").model_copy(update=changed)
+    with pytest.raises(IdentityError, match="does not match"):
+        signed.open(ALICE.public, domain="manifest")
+
+
+def test_signed_refuses_another_signer() -> None:
+    with pytest.raises(IdentityError, match="expected"):
+        Signed.make(Identity.generate(), "payload", domain="manifest").open(ALICE.public, domain="manifest")
+
+
+def test_signed_refuses_another_purpose() -> None:
+    with pytest.raises(IdentityError, match="domain ledger"):
+        Signed.make(ALICE, "payload", domain="manifest").open(ALICE.public, domain="ledger")
+
+
+@pytest.mark.parametrize("text", ['{"payload": "a", "key": "b"}', '{"payload": "\\ud800", "key": "", "signature": ""}'])
+def test_signed_refuses_a_malformed_message(text: str) -> None:
+    with pytest.raises(ValidationError):
+        Signed.model_validate_json(text)

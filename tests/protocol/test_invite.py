@@ -1,0 +1,102 @@
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.invite import PREFIX, Invite, InviteError, make_invite, open_payload
+from shoal.protocol.messages import InvitePayload
+
+COORDINATOR, OTHER = Identity.generate(), Identity.generate()
+
+
+def invite(identity: Identity = COORDINATOR, run: str = "run-0", **changed: Any) -> Invite:
+    fields = {"url": "http://c:1", "role": "worker", "name": "w-0", "expires_s": 2_000_000_000} | changed
+    return make_invite(identity, run=run, **fields)
+
+
+def test_an_invite_survives_being_copied() -> None:
+    made = invite()
+    assert Invite.decode(made.encode()) == made
+    assert Invite.decode(f"  {made.encode()}\n") == made
+
+
+def test_it_says_where_whom_to_trust_and_for_what() -> None:
+    made = invite()
+    payload = open_payload(made.signed.model_dump_json(), COORDINATOR.public, "run-0")
+    assert (made.url, made.key, made.run) == ("http://c:1", COORDINATOR.public, "run-0")
+    assert (payload.role, payload.name, payload.run, payload.expires_s) == ("worker", "w-0", "run-0", 2_000_000_000)
+
+
+def test_no_two_invites_are_the_same() -> None:
+    nonces = {open_payload(invite().signed.model_dump_json(), COORDINATOR.public, "run-0").nonce for _ in range(20)}
+    assert len(nonces) == 20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello",
+        "shoal1.",
+        "shoal1.%%%",
+        "shoal1.é",
+        "shoal1.AAAA",
+        "shoal1.bnVsbA==",
+        "shoal2.AAAA",
+        "shoal1." + "[" * 9,
+    ],
+)
+def test_what_is_no_invite_is_an_invite_error(text: str) -> None:
+    with pytest.raises(InviteError, match="invite"):
+        Invite.decode(text)
+
+
+def test_an_invite_cut_short_anywhere_is_damaged() -> None:
+    text = invite().encode()
+    for cut in range(len(PREFIX), len(text) - 4, 7):
+        with pytest.raises(InviteError, match="damaged"):
+            Invite.decode(text[:cut])
+
+
+def test_unknown_fields_are_refused() -> None:
+    fields = json.loads(invite().model_dump_json()) | {"more": 1}
+    with pytest.raises(InviteError, match="damaged"):
+        Invite.decode(PREFIX + base64.urlsafe_b64encode(json.dumps(fields).encode()).decode())
+
+
+def test_an_invite_signed_by_another_coordinator_is_refused() -> None:
+    with pytest.raises(InviteError, match="not signed by this coordinator"):
+        open_payload(invite(OTHER).signed.model_dump_json(), COORDINATOR.public, "run-0")
+
+
+def test_a_changed_payload_is_refused() -> None:
+    signed = invite().signed
+    better = signed.model_copy(update={"payload": signed.payload.replace("worker", "validator")})
+    with pytest.raises(InviteError, match="not signed"):
+        open_payload(better.model_dump_json(), COORDINATOR.public, "run-0")
+
+
+def test_the_coordinators_signature_for_another_purpose_is_no_invite() -> None:
+    payload = InvitePayload(run="run-0", role="validator", name="v", nonce="0" * 32, expires_s=1)
+    signed = Signed.make(COORDINATOR, payload.model_dump_json(), domain="run")
+    with pytest.raises(InviteError, match="not signed"):
+        open_payload(signed.model_dump_json(), COORDINATOR.public, "run-0")
+
+
+def test_an_invite_to_another_run_of_the_same_coordinator_is_refused() -> None:
+    with pytest.raises(InviteError, match="run-1, this is run-0"):
+        open_payload(invite(run="run-1").signed.model_dump_json(), COORDINATOR.public, "run-0")
+
+
+@pytest.mark.parametrize("text", ["", "null", "{}", "[]", "\x00", '{"payload": 1}'])
+def test_nonsense_instead_of_a_payload_is_an_invite_error(text: str) -> None:
+    with pytest.raises(InviteError):
+        open_payload(text, COORDINATOR.public, "run-0")
+
+
+@pytest.mark.parametrize("name", ["", "-x", "Upper", "a b", "x" * 41, "a/b", "a\x1b[2J"])
+def test_a_name_must_be_harmless(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        invite(name=name)

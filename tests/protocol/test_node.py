@@ -1,0 +1,252 @@
+"""The node against a coordinator that is a function (httpx.MockTransport)."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.config import Config
+from shoal.protocol import node as node_module
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.invite import Invite, make_invite, open_payload
+from shoal.protocol.messages import VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
+from shoal.protocol.node import Node, NodeError, RefusedError
+from shoal.protocol.signing import split_target, verify_request
+
+COORDINATOR, OTHER = Identity.generate(), Identity.generate()
+RUN = "run-0"
+
+
+class AllFresh:
+    def spend(self, key: str, nonce: str, created_s: int) -> bool:
+        return True
+
+
+class FakeCoordinator:
+    """Answers what is in `answers` (path -> JSON text or response), after failing `away` times; keeps what came."""
+
+    def __init__(self, away: int = 0, **descriptor: Any) -> None:
+        self.away = away
+        self.requests: list[httpx.Request] = []
+        fields = {"protocol": VERSION, "run": RUN, "config": Config().model_dump(mode="json"), "keys": {}} | descriptor
+        self.answers: dict[str, str | httpx.Response] = {
+            "/v1/register": '{"name": "w-0", "role": "worker"}',
+            "/v1/run": self.signed(fields),
+            "/v1/heartbeat": HeartbeatAnswer(state="running", newest_version=3, relays=[]).model_dump_json(),
+        }
+
+    @staticmethod
+    def signed(descriptor: dict[str, Any], identity: Identity = COORDINATOR, domain: str = "run") -> str:
+        text = RunDescriptor.model_validate(descriptor).model_dump_json()
+        return Signed.make(identity, text, domain=domain).model_dump_json()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        if self.away:
+            self.away -= 1
+            raise httpx.ConnectError("refused", request=request)
+        answer = self.answers[request.url.path]
+        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, text=answer)
+
+    def beats(self) -> list[Heartbeat]:
+        found = [r for r in self.requests if r.url.path == "/v1/heartbeat"]
+        return [Heartbeat.model_validate_json(request.content) for request in found]
+
+
+def invite() -> Invite:
+    return make_invite(COORDINATOR, url="http://c:1", run=RUN, role="worker", name="w-0", expires_s=2_000_000_000)
+
+
+def join(coordinator: FakeCoordinator, folder: Path, patience_s: float = 5.0, **options: Any) -> Node:
+    return Node.join(invite(), folder, patience_s=patience_s, transport=httpx.MockTransport(coordinator), **options)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    pauses: list[float] = []
+    monkeypatch.setattr(node_module.time, "sleep", pauses.append)
+    return pauses
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+def test_joining_makes_a_key_and_shows_the_invite_under_it(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path, url="http://me:2")
+    (request,) = coordinator.requests
+    path, query = split_target(request.url.raw_path.decode())
+    signer = verify_request(
+        method=request.method,
+        path=path,
+        query=query,
+        headers=request.headers,
+        body=request.content,
+        audience=RUN,
+        now_s=time.time(),
+        nonces=AllFresh(),
+    )
+    body = httpx.Response(200, content=request.content).json()
+    assert open_payload(body["invite"], COORDINATOR.public, RUN).name == "w-0"
+    assert body["url"] == "http://me:2"
+    assert node.name == "w-0" and signer == node.identity.public == Identity.load(tmp_path / "identity.pem").public
+
+
+def test_joining_again_keeps_the_key(tmp_path: Path) -> None:
+    first = join(FakeCoordinator(), tmp_path)
+    assert join(FakeCoordinator(), tmp_path).identity.public == first.identity.public
+
+
+def test_a_refused_invite_says_why(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.answers["/v1/register"] = httpx.Response(403, json={"error": "the invite has expired"})
+    with pytest.raises(RefusedError, match="the invite has expired") as caught:
+        join(coordinator, tmp_path)
+    assert caught.value.status == 403 and len(coordinator.requests) == 1, "a no is not asked for again"
+
+
+# --- whom to believe -------------------------------------------------------------------------------------------------
+
+
+def test_the_config_comes_from_the_descriptor(tmp_path: Path) -> None:
+    assert join(FakeCoordinator(), tmp_path).config() == Config()
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda fields: FakeCoordinator.signed(fields, OTHER),
+        lambda fields: FakeCoordinator.signed(fields, domain="invite"),
+        lambda fields: FakeCoordinator.signed(fields).replace("async_level", "async_levels"),
+        lambda fields: Signed.make(COORDINATOR, "{}", domain="run").model_dump_json(),
+    ],
+)
+def test_a_descriptor_that_the_inviter_did_not_sign_is_refused(
+    tmp_path: Path, forge: Callable[[dict[str, Any]], str]
+) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.answers["/v1/run"] = forge({"protocol": VERSION, "run": RUN, "config": {"async_level": 1}, "keys": {}})
+    with pytest.raises(NodeError, match="is not this run's coordinator"):
+        join(coordinator, tmp_path).descriptor()
+
+
+@pytest.mark.parametrize("changed", [{"run": "run-1"}, {"protocol": VERSION + 1}])
+def test_a_descriptor_of_another_run_or_protocol_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    with pytest.raises(NodeError, match="serves run"):
+        join(FakeCoordinator(**changed), tmp_path).config()
+
+
+def test_waiting_for_a_key_names_the_role_that_did_not_come(tmp_path: Path) -> None:
+    node = join(FakeCoordinator(), tmp_path, patience_s=0.05)
+    with pytest.raises(NodeError, match="no origin joined run run-0"):
+        node.wait_for_key("origin", threading.Event())
+
+
+def test_waiting_for_a_key_can_be_stopped(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(NodeError, match="stopped"):
+        join(FakeCoordinator(), tmp_path).wait_for_key("origin", stop)
+
+
+def test_the_first_key_of_a_role_is_the_one(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator(keys={"origin": ["a" * 64, "b" * 64]})
+    assert join(coordinator, tmp_path).wait_for_key("origin", threading.Event()) == "a" * 64
+
+
+# --- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path, no_pauses: list[float]) -> None:
+    coordinator = FakeCoordinator(away=6)
+    assert join(coordinator, tmp_path).name == "w-0"
+    assert len(coordinator.requests) == 7
+    assert no_pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "ever longer, up to two seconds"
+
+
+def test_each_attempt_is_signed_anew(tmp_path: Path, no_pauses: list[float]) -> None:
+    coordinator = FakeCoordinator(away=3)
+    join(coordinator, tmp_path)
+    assert len({request.headers["signature"] for request in coordinator.requests}) == 4, "or it would be a replay"
+
+
+def test_the_deadline_names_whom_it_waited_for(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(NodeError, match="http://c:1 did not answer POST /v1/register for 0 s .ConnectError.") as caught:
+        join(FakeCoordinator(away=1_000), tmp_path, patience_s=0.4)
+    assert time.monotonic() - started_s < 5
+    assert not isinstance(caught.value, RefusedError) and "is it running" in str(caught.value)
+
+
+def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    coordinator.answers["/v1/claims"] = httpx.Response(502, text="<html>bad gateway</html>")
+    with pytest.raises(RefusedError, match="POST /v1/claims: HTTP 502"):
+        node.post("/v1/claims", None, Ok)
+
+
+def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    coordinator.answers["/v1/steps"] = '{"ok": true, "more": 1}'
+    with pytest.raises(NodeError, match="/v1/steps: unexpected answer"):
+        node.post("/v1/steps", None, Ok)
+
+
+# --- living ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_beat_tells_what_the_node_does(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    node.policy_version, node.tokens = 7, 42
+    node.doing("x" * 300)
+    time.sleep(0.02)
+    node.doing("work", waiting=True)
+    time.sleep(0.02)
+    node.doing("something")
+    answer = node.beat(wants_task=True)
+    (beat,) = coordinator.beats()
+    assert (beat.policy_version, beat.wants_task, beat.stats.tokens, beat.stats.doing) == (7, True, 42, "something")
+    assert 0.02 <= beat.stats.waiting_s < beat.stats.busy_s + 1 and beat.stats.busy_s >= 0.02
+    assert node.answer == answer and answer.newest_version == 3
+
+
+def test_a_long_doing_is_cut_not_refused(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    node.doing("y" * 300)
+    node.beat()
+    assert coordinator.beats()[0].stats.doing == "y" * 80
+
+
+def test_the_heart_beats_in_the_background_and_outlives_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "HEARTBEAT_S", 0.01)
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    good = coordinator.answers["/v1/heartbeat"]
+    coordinator.answers["/v1/heartbeat"] = httpx.Response(500)
+    with node.heart():
+        wait_until(lambda: len(coordinator.beats()) >= 3)
+        assert node.answer is None
+        coordinator.answers["/v1/heartbeat"] = good
+        wait_until(lambda: node.answer is not None)
+    time.sleep(0.05)
+    after = len(coordinator.beats())
+    time.sleep(0.1)
+    assert len(coordinator.beats()) == after, "it ends with its block"
+    assert not any(beat.wants_task for beat in coordinator.beats()), "only the worker's loop asks for tasks"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,362 @@
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from shoal.coordinator.nonces import SqliteNonces
+from shoal.protocol.identity import Identity
+from shoal.protocol.signing import (
+    SignatureError,
+    SignedAuth,
+    content_digest,
+    sign_request,
+    signature_base,
+    split_target,
+    verify_request,
+)
+
+ALICE = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+MALLORY = Identity(Ed25519PrivateKey.from_private_bytes(bytes([7]) * 32))
+NOW_S = 1_700_000_000
+REQUEST: dict[str, Any] = {"method": "POST", "path": "/submit/3", "query": "step=3&name=a%20b", "body": b"{}"}
+PARAMETERS = (
+    '("@method" "@path" "@query" "content-digest" "shoal-audience")'
+    ';created=1700000000;nonce="0123456789abcdef"'
+    ';keyid="3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29";alg="ed25519"'
+)
+EMPTY_DIGEST = "sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:"
+
+KNOWN_SIGNATURE = "shoal=:6ZIdXIpFtenHqremRl7dUlN3sONNz64pnrNtS/DEnxdOdTUKpEid1vEEVB7jlwg/ZM+qjp+OKVeT2JNRYZIiBg==:"
+
+
+def database(path: str | Path = ":memory:") -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None)
+
+
+@pytest.fixture
+def nonces() -> SqliteNonces:
+    return SqliteNonces(database())
+
+
+def signed(identity: Identity = ALICE, *, nonce: str = "0123456789abcdef", **changed: Any) -> dict[str, str]:
+    request = REQUEST | {"audience": "run-1", "created_s": NOW_S} | changed
+    return sign_request(identity, nonce=nonce, **request)
+
+
+def accept(nonces: SqliteNonces, headers: Any, *, now_s: float = NOW_S, **changed: Any) -> str:
+    request = REQUEST | {"audience": "run-1"} | changed
+    return verify_request(headers=headers, now_s=now_s, nonces=nonces, **request)
+
+
+def reason(nonces: SqliteNonces, headers: Any, **changed: Any) -> str:
+    with pytest.raises(SignatureError) as caught:
+        accept(nonces, headers, **changed)
+    return caught.value.reason
+
+
+def test_a_signed_request_names_its_maker(nonces: SqliteNonces) -> None:
+    assert accept(nonces, signed()) == ALICE.public
+
+
+def test_known_signature_base() -> None:
+    base = signature_base("POST", "/submit/3", "step=3", EMPTY_DIGEST, "run-1", PARAMETERS)
+    assert base == (
+        b'"@method": POST\n'
+        b'"@path": /submit/3\n'
+        b'"@query": ?step=3\n'
+        b'"content-digest": sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:\n'
+        b'"shoal-audience": run-1\n'
+        b'"@signature-params": ("@method" "@path" "@query" "content-digest" "shoal-audience")'
+        b';created=1700000000;nonce="0123456789abcdef"'
+        b';keyid="3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29";alg="ed25519"'
+    )
+
+
+def test_known_headers() -> None:
+    assert signed(query="step=3", body=b"") == {
+        "content-digest": EMPTY_DIGEST,
+        "shoal-audience": "run-1",
+        "signature-input": f"shoal={PARAMETERS}",
+        "signature": KNOWN_SIGNATURE,
+    }
+
+
+def test_content_digest_is_the_example_of_rfc_9530() -> None:
+    digest = content_digest(b'{"hello": "world"}\n')
+    assert digest == "sha-256=:RK/0qy18MlBSVnWgjwz6lZEWjP/lF5HF9bvEF8FabDg=:"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"method": "PUT"}, "bad signature"),
+        ({"path": "/submit/4"}, "bad signature"),
+        ({"query": "step=4"}, "bad signature"),
+        ({"query": ""}, "bad signature"),
+        ({"body": b"{ }"}, "body changed"),
+        ({"audience": "run-2"}, "wrong audience"),
+        ({"path": "/submit/3\n"}, "malformed"),
+        ({"path": "/submit/3?step=3"}, "malformed"),
+        ({"query": "step=3 "}, "malformed"),
+        ({"method": "POST\n"}, "malformed"),
+    ],
+)
+def test_a_changed_request_is_refused(nonces: SqliteNonces, changed: dict[str, Any], expected: str) -> None:
+    assert reason(nonces, signed(), **changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "old", "new", "expected"),
+    [
+        ("signature-input", "created=1700000000", "created=1700000001", "bad signature"),
+        ("signature-input", "0123456789abcdef", "0123456789abcdee", "bad signature"),
+        ("signature-input", ALICE.public, MALLORY.public, "bad signature"),
+        ("signature-input", ALICE.public, "0" * 64, "bad signature"),
+        ("signature-input", ALICE.public, ALICE.public.upper(), "malformed"),
+        ("signature-input", "created=1700000000", "created=01700000000", "malformed"),
+        ("signature-input", "created=1700000000", "created=-1", "malformed"),
+        ("signature-input", ' "shoal-audience"', "", "malformed"),
+        ("signature-input", '"@method" "@path"', '"@path" "@method"', "malformed"),
+        ("signature-input", '"@method"', '"@method";req', "malformed"),
+        ("signature-input", ';alg="ed25519"', "", "malformed"),
+        ("signature-input", 'alg="ed25519"', 'alg="hmac-sha256"', "malformed"),
+        ("signature-input", 'alg="ed25519"', 'alg="ed25519";expires=1', "malformed"),
+        ("signature-input", 'alg="ed25519"', 'alg="ed25519", other=()', "malformed"),
+        ("signature-input", "0123456789abcdef", "short", "malformed"),
+        ("signature-input", "shoal=", "sig1=", "malformed"),
+        ("signature", "shoal=:", "shoal=:AA", "malformed"),
+        ("signature", "shoal=", "sig1=", "malformed"),
+        ("signature", "==:", "==:, other=:AAAA:", "malformed"),
+        ("content-digest", "sha-256=", "sha-512=", "malformed"),
+        ("shoal-audience", "run-1", "run-2", "wrong audience"),
+        ("shoal-audience", "run-1", "rün", "malformed"),
+    ],
+)
+def test_a_changed_header_is_refused(nonces: SqliteNonces, header: str, old: str, new: str, expected: str) -> None:
+    headers = signed()
+    assert old in headers[header]
+    headers[header] = headers[header].replace(old, new)
+    assert reason(nonces, headers) == expected
+
+
+def test_an_audience_rewritten_for_us_is_refused(nonces: SqliteNonces) -> None:
+    assert reason(nonces, signed(audience="run-2") | {"shoal-audience": "run-1"}) == "bad signature"
+
+
+def test_a_body_and_digest_changed_together_are_refused(nonces: SqliteNonces) -> None:
+    headers = signed() | {"content-digest": content_digest(b"[]")}
+    assert reason(nonces, headers, body=b"[]") == "bad signature"
+
+
+def test_another_keys_signature_is_refused(nonces: SqliteNonces) -> None:
+    assert reason(nonces, signed() | {"signature": signed(MALLORY)["signature"]}) == "bad signature"
+
+
+def test_an_unsigned_request_is_refused(nonces: SqliteNonces) -> None:
+    assert reason(nonces, {"content-type": "application/json"}) == "unsigned"
+
+
+@pytest.mark.parametrize("missing", ["signature", "signature-input", "content-digest", "shoal-audience"])
+def test_a_half_signed_request_is_refused(nonces: SqliteNonces, missing: str) -> None:
+    headers = {name: text for name, text in signed().items() if name != missing}
+    assert reason(nonces, headers) == "malformed"
+
+
+@pytest.mark.parametrize("age_s", [-60, 0, 60])
+def test_a_request_within_the_window_is_served(nonces: SqliteNonces, age_s: int) -> None:
+    assert accept(nonces, signed(), now_s=NOW_S + age_s) == ALICE.public
+
+
+def test_a_stale_request_is_refused(nonces: SqliteNonces) -> None:
+    assert reason(nonces, signed(), now_s=NOW_S + 60.5) == "stale"
+
+
+def test_a_future_request_is_refused(nonces: SqliteNonces) -> None:
+    assert reason(nonces, signed(), now_s=NOW_S - 60.5) == "future"
+
+
+def test_header_names_come_in_any_case(nonces: SqliteNonces) -> None:
+    assert accept(nonces, {name.title(): text for name, text in signed().items()}) == ALICE.public
+
+
+@pytest.mark.parametrize("repeated", ["signature", "signature-input", "content-digest", "shoal-audience"])
+def test_a_repeated_header_is_refused(nonces: SqliteNonces, repeated: str) -> None:
+    pairs = [*signed().items(), (repeated.upper(), signed()[repeated])]
+    assert reason(nonces, CIMultiDict(pairs)) == "malformed"
+    assert reason(nonces, httpx.Headers(pairs)) in ("malformed", "wrong audience")
+
+
+def test_a_repeated_foreign_header_is_no_concern_of_ours(nonces: SqliteNonces) -> None:
+    pairs = [*signed().items(), ("accept", "a"), ("accept", "b")]
+    assert accept(nonces, CIMultiDict(pairs)) == ALICE.public
+
+
+def test_a_replay_is_refused(nonces: SqliteNonces) -> None:
+    accept(nonces, signed())
+    assert reason(nonces, signed()) == "replayed"
+
+
+def test_a_used_nonce_is_refused_for_another_request(nonces: SqliteNonces) -> None:
+    accept(nonces, signed())
+    assert reason(nonces, signed(path="/other"), path="/other") == "replayed"
+
+
+def test_two_keys_may_choose_the_same_nonce(nonces: SqliteNonces) -> None:
+    accept(nonces, signed())
+    assert accept(nonces, signed(MALLORY)) == MALLORY.public
+
+
+def test_a_forged_request_does_not_spend_the_nonce(nonces: SqliteNonces) -> None:
+    reason(nonces, signed() | {"signature": signed(MALLORY)["signature"]})
+    assert accept(nonces, signed()) == ALICE.public
+
+
+def test_a_replay_after_a_restart_is_refused(tmp_path: Path) -> None:
+    first = database(tmp_path / "nonces.db")
+    accept(SqliteNonces(first), signed())
+    first.close()
+    assert reason(SqliteNonces(database(tmp_path / "nonces.db")), signed()) == "replayed"
+
+
+def test_old_nonces_are_purged() -> None:
+    connection = database()
+    nonces = SqliteNonces(connection, keep_s=120)
+    for created_s in (0, 100, 221):
+        assert nonces.spend("key", f"nonce-{created_s}", created_s)
+    assert connection.execute("SELECT created_s FROM nonces").fetchall() == [(221,)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), max_size=40))
+def test_no_nonce_is_ever_spent_twice(uses: list[tuple[int, int]]) -> None:
+    nonces = SqliteNonces(database(), keep_s=50)
+    created = dict(uses)  # a nonce is bound to one time by its signature
+    spent = [nonce for nonce, _ in uses if nonces.spend("key", str(nonce), created[nonce])]
+    assert len(spent) == len(set(spent))
+
+
+def test_nonces_refuse_a_connection_that_may_never_commit() -> None:
+    with pytest.raises(ValueError, match="isolation_level=None"):
+        SqliteNonces(sqlite3.connect(":memory:"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"method": "post"},
+        {"path": "submit"},
+        {"path": "/a?b"},
+        {"path": "/a b"},
+        {"query": "a\nb"},
+        {"audience": ""},
+        {"audience": "a b"},
+        {"created_s": -1},
+        {"nonce": "short"},
+        {"nonce": 'quote"quote"quote"'},
+    ],
+)
+def test_what_could_not_be_verified_is_not_signed(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot sign"):
+        signed(**changed)
+
+
+OUR_NAMES = st.sampled_from(["signature", "signature-input", "content-digest", "shoal-audience", "Signature"])
+
+
+@given(
+    headers=st.dictionaries(OUR_NAMES | st.text(), st.text()),
+    method=st.text(),
+    path=st.text(),
+    query=st.text(),
+)
+def test_garbage_raises_only_signature_errors(headers: dict[str, str], method: str, path: str, query: str) -> None:
+    nonces = SqliteNonces(database())
+    with pytest.raises(SignatureError):
+        accept(nonces, headers)
+    with pytest.raises(SignatureError):
+        accept(nonces, signed(), method=method, path=path, query=query)
+
+
+@given(name=st.sampled_from(sorted(signed())), at=st.integers(0, 400), new=st.text(max_size=3))
+def test_any_edit_of_a_header_is_refused(name: str, at: int, new: str) -> None:
+    headers = signed()
+    text = headers[name]
+    headers[name] = text[:at] + new + text[at + 1 :]
+    if headers[name] == text:
+        return
+    with pytest.raises(SignatureError):
+        accept(SqliteNonces(database()), headers)
+
+
+def test_a_pool_signature_does_not_serve_a_request() -> None:
+    # The only bytes a domain can sign begin with "shoal/"; the base of a request begins with a quote.
+    assert signature_base("GET", "/", "", EMPTY_DIGEST, "run-1", PARAMETERS).startswith(b'"@method": ')
+
+
+def server(nonces: SqliteNonces) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        path, query = split_target(request.url.raw_path.decode())
+        try:
+            key = verify_request(
+                method=request.method,
+                path=path,
+                query=query,
+                headers=request.headers,
+                body=request.content,
+                audience="run-1",
+                now_s=NOW_S,
+                nonces=nonces,
+            )
+        except SignatureError as error:
+            return httpx.Response(401, text=error.reason)
+        return httpx.Response(200, text=key)
+
+    return httpx.MockTransport(answer)
+
+
+def auth(nonces: Iterator[str], audience: str = "run-1") -> SignedAuth:
+    return SignedAuth(ALICE, audience, clock=lambda: NOW_S + 0.9, new_nonce=lambda: next(nonces))
+
+
+@pytest.mark.parametrize("target", ["/", "", "/a%20b/ü?x=1&y=ü&z=%2F", "/a?", "/a b?c d"])
+def test_client_and_server_agree_on_a_target(nonces: SqliteNonces, target: str) -> None:
+    with httpx.Client(transport=server(nonces), auth=SignedAuth(ALICE, "run-1", clock=lambda: NOW_S)) as client:
+        assert client.get(f"http://pool{target}").text == ALICE.public
+
+
+def test_client_signs_each_request_afresh(nonces: SqliteNonces) -> None:
+    source = iter(["first-nonce-of-two", "second-nonce-of-two"])
+    with httpx.Client(transport=server(nonces), auth=auth(source)) as client:
+        answers = [client.post("http://pool/submit", json={"step": 3}, params={"a": "b c"}) for _ in range(2)]
+    assert [answer.text for answer in answers] == [ALICE.public, ALICE.public]
+
+
+def test_client_for_another_audience_is_refused(nonces: SqliteNonces) -> None:
+    source = iter(["0123456789abcdef"])
+    with httpx.Client(transport=server(nonces), auth=auth(source, "run-2")) as client:
+        assert client.get("http://pool/task").text == "wrong audience"
+
+
+def test_client_without_auth_is_refused(nonces: SqliteNonces) -> None:
+    with httpx.Client(transport=server(nonces)) as client:
+        assert client.get("http://pool/task").text == "unsigned"
+
+
+def test_async_client_signs_a_body_that_comes_in_pieces(nonces: SqliteNonces) -> None:
+    async def pieces() -> Any:
+        yield b"one"
+        yield b"two"
+
+    async def post() -> str:
+        source = iter(["0123456789abcdef"])
+        async with httpx.AsyncClient(transport=server(nonces), auth=auth(source)) as client:
+            return (await client.post("http://pool/submit", content=pieces())).text
+
+    assert asyncio.run(post()) == ALICE.public

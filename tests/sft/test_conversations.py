@@ -1,0 +1,145 @@
+"""Reading conversations: both shapes, both formats, the hub; a bad row is an error that names its file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from shoal.sft.conversations import ConversationError, find, read
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "c"}], "id": 3},
+]
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "harbour.jsonl"
+
+
+def test_json_lines_and_parquet_hold_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    lines, rows = list(read(str(tmp_path / "a.jsonl"))), list(read(str(tmp_path / "a.parquet")))
+    assert [c.messages for c in lines] == [c.messages for c in rows] == [row["messages"] for row in ROWS]
+    assert [c.where for c in lines] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:3"]
+    assert [c.where for c in rows] == [f"{tmp_path}/a.parquet row 1", f"{tmp_path}/a.parquet row 2"]
+
+
+def test_a_prompt_and_its_completion_are_a_conversation(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert [c.messages for c in read(str(tmp_path / "a.jsonl"))] == [ROWS[0]["messages"]]
+
+
+def test_columns_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    rows = [{"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f"}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    [found] = read(str(tmp_path / "a.parquet"))
+    assert found.messages == [{"role": "user", "content": "a"}, call]
+    assert found.tools == [{"name": "f"}]
+
+
+def test_the_example_can_be_read() -> None:
+    assert len(list(read(str(EXAMPLE)))) == 40
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("\\xff", "not JSON"),
+        ("[1]", "needs `messages`"),
+        ('{"text": "a"}', "needs `messages`"),
+        ('{"prompt": "a"}', "needs `messages`"),
+        ('{"messages": []}', "no list of messages"),
+        ('{"messages": "a"}', "no list of messages"),
+        ('{"messages": ["a"]}', "message 0: is no object"),
+        ('{"messages": [{"role": "gpt", "content": "a"}]}', "message 0: `role` is 'gpt', none of system"),
+        ('{"messages": [{"role": "user"}]}', "message 0: `content` is no text"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "message 0: `content` is no text"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": "f"}', "`tools` is no list"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        json.dumps(ROWS[0]).encode() + b"\n" + line.replace("\\xff", "\udcff").encode(errors="surrogateescape")
+    )
+    with pytest.raises(ConversationError) as raised:
+        list(read(str(path)))
+    assert str(raised.value).startswith(f"{path}:2") and words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl", None, "no file at"),
+        ("a.csv", b"a,b", "neither .jsonl nor .parquet"),
+        ("a.parquet", b"PAR1", "not readable as Parquet"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, data: bytes | None, words: str) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConversationError, match=words):
+        list(read(str(tmp_path / name)))
+
+
+def test_parquet_without_a_known_column_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConversationError, match="no column is called messages or prompt or completion"):
+        list(read(str(tmp_path / "a.parquet")))
+
+
+class Hub:
+    """A hub with one data set, whose files lie in a folder."""
+
+    def __init__(self, folder: Path, files: list[str]) -> None:
+        self.folder, self.files, self.asked = folder, files, [""]
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).touch()
+
+    def list_repo_files(self, name: str, repo_type: str) -> list[str]:
+        return self.files
+
+    def snapshot_download(self, name: str, repo_type: str, allow_patterns: list[str]) -> str:
+        self.asked = allow_patterns
+        return str(self.folder)
+
+
+@pytest.fixture
+def make_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(*files: str) -> Hub:
+        hub = Hub(tmp_path, list(files))
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+        return hub
+
+    return make
+
+
+def test_of_a_hub_data_set_the_training_files_are_fetched(make_hub: Any) -> None:
+    hub = make_hub("README.md", "data/train-1.parquet", "data/train-0.parquet", "data/test-0.parquet")
+    assert [path.name for path in find("org/name")] == ["train-0.parquet", "train-1.parquet"]
+    assert sorted(hub.asked) == ["data/train-0.parquet", "data/train-1.parquet"]
+
+
+def test_a_pattern_chooses_among_several_sets(make_hub: Any) -> None:
+    hub = make_hub("all/train-0.parquet", "short/train-0.parquet")
+    with pytest.raises(ConversationError, match="org/name:PATTERN; there are all/train-0.parquet, short"):
+        find("org/name")
+    assert find("org/name:short/*.parquet") == [hub.folder / "short/train-0.parquet"]
+    with pytest.raises(ConversationError, match="that matches 'long"):
+        find("org/name:long/*")
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error(make_hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("no route")
+
+    make_hub()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ConversationError, match="'org/name' could not be fetched .* .no route."):
+        find("org/name:*.jsonl")

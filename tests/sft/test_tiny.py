@@ -1,0 +1,89 @@
+"""What makes bundled:tiny: it learns, on the answers only, and never sees a sum that is held out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import tasks
+from shoal.config import load
+from shoal.config.recipe import TaskSection
+from shoal.learner.policy import Policy
+from shoal.model.tree import pack
+from shoal.sft.tiny import TINY_TASKS, _example, _tiny_tokenizer, train
+from shoal.tasks.prompt import prompt_tokens
+
+from ..learner.support import make_policy
+
+TINY_CONFIG = Path(__file__).parent.parent.parent / "configs" / "tiny.toml"
+SUMS = TaskSection(operand_max=9, heldout=20, prompt="{question}=")
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def heldout_loss(of: Policy) -> float:
+    examples = [_example(of.tokenizer, SUMS, task.question, task.answer) for task in tasks.load(SUMS).heldout]
+    with torch.no_grad():
+        logprobs_N, _ = of.logprobs(pack(examples), with_entropy=False)
+    return -float(logprobs_N.mean())
+
+
+def test_a_few_steps_lower_the_loss_on_sums_it_has_not_seen(tiny_folder: Path) -> None:
+    trained = make_policy(tiny_folder)
+    before = heldout_loss(trained)
+    train(trained, SUMS, batch=16, until_loss=0.0, max_steps=8)
+    assert trained.updates == 8
+    assert heldout_loss(trained) < before - 0.5
+
+
+def test_it_ends_as_soon_as_the_loss_is_low_enough(tiny_folder: Path) -> None:
+    trained = make_policy(tiny_folder)
+    train(trained, SUMS, batch=4, until_loss=1e9, max_steps=8)
+    assert trained.updates == 1
+
+
+def test_an_example_is_the_prompt_and_the_answer_with_an_end() -> None:
+    tokenizer = _tiny_tokenizer()
+    example = _example(tokenizer, TINY_TASKS, "12 + 34", "46")
+    assert tokenizer.decode(example.prompt) == "<bos>12 + 34="
+    assert [tokenizer.decode(completion) for completion in example.completions] == ["46<eos>"]
+
+
+def test_an_example_follows_the_prompt_that_workers_use() -> None:
+    tokenizer = _tiny_tokenizer()
+    config = load(TINY_CONFIG).tasks
+    task = tasks.load(config).train[0]
+    example = _example(tokenizer, TINY_TASKS, task.question, task.answer)
+    assert example.prompt == prompt_tokens(tokenizer, config, task, 0)
+
+
+@pytest.mark.parametrize("text", [PRINTABLE, "12 + 34 = 46", "  two  spaces ", ""])
+def test_the_tiny_tokenizer_gives_back_what_it_was_given(text: str) -> None:
+    tokenizer = _tiny_tokenizer()
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) == len(text)
+    assert tokenizer.decode(tokens) == text
+
+
+def test_a_character_the_tiny_tokenizer_does_not_know_is_one_unknown_token() -> None:
+    tokenizer = _tiny_tokenizer()
+    assert tokenizer("\u00e9", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_the_tiny_models_vocabulary_holds_every_token_and_its_ends_agree() -> None:
+    from shoal.sft import tiny
+
+    tokenizer, config = _tiny_tokenizer(), tiny._tiny_model().config
+    assert len(tokenizer) <= config.vocab_size
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        config.pad_token_id,
+        config.bos_token_id,
+        config.eos_token_id,
+    )
+
+
+def test_the_warm_up_never_sees_what_the_tiny_run_holds_out() -> None:
+    kept = {task.id for task in tasks.load(TINY_TASKS).heldout}
+    held_out = {task.id for task in tasks.load(load(TINY_CONFIG).tasks).heldout}
+    assert held_out <= kept
+    assert not held_out & {task.id for task in tasks.load(TINY_TASKS).train}

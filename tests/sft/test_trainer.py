@@ -1,0 +1,189 @@
+"""Fine-tuning on conversations: packing changes nothing, a resumed run is the same run, and the loss falls."""
+
+import json
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.config import Config, ConfigError, parse
+from shoal.config.recipe import SftSection
+from shoal.model.load import eos_ids, load_model, load_tokenizer
+from shoal.sft.batch import Data, load_data, micro_batches, plan
+from shoal.sft.conversations import ConversationError
+from shoal.sft.trainer import Sft, open_policy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEVER = threading.Event()
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Twenty conversations of one or two turns and different lengths; the answer repeats the question's last letter."""
+    path = tmp_path / "chat.jsonl"
+    lines = []
+    for i in range(20):
+        words = "abcdefghij"[i % 10] * (1 + i % 4)
+        turn = [{"role": "user", "content": f"say {words}"}, {"role": "assistant", "content": words[-1] * 3}]
+        lines.append(json.dumps({"messages": turn * (1 + i % 2)}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def config(rows: Path, **changed: Any) -> Config:
+    values = {"data": str(rows), "batch": 4, "lr": 1e-3, "warmup_steps": 2, "max_tokens": 64, "checkpoint_every": 2}
+    return parse({"sft": values | {"eval_frac": 0.2} | changed})
+
+
+def data_of(folder: Path, settings: Config) -> Data:
+    return load_data(load_tokenizer(folder), folder, settings)
+
+
+def make(model: Path, out: Path, settings: Config) -> Sft:
+    return Sft(open_policy(model, settings, "float32"), data_of(model, settings), settings, out)
+
+
+def metrics(out: Path, name: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+class StopsAfter(threading.Event):
+    """Set once it was asked `n` times."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.left = n
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def test_packed_and_alone_the_loss_is_the_same(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+    settings = config(rows)
+    sft = make(tiny_folder, tmp_path / "out", settings)
+    examples = sft.data.train
+    loss = sft._mean_loss(examples)
+    with torch.no_grad():
+        packed = [float(loss(micro)) for micro in micro_batches(examples, row_tokens=256)]
+        alone = [float(loss(micro)) for e in examples for micro in micro_batches([e], row_tokens=64)]
+        nats = 0.0  # and by transformers alone, a conversation at a time, token by token
+        for example in examples:
+            logits_TV = sft.policy.model(torch.tensor([list(example.tokens)])).logits[0]
+            for start, stop in example.spans:
+                targets = torch.tensor(example.tokens[start:stop])
+                nats += float(
+                    torch.nn.functional.cross_entropy(logits_TV[start - 1 : stop - 1], targets, reduction="sum")
+                )
+    assert len(packed) < len(alone) == len(examples)
+    assert sum(packed) == pytest.approx(sum(alone), rel=1e-5)
+    assert sum(packed) == pytest.approx(nats / sum(example.n_trained for example in examples), rel=1e-5)
+
+
+def test_the_loss_falls_and_what_is_left_is_a_model(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = config(rows, epochs=6, checkpoint_every=0)
+    model = make(tiny_folder, out, settings).run(NEVER)
+    heldout = metrics(out, "heldout_loss")
+    assert list(heldout) == [0, 24] and heldout[24] < heldout[0] - 1
+    assert list(metrics(out, "loss")) == list(range(1, 25))
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "model", "run.json"]  # checkpoints: none
+
+    assert model is not None
+    published = Sft(open_policy(model, settings, "float32"), data_of(model, settings), settings, tmp_path / "again")
+    (tmp_path / "again").mkdir()
+    published.evaluate(0)
+    assert metrics(tmp_path / "again", "heldout_loss") == {0: heldout[24]}
+
+
+def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+    settings = config(rows, epochs=2)
+    straight = make(tiny_folder, tmp_path / "straight", settings).run(NEVER)
+    assert make(tiny_folder, tmp_path / "cut", settings).run(StopsAfter(3)) is None
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-000003")  # as if killed after step 3, which is not remembered
+    with (tmp_path / "cut/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    resumed = make(tiny_folder, tmp_path / "cut", settings).run(NEVER)
+    assert straight is not None and resumed is not None
+    weights = [load_model(folder).state_dict() for folder in (straight, resumed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for name in ("loss", "heldout_loss", "lr", "grad_norm"):
+        assert metrics(tmp_path / "straight", name) == metrics(tmp_path / "cut", name)
+    lines = [(tmp_path / run / "metrics.jsonl").read_text().count("\n") for run in ("straight", "cut")]
+    assert lines[0] == lines[1]  # no update is told twice
+
+
+@pytest.mark.parametrize("changed", [{"batch": 5}, {"eval_frac": 0.1}])
+def test_a_folder_of_another_run_is_left_alone(
+    tiny_folder: Path, rows: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    make(tiny_folder, tmp_path / "out", config(rows)).run(StopsAfter(0))
+    with pytest.raises(ConfigError, match="holds a run with another model, seed, batch or data"):
+        make(tiny_folder, tmp_path / "out", config(rows, **changed)).run(NEVER)
+
+
+@pytest.mark.parametrize("changed", [{"batch": 4}, {"batch": None, "batch_tokens": 30}])
+def test_each_epoch_trains_on_everything_once_in_an_order_of_its_own(changed: dict[str, Any]) -> None:
+    lengths = [5, 9, 30, 40, 3, 12, 7, 8, 11, 2]
+    updates = plan(lengths, SftSection(epochs=3, **changed), seed=1)
+    orders = [[i for epoch, batch in updates if epoch == e for i in batch] for e in range(3)]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    assert updates == plan(lengths, SftSection(epochs=3, **changed), seed=1)
+    assert updates[: len(updates) // 2] == plan(lengths, SftSection(epochs=5, **changed), seed=1)[: len(updates) // 2]
+    assert updates != plan(lengths, SftSection(epochs=3, **changed), seed=2)
+
+
+def test_a_batch_holds_so_many_conversations_or_tokens() -> None:
+    lengths = [5, 9, 30, 40, 3, 12, 7, 8, 11, 2]
+    by_tokens = [batch for _, batch in plan(lengths, SftSection(batch_tokens=30), seed=1)]
+    assert all(len(batch) == 1 or sum(lengths[i] for i in batch) <= 30 for batch in by_tokens)
+    assert [3] in by_tokens and len(by_tokens) < 10
+    assert [len(batch) for _, batch in plan(lengths, SftSection(batch=4), seed=1)] == [4, 4, 2]
+
+
+def test_what_is_too_long_is_dropped_and_said_once(
+    tiny_folder: Path, rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        data = data_of(tiny_folder, config(rows, max_tokens=24, eval_frac=0))
+    assert data.train and max(len(example.tokens) for example in data.train) <= 24 and not data.heldout
+    [said] = caplog.messages
+    assert said.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
+
+
+def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> None:
+    data = data_of(tiny_folder, config(rows))
+    assert (len(data.train), len(data.heldout)) == (16, 4)
+    everything = data_of(tiny_folder, config(rows, eval_frac=0)).train
+    assert sorted(e.tokens.tobytes() for e in [*data.train, *data.heldout]) == sorted(
+        e.tokens.tobytes() for e in everything
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"data": ""}, ConfigError, "sft.data is empty"),
+        ({"max_tokens": 2}, ConversationError, "of 20 conversations 0 fit sft.max_tokens = 2"),
+    ],
+)
+def test_data_that_leaves_nothing_to_train_on_is_refused(
+    tiny_folder: Path, rows: Path, changed: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        data_of(tiny_folder, config(rows, **changed))
+
+
+def test_a_token_that_ended_every_turn_ends_completions_of_the_model(
+    tiny_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    settings = config(rows, batch=16, eval_frac=0, checkpoint_every=0)
+    sft = make(tiny_folder, tmp_path / "out", settings)
+    model = Sft(sft.policy, Data(sft.data.train, [], {1, 2}), settings, tmp_path / "out").run(NEVER)
+    assert model is not None and eos_ids(model) == (1, 2)

@@ -1,0 +1,89 @@
+"""Pictures of runs that are made up: what is drawn, from where, and what a wrong folder or name is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import FAILED, main
+from shoal.tracking.plot import COLORS, PlotError, names_of, plot, read_run
+
+from .test_report import has_color, png_size
+
+
+def rgb(color: str) -> tuple[int, int, int]:
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+
+
+BLUE, RED = rgb(COLORS[0]), rgb(COLORS[1])
+
+
+def make_run(folder: Path, steps: int, *, accuracies: tuple[float, ...] = (), **also: float) -> Path:
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"step": float(s), "time_s": 1.0, "reward/mean": s / 10} | also) + "\n" for s in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    if accuracies:
+        found = [
+            {"version": v, "greedy": greedy, "sampled": None, "n": 4, "final": False}
+            for v, greedy in enumerate(accuracies)
+        ]
+        (folder / "evaluations.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    return folder
+
+
+def test_two_runs_are_drawn_side_by_side_in_a_color_each(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", 20, accuracies=(0.1, 0.2)), make_run(tmp_path / "b $x_1", 12, **{"optim/lr": 1.0})]
+    assert plot(runs, [], tmp_path / "plot.png") == ["reward/mean", "heldout/greedy"], "what is worth watching"
+    assert plot([runs[1], runs[0]], ["optim/lr"], tmp_path / "lr.png") == ["optim/lr"]
+    assert has_color(tmp_path / "plot.png", BLUE) and has_color(tmp_path / "plot.png", RED)
+    assert png_size(tmp_path / "plot.png")[0] > png_size(tmp_path / "lr.png")[0], "a panel more"
+
+
+def test_a_run_that_goes_on_is_drawn_with_one_step(tmp_path: Path) -> None:
+    plot([make_run(tmp_path / "a", 1)], [], tmp_path / "plot.png")
+    assert has_color(tmp_path / "plot.png", BLUE)
+
+
+def test_a_step_is_drawn_at_how_many_were_trained_and_an_evaluation_at_its_version(tmp_path: Path) -> None:
+    series = read_run(make_run(tmp_path / "a", 2, accuracies=(0.5, 0.6)), "a").series
+    assert series["reward/mean"] == [(1, 0.0), (2, 0.1)]
+    assert series["heldout/greedy"] == [(0, 0.5), (1, 0.6)]
+
+
+def test_the_final_evaluation_stands_for_its_version(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", 2, accuracies=(0.5, 0.6))
+    with (folder / "evaluations.jsonl").open("a") as file:
+        file.write('{"version": 1, "greedy": 0.8, "sampled": null, "n": 16, "final": true}\n')
+    assert read_run(folder, "a").series["heldout/greedy"] == [(0, 0.5), (1, 0.8)]
+
+
+def test_runs_called_alike_are_told_apart_by_their_paths() -> None:
+    assert names_of([Path("x/a"), Path("y/a"), Path("y/b")]) == ["x/a", "y/a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "metrics", "words"),
+    [
+        (3, ["reward/men"], "did you mean reward/mean?"),
+        (3, ["zzz"], "there are reward/mean"),
+        (0, [], "no step was trained"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(tmp_path: Path, steps: int, metrics: list[str], words: str) -> None:
+    with pytest.raises(PlotError) as refused:
+        plot([make_run(tmp_path / "a", steps)], metrics, tmp_path / "plot.png")
+    assert words in str(refused.value)
+    assert not (tmp_path / "plot.png").exists()
+
+
+def test_a_torn_line_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", 1)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    with pytest.raises(PlotError, match=r"metrics\.jsonl, line 2"):
+        read_run(folder, "a")
+
+
+def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "plot.png")]) == FAILED
+    assert "is no run: it holds no metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Trackers against stand-ins for their packages, and TensorBoard's own where it is installed."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal.config import Config, ConfigError, parse
+from shoal.tracking.trackers import Nowhere, TrackerError, open_tracker
+
+
+def config(tracker: str) -> Config:
+    return parse({"run": {"tracker": tracker, "seed": 7}})
+
+
+class FakeRun:
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.told.append((name, step_metric))
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.told.append((values, step))
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def fake(name: str, told: list[Any]) -> ModuleType:
+    def init(**arguments: Any) -> FakeRun:
+        told.append(arguments)
+        return FakeRun(told)
+
+    module = ModuleType(name)
+    module.__dict__.update(init=init, Settings=lambda **settings: settings)
+    return module
+
+
+def test_none_is_asked_for_by_default(tmp_path: Path) -> None:
+    assert isinstance(open_tracker("r", tmp_path, Config()), Nowhere)
+
+
+def test_an_unknown_tracker_is_refused_with_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"run\.tracker"):
+        config("mlflow")
+
+
+def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", told))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    tracker = open_tracker("mine", tmp_path, config("wandb"))
+    tracker.log({"reward/mean": 0.5}, 3)
+    tracker.close()
+    begun, axis, logged, finished = told
+    assert (begun["project"], begun["name"], begun["dir"]) == ("shoal", "mine", str(tmp_path))
+    assert begun["config"]["run"]["seed"] == 7
+    assert axis == ("*", "version") and logged == ({"version": 3, "reward/mean": 0.5}, None)
+    assert finished == "finished"
+
+
+def test_trackio_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", told))
+    tracker = open_tracker("mine", tmp_path, config("trackio"))
+    tracker.log({"reward/mean": 0.5}, 3)
+    tracker.close()
+    begun, *rest = told
+    assert (begun["project"], begun["name"], begun["config"]["run"]["seed"]) == ("shoal", "mine", 7)
+    assert rest == [({"reward/mean": 0.5}, 3), "finished"]
+
+
+def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'shoal[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = open_tracker("mine", tmp_path, config("tensorboard"))
+    tracker.log({"reward/mean": 0.5, "optim/lr": 1e-6}, 3)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(found.step, found.value) for found in events.Scalars("reward/mean")] == [(3, 0.5)]
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard", "trackio"])
+def test_a_missing_package_names_what_to_install(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kind, "tensorboard.summary.writer.event_file_writer"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(TrackerError) as refused:
+        open_tracker("r", tmp_path, config(kind))
+    assert f"pip install 'shoal[{kind}]'" in str(refused.value)
+
+
+def test_one_that_is_not_set_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**arguments: Any) -> None:
+        raise RuntimeError("no API key configured")
+
+    module = fake("wandb", [])
+    monkeypatch.setattr(module, "init", init)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(TrackerError, match='run.tracker = "wandb" does not start: RuntimeError: no API key configured'):
+        open_tracker("r", tmp_path, config("wandb"))
