@@ -11,7 +11,8 @@
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without one: makes bundled:tiny)
     shoal plot RUN...                    draw the metrics of runs side by side
 
-Exit status: 0 done, 1 failed (verify: rejected), 2 wrong usage or configuration (verify: unreadable), 3 evicted.
+Exit status: 0 done, 1 failed (verify: rejected), 2 wrong usage or configuration (verify: unreadable), 3 evicted,
+4 a node or the coordinator failed for a reason that a restart does not mend.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from shoal import config as config_module
 from shoal.cli import sft, shardcast
 from shoal.cli.arguments import ROLES, command_line
 from shoal.config import Config, ConfigError
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, restart_helps
 
 if TYPE_CHECKING:
     from shoal.protocol.invite import Invite
 
-DONE, FAILED, USAGE, EVICTED = 0, 1, 2, 3
+DONE, FAILED, USAGE, EVICTED, LASTING = 0, 1, 2, 3, 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return COMMANDS[arguments.command_name](arguments)
     except Exception as error:  # noqa: BLE001 - the one place where an error becomes a message and a status
-        status = _status_of(error)
+        status = _status_of(error, arguments.command_name)
         if status is None:
             raise
         sys.stderr.write(f"shoal {arguments.command_name}: {error}\n")
@@ -150,9 +151,13 @@ def _node(arguments: argparse.Namespace) -> int:
     _needs(arguments, needed, "--join")
     stop = _begin(arguments.command_name, arguments)
     from shoal.protocol.invite import read_invite
+    from shoal.protocol.node import StoppedError
 
     invite = read_invite(arguments.join)
-    ended = JOINED[arguments.command_name](invite, arguments, stop)
+    try:
+        ended = JOINED[arguments.command_name](invite, arguments, stop)
+    except StoppedError:  # as asked
+        return DONE
     return EVICTED if ended == "evicted" else DONE
 
 
@@ -223,10 +228,12 @@ def _begin(name: str, arguments: Any) -> threading.Event:
     return process.begin(name, threads=getattr(arguments, "threads", 0))
 
 
-def _status_of(error: Exception) -> int | None:
+def _status_of(error: Exception, command: str) -> int | None:
     """The exit status of an error that a message explains; None for one that needs its traceback."""
     if isinstance(error, ConfigError):
         return USAGE
+    if command in ("coordinator", *ROLES) and not restart_helps(error):
+        return LASTING
     return FAILED if isinstance(error, (ShoalError, OSError)) else None
 
 

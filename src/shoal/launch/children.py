@@ -25,7 +25,8 @@ from shoal.launch import process
 
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 LONGEST_BACKOFF_S = 8.0
-EVICTED, USAGE = 3, 2  # exit statuses of a child, see cli
+MAX_WORDS = 1000  # characters of a child's last line that an error repeats
+USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli
 
 # Of every child: memory goes back to the system in large pieces only (fewer page faults), idle threads sleep, and no
 # library starts threads while it is imported; each role then takes its share of the cores (`--threads`).
@@ -71,7 +72,9 @@ class Child:
         return lines[-1] if lines else "nothing in its log"
 
     def last_words(self) -> str:
-        return self.last_line()[-300:]
+        """The beginning of its last line: an error's message starts with what failed."""
+        line = self.last_line()
+        return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}…"
 
 
 class Children:
@@ -130,7 +133,9 @@ class Children:
         if code in (0, EVICTED):
             child.ended = True
             return
-        if code == USAGE or child.restarts >= self.max_restarts:
+        if code in (USAGE, LASTING):
+            raise ChildError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
+        if child.restarts >= self.max_restarts:
             raise ChildError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
         backoff_s = min(0.5 * 2**child.restarts, LONGEST_BACKOFF_S)
         child.restarts += 1

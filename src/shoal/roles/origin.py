@@ -18,7 +18,7 @@ from shoal.shardcast.publish.handover import Handover
 
 def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event) -> str:
     """Serve what the learner writes under `watched` until the run ends."""
-    config = Node.read_config(invite)
+    config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
     store = Store(folder / "store", keep=config.origin.keep, quota_bytes=config.origin.quota_bytes)
     origin = Origin(
@@ -49,7 +49,7 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch))
+    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch, stop))
 
 
 def _announce(node: Node, manifest: Manifest) -> None:

@@ -13,7 +13,7 @@ from shoal.shardcast import Relay, Store
 
 def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
     """Mirror the origin and serve it on, until the run ends."""
-    config = Node.read_config(invite)
+    config = Node.read_config(invite, stop)
     store = Store(folder / "store", keep=config.relays.keep, quota_bytes=config.relays.quota_bytes)
 
     async def mirror(node: Node) -> str:
@@ -42,4 +42,4 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
         finally:
             task.cancel()
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.relays.host, config.relays.port, mirror))
+    return asyncio.run(serve_store(invite, config, folder, store, config.relays.host, config.relays.port, mirror, stop))

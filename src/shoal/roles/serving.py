@@ -4,7 +4,9 @@ Called by the roles `origin` and `relay`.
 """
 
 import asyncio
+import logging
 import ssl
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from shoal.shardcast.serve.tls import serving
 
 WATCH_S = 0.1
 
+log = logging.getLogger(__name__)
+
 
 async def serve_store(
     invite: Invite,
@@ -27,6 +31,7 @@ async def serve_store(
     host: str,
     port: int,
     live: Callable[[Node], Awaitable[str]],
+    stop: threading.Event,
 ) -> str:
     """Serve the store to the pool's nodes and join with the address, then do `live` until it returns."""
     readers = Guard(
@@ -41,7 +46,8 @@ async def serve_store(
     runner, bound = await _bind(app(store, guard=readers), host, port, tls, folder / "port")
     try:
         url = f"{'https' if tls else 'http'}://{host}:{bound}"
-        node = await asyncio.to_thread(Node.join, invite, folder, url=url)
+        log.info("listening at %s", url)
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heart():
             banning = asyncio.create_task(_ban(node, readers))
             try:

@@ -26,6 +26,8 @@ PROJECT = "shoal"
 class TrackerError(ShoalError):
     """A tracker that cannot be used; the message says which, why, and what to do."""
 
+    restart_helps = True  # its server may be away for a moment
+
 
 class Tracker(Protocol):
     def log(self, values: Mapping[str, float], version: int) -> None:

@@ -48,6 +48,8 @@ FAR_SLOWER, LEAST_S = 4.0, 0.5  # times what others take, and a moment
 class FetchError(ShoalError):
     """What could not be fetched, from whom, and what to try."""
 
+    restart_helps = True  # relays come and go
+
 
 @dataclass(frozen=True)
 class Limits:
