@@ -4,6 +4,9 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Children` sets variables of this process: they are restored after the test."""
-    for name in ENVIRONMENT:
+    for name in [*ENVIRONMENT, "PYTHONWARNINGS"]:
         monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
@@ -78,6 +81,20 @@ def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
     children.all.append(child)
     children.revive(said.append)
     assert child.restarts == 1 and "restart 1 in 0.5 s" in said[0]
+
+
+def test_nothing_is_said_of_the_semaphores_of_a_killed_process(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from shoal.launch.children import Children
+Children(Path(sys.argv[1]), 0, "cuda")
+kept = multiprocessing.get_context("spawn").Semaphore()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
 
 
 class Ended:

@@ -26,6 +26,9 @@ class RunSection(Section):
     max_restarts: int = Field(default=5, ge=0, description="of one process by `shoal run` before it gives up")
     tracker: TrackerName = Field(default="none", description="also sends the metrics there; see docs/metrics.md")
     threads: int = Field(default=0, ge=0, description="cores to share out; 0: all that this process may use")
+    no_signal_groups: int = Field(
+        default=512, ge=1, description="accepted groups in a row with equal rewards, after which the run is stopped"
+    )
     stall_s: float = Field(
         default=900, gt=0, description="without an accepted submission or a trained step, the run is stopped"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.protocol.messages import NodeStatus, Stats, Status
+from shoal.protocol.messages import NodeStatus, Signal, Stats, Status
 
 
 def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
@@ -31,7 +31,19 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         slashed=[node.name for node in nodes if node.evicted],
         stale_groups=totals["stale"],
         tokens_generated=totals["tokens"],
+        signal=_signal(db),
     )
+
+
+def _signal(db: Database) -> Signal:
+    now = db.one(
+        "SELECT count(*) AS groups, coalesce(sum(1 - flat), 0) AS useful FROM groups WHERE during = ?", db.open_step()
+    )
+    flat = db.one(
+        "SELECT count(*) AS flat, min(reward) AS lowest, max(reward) AS highest FROM groups"
+        " WHERE seq > coalesce((SELECT seq FROM groups WHERE flat = 0 ORDER BY seq DESC LIMIT 1), 0)"
+    )
+    return Signal(**dict(now), **dict(flat))
 
 
 def _nodes(db: Database) -> list[NodeStatus]:

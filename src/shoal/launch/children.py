@@ -25,6 +25,8 @@ from shoal.launch import process
 
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 LONGEST_BACKOFF_S = 8.0
+# The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
+QUIET = "ignore:resource_tracker:UserWarning"
 MAX_WORDS = 1000  # characters of a child's last line that an error repeats
 USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli
 
@@ -85,6 +87,7 @@ class Children:
         self.max_restarts = max_restarts
         self.all: list[Child] = []
         os.environ.update(ENVIRONMENT)  # the libraries read it when a process starts
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), QUIET]))
         forks = sys.platform == "linux" and device == "cpu"
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.launch.preload"])
