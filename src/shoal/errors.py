@@ -4,6 +4,7 @@
 """
 
 import errno
+import os
 
 LASTING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL}
@@ -20,4 +21,10 @@ def restart_helps(error: Exception) -> bool:
     """Whether the process that ended with `error` may succeed when it is started again unchanged."""
     if isinstance(error, ShoalError):
         return error.restart_helps
-    return not (isinstance(error, OSError) and error.errno in LASTING)
+    return not (isinstance(error, OSError) and (error.errno in LASTING or disk_is_full(error)))
+
+
+def disk_is_full(error: Exception) -> bool:
+    """Whether a full disk caused the error. Some libraries pass on the system's message without its number."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)

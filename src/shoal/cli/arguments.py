@@ -69,6 +69,7 @@ def command_line() -> argparse.ArgumentParser:
     coordinator.add_argument("--run", default="", help="name of the run (default: the config's name)")
     coordinator.add_argument("--port", type=int, help="overrides coordinator.port")
     coordinator.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
+    coordinator.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
 
     invite = commands.add_parser("invite", help="make an invite for one node")
     invite.add_argument("dir", type=Path, help="the coordinator's folder")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import threading
@@ -132,7 +133,7 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     port = config.coordinator.port if arguments.port is None else arguments.port
     name = arguments.run or arguments.config.stem
-    serve_forever(config, name, arguments.dir, port, stop, record_to=arguments.record)
+    serve_forever(config, name, arguments.dir, port, stop, record_to=arguments.record, reports=not arguments.no_report)
     return DONE
 
 
@@ -158,6 +159,7 @@ def _node(arguments: argparse.Namespace) -> int:
         ended = JOINED[arguments.command_name](invite, arguments, stop)
     except StoppedError:  # as asked
         return DONE
+    logging.getLogger(__name__).info("ended: %s", ended)
     return EVICTED if ended == "evicted" else DONE
 
 

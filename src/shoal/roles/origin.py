@@ -4,6 +4,7 @@ Invariant: a version is announced to the coordinator once the origin can serve a
 """
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from shoal.protocol.node import Node
 from shoal.roles.serving import WATCH_S, serve_store
 from shoal.shardcast import Manifest, Origin, Store
 from shoal.shardcast.publish.handover import Handover
+
+log = logging.getLogger(__name__)
 
 
 def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event) -> str:
@@ -45,6 +48,7 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
             if manifest is not None:
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
+                log.info("version %d is published: %d bytes", manifest.version, manifest.size_bytes)
             node.doing(writer.given_up or "the learner", waiting=True)
             await asyncio.sleep(WATCH_S)
         return "stopped"
