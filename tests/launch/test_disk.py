@@ -20,7 +20,7 @@ def test_the_estimate_follows_the_settings_that_keep_files() -> None:
     config = Config()
     peak = needs(config, MODEL).peak_bytes
     more = parse({"learner": {"keep_last": 3}})
-    assert needs(more, MODEL).peak_bytes - peak == 12 * MODEL
+    assert needs(more, MODEL).peak_bytes - peak == 12 * MODEL  # a checkpoint: fp32 masters and two moments
     workers = parse({"workers": {"count": config.workers.count + 1}})
     assert needs(workers, MODEL).peak_bytes - peak == 3 * 2 * MODEL
     assert 12 * MODEL < needs(config, MODEL).kept_bytes < peak
@@ -61,7 +61,13 @@ def stopped(folder: Path, *, keep_every: int = 0) -> Path:
     names = {
         "coordinator": ["pool.sqlite", "store/accepted/a.parquet"],
         "learner": ["invite", "identity.pem", *(f"versions/v00000{n}/w" for n in (7, 8))],
-        "origin": ["invite", "store/v000008/manifest.json"],
+        "origin": [
+            "invite",
+            "store/v000006/full/s",
+            "store/v000007/full/s",
+            "store/v000007/delta/s",
+            "store/v000008/delta/s",
+        ],
         "relay-0": ["invite", "store/v000008/manifest.json"],
         "worker-0": ["invite", "identity.pem", "weights/v000008/w"],
         "validator": ["invite", "weights/v000008/w"],
@@ -82,20 +88,27 @@ def stopped(folder: Path, *, keep_every: int = 0) -> Path:
 def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
     run = stopped(tmp_path / "run")
     before = used_bytes(run)
-    assert clean_run(run) == before - used_bytes(run) == 2 * 1000 + 4 * 100
+    assert clean_run(run) == before - used_bytes(run) == 2 * 1000 + 5 * 100
     for kept in (
         "coordinator/pool.sqlite",
         "coordinator/store/accepted/a.parquet",
         "learner/checkpoints/step-000008/shard",
         "learner/versions/v000008/w",
-        "origin/store/v000008/manifest.json",
+        "origin/store/v000007/full/s",
+        "origin/store/v000008/delta/s",
         "worker-0/identity.pem",
         "worker-0/invite",
         "model/w",
         "logs/learner.log",
     ):
         assert (run / kept).exists(), kept
-    for gone in ("worker-0/weights", "validator/weights", "relay-0/store", "learner/versions/v000007"):
+    for gone in (
+        "worker-0/weights",
+        "validator/weights",
+        "relay-0/store",
+        "learner/versions/v000007",
+        "origin/store/v000006",
+    ):
         assert not (run / gone).exists(), gone
     assert clean_run(run) == 0
 

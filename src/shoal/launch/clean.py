@@ -1,8 +1,8 @@
 """Free the disk space that a stopped run no longer needs: `shoal clean DIR`, and the end of `shoal run`.
 
 Invariant: what resuming and the user need is never removed: `model/`, the newest checkpoint and those of
-`learner.keep_every`, the newest version, the origin's store (its manifests are signed once), the coordinator's folder, keys,
-invites, logs and metrics. Called by `cli` and `swarm`.
+`learner.keep_every`, the newest version with what the origin needs to serve it (a manifest is signed only once), the
+coordinator's folder, keys, invites, logs and metrics. Called by `cli` and `swarm`.
 """
 
 import shutil
@@ -27,7 +27,10 @@ def clean_run(folder: Path) -> int:
 
 
 def remove_caches(folder: Path, keep_every: int) -> int:
-    """Remove weight caches, relay stores, older versions and older checkpoints. Returns the bytes freed."""
+    """Remove weight caches, relay stores, older versions and older checkpoints. Returns the bytes freed.
+
+    The origin's newest version is a delta of others, back to one that is stored whole: these stay.
+    """
     before = used_bytes(folder)
     for node in folder.iterdir():
         if (node / "invite").is_file() and node.name != "origin":
@@ -38,5 +41,9 @@ def remove_caches(folder: Path, keep_every: int) -> int:
         shutil.rmtree(old)
     for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
         if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
+            shutil.rmtree(old)
+    whole = sorted(folder.glob("origin/store/v*/full"))
+    for old in folder.glob("origin/store/v*") if whole else []:
+        if old.name < whole[-1].parent.name:
             shutil.rmtree(old)
     return before - used_bytes(folder)
