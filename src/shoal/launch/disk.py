@@ -14,7 +14,7 @@ from shoal.errors import ShoalError, disk_is_full
 
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
 CHECKPOINT_BYTES = 12  # per parameter: the fp32 master and two moments of AdamW
-DELTA_FRAC = 0.3  # of a version: measured 0.28 for the first steps, 0.15 later
+DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
 RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
 
@@ -48,7 +48,7 @@ def needs(config: Config, parameters: int) -> Needs:
     def store(keep: int) -> int:
         """Kept versions are deltas of others, back to a version that is stored whole."""
         n = min(keep + config.origin.anchor_every + 1, steps + 1)
-        whole = min(n, 1 + math.ceil(n / config.origin.anchor_every))
+        whole = math.ceil(n / config.origin.anchor_every)
         return int((whole + DELTA_FRAC * n) * version)
 
     stores = store(config.origin.keep) + config.relays.count * store(config.relays.keep)
