@@ -150,6 +150,19 @@ def test_rollouts_accepted_before_are_rejected_as_replayed_though_the_validator_
     assert desk.beat(BOB, 0).state == "evicted"
 
 
+@pytest.mark.parametrize("reason", sorted(Reason))
+def test_a_rejected_copy_does_not_own_its_content_so_the_author_is_not_slashed(desk: Desk, reason: Reason) -> None:
+    """Seeds are public: an attacker can compute an honest worker's next rollouts and upload them first."""
+    copy, original = desk.upload(BOB), desk.upload(ALICE)
+    desk.claims(VALIDATOR, 2)
+    desk.judge(copy.id, reason, content="5" * 64)
+    assert desk.pool.submissions.content_owner("5" * 64).submission is None
+    desk.judge(original.id, content="5" * 64)
+    assert desk.pool.submissions.content_owner("5" * 64).submission == original.id
+    assert "worker-a" not in desk.pool.status().slashed
+    assert [entry.kind for entry in desk.pool.db.ledger.entries()][-1] == "accepted"
+
+
 def test_nobody_owns_rollouts_that_were_not_judged(desk: Desk) -> None:
     assert desk.pool.submissions.content_owner("5" * 64).submission is None
 

@@ -80,8 +80,8 @@ class Submissions:
         return Claims(claims=claims)
 
     def content_owner(self, content: str) -> ContentOwner:
-        """Which judged submission first held these rollouts."""
-        row = self.db.one("SELECT id FROM submissions WHERE content = ? ORDER BY seq LIMIT 1", content)
+        """The accepted submission that holds these rollouts. A rejected one owns nothing: its worker may have copied them."""
+        row = self.db.one("SELECT id FROM submissions WHERE content = ? AND state = 'accepted' LIMIT 1", content)
         return ContentOwner(submission=row["id"] if row else None)
 
     def hashes(self, submission: str) -> tuple[str, str]:
