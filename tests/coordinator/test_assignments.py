@@ -19,7 +19,8 @@ def test_only_workers_that_want_one_get_a_task(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    "loaded, reason", [(None, "this worker to load version 0"), (1, "which this worker says it has, to be published")]
+    "loaded, reason",
+    [(None, "this worker to load version 0"), (1, "which this worker reports as loaded, to be published")],
 )
 def test_a_worker_without_a_published_version_waits(desk: Desk, loaded: int | None, reason: str) -> None:
     answer = desk.beat(ALICE, loaded)

@@ -67,10 +67,6 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     assert old.id not in {submission for submission, _ in groups(desk, 2)}
 
 
-def test_a_step_after_the_last_says_that_the_run_is_over(desk: Desk) -> None:
-    assert desk.pool.batches.of_step(6).finished and not desk.pool.batches.of_step(5).finished
-
-
 def test_nothing_is_handed_out_when_every_batch_is_full(desk: Desk) -> None:
     desk.accepted(useful=(True,) * 12)
     desk.publish(1, 2, 3)

@@ -53,7 +53,7 @@ def test_an_accepted_groups_sample_says_whose_it_is_and_is_kept_once(desk: Desk)
     (sample,) = desk.pool.history.after(0).samples
     assert (sample.submission, sample.group, sample.worker, sample.policy_version) == (id, 0, "worker-a", 0)
     assert sample.completion == "2"
-    stored = desk.pool.db.one("SELECT verdict FROM submissions WHERE id = ?", id)["verdict"]
+    stored = desk.pool.db.connection.value("SELECT verdict FROM submissions WHERE id = ?", id)
     assert "completion" not in stored, "the text is not stored a second time with the verdict"
 
 
@@ -62,5 +62,5 @@ def test_only_the_newest_samples_are_kept(desk: Desk) -> None:
     for number in range(MAX_SAMPLES):
         desk.pool.history.put("sample", f"other/{number}", "{}")
     desk.pool.history.put_samples([])
-    assert desk.pool.db.one("SELECT 1 FROM history WHERE key = ?", f"{first}/0") is None
-    assert desk.pool.db.one("SELECT count(*) AS n FROM history")["n"] == MAX_SAMPLES
+    assert not desk.pool.db.history.has("sample", f"{first}/0")
+    assert desk.pool.db.history.count("sample") == MAX_SAMPLES

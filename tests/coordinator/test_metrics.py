@@ -1,6 +1,6 @@
 """`/metrics`: every line is one that Prometheus reads, and the figures are the pool's."""
 
-from shoal.protocol.messages import Heartbeat, Reason, Stats
+from shoal.protocol.messages import Evaluation, Heartbeat, Reason, Stats, StepReport
 
 from .support import ALICE, BOB, VALIDATOR, Desk, metrics_of, open_pool
 
@@ -52,9 +52,28 @@ def test_it_counts() -> None:
     assert not [name for name in found if "worker-b" in name], "it is evicted"
 
 
+def test_it_shows_what_was_learned(desk: Desk) -> None:
+    new = metrics_of(desk.pool.metrics())
+    assert new["shoal_steps_trained_total"] == 0
+    assert "shoal_reward_mean" not in new and "shoal_heldout_accuracy" not in "".join(new), "nothing was measured yet"
+    desk.accepted()
+    for version in (1, 2):
+        desk.pool.learning.trained(StepReport(step=version - 1, metrics={"reward/mean": version / 8}, trained=[]))
+        accuracy = {"greedy": version / 4, "sampled": version / 16}
+        desk.pool.learning.evaluated(Evaluation(version=version, n=4, final=False, **accuracy))
+    found = metrics_of(desk.pool.metrics())
+    learned = {
+        "shoal_steps_trained_total": 2,
+        "shoal_reward_mean": 0.25,
+        'shoal_heldout_accuracy{kind="greedy"}': 0.5,
+        'shoal_heldout_accuracy{kind="sampled"}': 0.125,
+    }
+    assert {name: found.get(name) for name in learned} == learned
+
+
 def test_what_was_believed_unchecked_is_no_full_verdict(desk: Desk) -> None:
     desk.upload(ALICE)
-    desk.pool.db.change("UPDATE submissions SET full = 0")
+    desk.pool.db.connection.change("UPDATE submissions SET full_check = FALSE")
     claim = desk.claim()
     assert claim is not None and not claim.full
     desk.judge(claim.assignment.id)
@@ -64,6 +83,6 @@ def test_what_was_believed_unchecked_is_no_full_verdict(desk: Desk) -> None:
 
 def test_reading_it_changes_nothing(desk: Desk) -> None:
     desk.accepted()
-    before = desk.pool.db.connection.total_changes
+    before = desk.pool.db.connection.sqlite.total_changes
     assert desk.pool.metrics() == desk.pool.metrics()
-    assert desk.pool.db.connection.total_changes == before
+    assert desk.pool.db.connection.sqlite.total_changes == before

@@ -73,7 +73,7 @@ def test_a_pool_that_is_reopened_goes_on_where_it_was(tmp_path: Path) -> None:
     assert desk.kinds() == KINDS
     held = desk.task(version=1)
     before = desk.pool.status()
-    desk.pool.db.connection.close()
+    desk.pool.db.connection.sqlite.close()
     again = open_pool(tmp_path / "pool.sqlite")
     assert again.pool.status() == before
     assert again.task(version=1) == held

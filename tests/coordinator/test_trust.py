@@ -117,8 +117,10 @@ def test_each_of_several_is_drawn_for_itself(desk: Desk) -> None:
 
 
 def waiting(desk: Desk) -> list[str]:
-    rows = desk.pool.db.all("SELECT submission FROM groups WHERE useful AND batch IS NULL AND NOT stale ORDER BY seq")
-    return [row["submission"] for row in rows]
+    rows = desk.pool.db.connection.rows(
+        "SELECT submission FROM groups WHERE useful AND batch IS NULL AND NOT stale ORDER BY seq"
+    )
+    return [submission for (submission,) in rows]
 
 
 def test_unchecked_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction(desk: Desk) -> None:

@@ -1,12 +1,13 @@
-"""The coordinator as a process: listens, answers until told to stop; and the invites its operator makes.
+"""The coordinator as a process: listens and answers until it is stopped; and the invites that its operator makes.
 
 Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store; `coordinator.json` there
-says where it listens, for `shoal invite`. It is the one owner of the run's metrics: it writes their files and feeds the
+holds its address, for `shoal invite`. It is the one owner of the run's metrics: it writes their files and feeds the
 tracker.
 """
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from aiohttp import web
 
 from shoal.config import Config
 from shoal.coordinator.routes import Coordinator
+from shoal.files import write_file
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role
@@ -23,7 +25,11 @@ from shoal.tracking.trackers import open_tracker
 
 POLL_S = 0.1
 RECORD_S = 2.0
+LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
+READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 KEY, ADDRESS = "identity.pem", "coordinator.json"
+
+log = logging.getLogger(__name__)
 
 
 def serve_forever(
@@ -31,7 +37,7 @@ def serve_forever(
 ) -> None:
     """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
 
-    Raises OSError where the port is taken, TrackerError where the tracker does not start.
+    Raises OSError if the port is taken, TrackerError if the tracker does not start.
     """
     identity = Identity.load_or_create(folder / KEY)
     coordinator = Coordinator(config, run, identity, folder)
@@ -47,13 +53,20 @@ def serve_forever(
 
 async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record) -> None:
     host = coordinator.config.coordinator.host
-    runner = web.AppRunner(coordinator.app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        coordinator.app(),
+        access_log=None,
+        shutdown_timeout=1.0,
+        lingering_time=LINGER_S,
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        bound = int(runner.addresses[0][1])
-        address = {"url": f"http://{host}:{bound}", "run": coordinator.run}
-        (folder / ADDRESS).write_text(json.dumps(address))
+        url = f"http://{host}:{int(runner.addresses[0][1])}"
+        write_file(folder / ADDRESS, json.dumps({"url": url, "run": coordinator.run}).encode())
+        log.info("run %s: listening at %s", coordinator.run, url)
         recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
@@ -72,7 +85,7 @@ def _catch_up(record: Record, coordinator: Coordinator) -> None:
 
 
 def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float) -> Invite:
-    """An invite by the coordinator whose folder this is."""
+    """An invite by the coordinator that uses this folder."""
     try:
         address = json.loads((folder / ADDRESS).read_text())
     except (OSError, ValueError) as error:

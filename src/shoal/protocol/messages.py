@@ -235,7 +235,6 @@ class Batch(Message):
     have: int  # useful groups accepted for this step so far
     need: int
     groups: list[BatchGroup] = []
-    finished: bool = False  # the run ends before this step
 
 
 class StepReport(Message):
