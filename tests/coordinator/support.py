@@ -38,7 +38,7 @@ class Clock:
 
 
 @dataclass
-class Desk:
+class Harness:
     """A pool and what the other processes would say to it."""
 
     pool: Pool
@@ -134,18 +134,18 @@ def config(*, validator: dict[str, Any] | None = None, **coordinator: Any) -> Co
     )
 
 
-def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Desk:
+def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Harness:
     connection = sqlite3.connect(path, isolation_level=None)
     clock = clock or Clock()
     ledger = SqliteLedger(connection, COORDINATOR, clock=clock)
-    return Desk(Pool(connection, ledger, config(**settings), "r", clock), clock)
+    return Harness(Pool(connection, ledger, config(**settings), "r", clock), clock)
 
 
-def advance(desk: Desk, steps: int, version: int = 0) -> None:
+def advance(harness: Harness, steps: int, version: int = 0) -> None:
     """Fill the batches of `steps` steps with rollouts of one version."""
     for _ in range(steps):
-        desk.accepted(version=version)
-        desk.accepted(version=version)
+        harness.accepted(version=version)
+        harness.accepted(version=version)
 
 
 def metrics_of(text: str) -> dict[str, float]:

@@ -16,36 +16,36 @@ from .support import ALICE, BOB, open_pool, payload
 
 
 def test_a_transaction_inside_another_is_undone_with_it() -> None:
-    desk = open_pool()
-    with pytest.raises(RuntimeError), desk.pool.db.transaction():
-        desk.pool.members.register(ALICE, payload("alice"), None)
+    harness = open_pool()
+    with pytest.raises(RuntimeError), harness.pool.db.transaction():
+        harness.pool.members.register(ALICE, payload("alice"), None)
         raise RuntimeError
-    assert desk.pool.members.role(ALICE) is None and desk.kinds() == []
+    assert harness.pool.members.role(ALICE) is None and harness.kinds() == []
 
 
 def test_an_error_inside_the_inner_one_undoes_the_outer_too() -> None:
-    desk = open_pool()
-    with pytest.raises(RuntimeError), desk.pool.db.transaction():
-        desk.pool.members.register(ALICE, payload("alice"), None)
-        with desk.pool.db.transaction():
+    harness = open_pool()
+    with pytest.raises(RuntimeError), harness.pool.db.transaction():
+        harness.pool.members.register(ALICE, payload("alice"), None)
+        with harness.pool.db.transaction():
             raise RuntimeError
-    assert desk.pool.members.role(ALICE) is None
-    desk.pool.members.register(BOB, payload("alice"), None)
-    assert desk.pool.members.role(BOB) == "worker", "and no transaction is left open"
+    assert harness.pool.members.role(ALICE) is None
+    harness.pool.members.register(BOB, payload("alice"), None)
+    assert harness.pool.members.role(BOB) == "worker", "and no transaction is left open"
 
 
 def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
-    desk = open_pool(tmp_path / "pool.sqlite")
-    sqlite = desk.pool.db.connection.sqlite
+    harness = open_pool(tmp_path / "pool.sqlite")
+    sqlite = harness.pool.db.connection.sqlite
     sqlite.execute(f"PRAGMA max_page_count = {sqlite.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(DatabaseFullError, match=r"the disk of .*pool.sqlite is full: free space there"):
         for number in range(100):
-            desk.join(f"{number:032x}" * 2, name=f"w-{number}")
-    joined = len(desk.pool.status().nodes)
-    assert desk.kinds() == ["registered"] * joined
+            harness.join(f"{number:032x}" * 2, name=f"w-{number}")
+    joined = len(harness.pool.status().nodes)
+    assert harness.kinds() == ["registered"] * joined
     sqlite.execute("PRAGMA max_page_count = 100000")
-    desk.join(ALICE)
-    assert len(desk.pool.status().nodes) == joined + 1
+    harness.join(ALICE)
+    assert len(harness.pool.status().nodes) == joined + 1
 
 
 SQL = re.compile(r"\b(SELECT|INSERT|UPDATE|DELETE FROM|CREATE|PRAGMA|BEGIN|COMMIT|ROLLBACK)\b")

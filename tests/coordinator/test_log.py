@@ -11,18 +11,18 @@ from .support import ALICE, BOB, VALIDATOR, open_pool
 
 def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="shoal.coordinator")
-    desk = open_pool()
+    harness = open_pool()
     for key, role in ((ALICE, "worker"), (BOB, "worker"), (VALIDATOR, "validator")):
-        desk.join(key, role)
-    desk.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=2_500_000))
-    desk.accepted()
-    desk.accepted()
-    lied = desk.upload(BOB)
-    desk.claim()
-    desk.judge(lied.id, Reason.PROOF)
+        harness.join(key, role)
+    harness.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=2_500_000))
+    harness.accepted()
+    harness.accepted()
+    lied = harness.upload(BOB)
+    harness.claim()
+    harness.judge(lied.id, Reason.PROOF)
     for _ in range(2):  # what is repeated after a restart is logged once
-        desk.pool.learning.trained(StepReport(step=0, metrics={}, trained=[]))
-        desk.pool.learning.evaluated(Evaluation(version=6, greedy=0.5, sampled=None, n=4, final=True))
+        harness.pool.learning.trained(StepReport(step=0, metrics={}, trained=[]))
+        harness.pool.learning.evaluated(Evaluation(version=6, greedy=0.5, sampled=None, n=4, final=True))
     a, b = f"{ALICE[:16]}-00000", f"{BOB[:16]}-00000"
     assert [record.getMessage() for record in caplog.records] == [
         f"worker-a joined as worker, key {ALICE[:16]}",
@@ -49,17 +49,17 @@ def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_verdict_that_is_undone_is_not_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = open_pool()
-    desk.join(ALICE)
-    desk.publish(0)
-    task = desk.upload()
-    desk.claim()
+    harness = open_pool()
+    harness.join(ALICE)
+    harness.publish(0)
+    task = harness.upload()
+    harness.claim()
     caplog.set_level(logging.INFO, logger="shoal.coordinator")
 
     def fail(kind: str, body: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(desk.pool.db.ledger, "append", fail)
+    monkeypatch.setattr(harness.pool.db.ledger, "append", fail)
     with pytest.raises(RuntimeError):
-        desk.judge(task.id)
+        harness.judge(task.id)
     assert caplog.records == []
