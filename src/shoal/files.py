@@ -8,6 +8,7 @@ folder. Every room that stores files uses this module; it imports nothing of Sho
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,3 +112,18 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
     for path in folder.glob(".*.gone"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Creates a file, whole or not at all. Raises FileExistsError if the path is taken, even if only just now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        write_all(fd, data, 0)
+        os.fsync(fd)
+        path.hardlink_to(unfinished)  # a rename would overwrite; a link refuses, atomically
+    finally:
+        os.close(fd)
+        unfinished.unlink()
+    fsync(path.parent)

@@ -144,7 +144,7 @@ def test_load_refuses_another_kind_of_key(tmp_path: Path) -> None:
     path = tmp_path / "key.pem"
     other = generate_private_key(SECP256R1())
     path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(IdentityError, match="another kind than ed25519"):
+    with pytest.raises(IdentityError, match="a key that is not ed25519"):
         Identity.load(path)
 
 
