@@ -6,7 +6,7 @@ import pytest
 
 from shoal.protocol.messages import Evaluation, Policy, Reason, StepReport
 
-from .support import ALICE, BOB, VALIDATOR, open_pool
+from .support import ALICE, BOB, VALIDATOR, open_pool, verdict
 
 
 def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,6 +44,21 @@ def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert {record.name for record in caplog.records} == {
         f"shoal.coordinator.{module}" for module in ("members", "learning", "submissions")
     }
+
+
+def test_a_detail_that_quotes_a_workers_file_stays_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="shoal.coordinator")
+    harness = open_pool()
+    harness.join(ALICE)
+    harness.publish(0)
+    task = harness.upload()
+    harness.claim()
+    quoted = verdict(task.id, Reason.TASKS, (), None).model_copy(
+        update={"detail": "task\n\x1b[2Jworker-b slashed" + "x" * 999}
+    )
+    harness.pool.submissions.judge(VALIDATOR, quoted)
+    (line,) = [message for record in caplog.records if " rejected: " in (message := record.getMessage())]
+    assert line.isprintable() and len(line) < 300
 
 
 def test_a_verdict_that_is_undone_is_not_logged(

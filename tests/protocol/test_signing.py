@@ -66,10 +66,6 @@ def reason(nonces: Nonces, headers: Any, **changed: Any) -> str:
     return caught.value.reason
 
 
-def test_a_signed_request_names_its_maker(nonces: Nonces) -> None:
-    assert accept(nonces, signed()) == ALICE.public
-
-
 def test_known_signature_base() -> None:
     base = signature_base("POST", "/submit/3", "step=3", EMPTY_DIGEST, "run-1", PARAMETERS)
     assert base == (
@@ -186,17 +182,11 @@ def test_a_half_signed_request_is_refused(nonces: Nonces, missing: str) -> None:
     assert reason(nonces, headers) == "malformed"
 
 
-@pytest.mark.parametrize("age_s", [-60, 0, 60])
-def test_a_request_within_the_window_is_served(nonces: Nonces, age_s: int) -> None:
-    assert accept(nonces, signed(), now_s=NOW_S + age_s) == ALICE.public
-
-
-def test_a_stale_request_is_refused(nonces: Nonces) -> None:
-    assert reason(nonces, signed(), now_s=NOW_S + 60.5) == "stale"
-
-
-def test_a_future_request_is_refused(nonces: Nonces) -> None:
-    assert reason(nonces, signed(), now_s=NOW_S - 60.5) == "future"
+def test_a_request_is_served_for_a_minute_before_and_after_it_was_signed() -> None:
+    for age_s in (-60, 0, 60):
+        assert accept(Nonces(database()), signed(), now_s=NOW_S + age_s) == ALICE.public
+    assert reason(Nonces(database()), signed(), now_s=NOW_S + 60.5) == "stale"
+    assert reason(Nonces(database()), signed(), now_s=NOW_S - 60.5) == "future"
 
 
 def test_header_names_come_in_any_case(nonces: Nonces) -> None:
@@ -215,13 +205,9 @@ def test_a_repeated_foreign_header_is_no_concern_of_ours(nonces: Nonces) -> None
     assert accept(nonces, CIMultiDict(pairs)) == ALICE.public
 
 
-def test_a_replay_is_refused(nonces: Nonces) -> None:
+def test_a_nonce_is_used_once_for_the_same_request_or_another(nonces: Nonces) -> None:
     accept(nonces, signed())
     assert reason(nonces, signed()) == "replayed"
-
-
-def test_a_used_nonce_is_refused_for_another_request(nonces: Nonces) -> None:
-    accept(nonces, signed())
     assert reason(nonces, signed(path="/other"), path="/other") == "replayed"
 
 
@@ -337,8 +323,8 @@ def server(nonces: Nonces) -> httpx.MockTransport:
     return httpx.MockTransport(answer)
 
 
-def auth(nonces: Iterator[str], audience: str = "run-1") -> SignedAuth:
-    return SignedAuth(ALICE, audience, clock=lambda: NOW_S + 0.9, new_nonce=lambda: next(nonces))
+def auth(nonces: Iterator[str]) -> SignedAuth:
+    return SignedAuth(ALICE, "run-1", clock=lambda: NOW_S + 0.9, new_nonce=lambda: next(nonces))
 
 
 @pytest.mark.parametrize("target", ["/", "", "/a%20b/ü?x=1&y=ü&z=%2F", "/a?", "/a b?c d"])
@@ -352,17 +338,6 @@ def test_client_signs_each_request_afresh(nonces: Nonces) -> None:
     with httpx.Client(transport=server(nonces), auth=auth(source)) as client:
         answers = [client.post("http://pool/submit", json={"step": 3}, params={"a": "b c"}) for _ in range(2)]
     assert [answer.text for answer in answers] == [ALICE.public, ALICE.public]
-
-
-def test_client_for_another_audience_is_refused(nonces: Nonces) -> None:
-    source = iter(["0123456789abcdef"])
-    with httpx.Client(transport=server(nonces), auth=auth(source, "run-2")) as client:
-        assert client.get("http://pool/task").text == "wrong audience"
-
-
-def test_client_without_auth_is_refused(nonces: Nonces) -> None:
-    with httpx.Client(transport=server(nonces)) as client:
-        assert client.get("http://pool/task").text == "unsigned"
 
 
 def test_async_client_signs_a_body_that_comes_in_pieces(nonces: Nonces) -> None:

@@ -114,7 +114,7 @@ class Submissions:
         if reason is None:
             log.info("%s by %s accepted, %d groups", found.id, worker, len(verdict.groups))
         else:
-            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, verdict.detail)
+            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, _printable(verdict.detail))
         if is_slashed:
             log.info("%s slashed and evicted: %s in %s", worker, reason, found.id)
         for step in filled:
@@ -186,6 +186,11 @@ class Submissions:
 
 def _not_found(id: str) -> NoReturn:
     raise PoolError(f"no submission {id}", 404)
+
+
+def _printable(detail: str) -> str:
+    """One short line. A detail may quote a worker's file, so it may hold anything."""
+    return "".join(character if character.isprintable() else " " for character in detail[:200])
 
 
 def _entry(found: Submission) -> dict[str, str | int | bool | None]:

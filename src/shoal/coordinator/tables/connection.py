@@ -39,8 +39,9 @@ class Connection:
         return None if found is None else found[0]
 
     def change(self, sql: str, *arguments: object) -> int:
-        """Returns how many rows changed."""
-        return self.sqlite.execute(sql, arguments).rowcount
+        """Returns how many rows changed. Raises DatabaseFullError."""
+        with self._full_disk_named():
+            return self.sqlite.execute(sql, arguments).rowcount
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -48,16 +49,24 @@ class Connection:
         if self.sqlite.in_transaction:
             yield
             return
-        self.sqlite.execute("BEGIN IMMEDIATE")
+        with self._full_disk_named():
+            self.sqlite.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.sqlite.execute("COMMIT")
+            except BaseException:
+                if self.sqlite.in_transaction:  # SQLite itself rolls back when the disk is full
+                    self.sqlite.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _full_disk_named(self) -> Iterator[None]:
         try:
             yield
-            self.sqlite.execute("COMMIT")
-        except BaseException as error:
-            if self.sqlite.in_transaction:  # SQLite itself rolls back when the disk is full
-                self.sqlite.execute("ROLLBACK")
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-                raise DatabaseFullError(f"the disk of {self.file} is full: free space there") from error
-            raise
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+                raise
+            raise DatabaseFullError(f"the disk of {self.file} is full: free space there") from error
 
     def has_table(self, name: str) -> bool:
         return self.row("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", name) is not None
