@@ -43,7 +43,7 @@ def test_rollouts_run_ahead_of_the_learner_by_the_async_level_and_no_further(har
     assert harness.beat(version=0).waiting_for == "the learner to publish version 1"
 
 
-def test_a_worker_with_too_old_weights_is_told_to_load_newer_ones(harness: Harness) -> None:
+def test_a_worker_with_too_old_weights_waits_until_it_has_loaded_newer_ones(harness: Harness) -> None:
     advance(harness, 3)
     harness.publish(1, 2)
     assert harness.beat(version=0).waiting_for == "this worker to load version 2"
@@ -94,7 +94,7 @@ def test_a_worker_cannot_draw_other_tasks_by_going_back_to_an_older_version(harn
 # --- back-pressure ---------------------------------------------------------------------------------------------------
 
 
-def test_no_more_is_handed_out_than_the_next_batch_needs(harness: Harness) -> None:
+def test_no_more_tasks_are_assigned_than_the_next_batch_needs(harness: Harness) -> None:
     harness.join(CAROL)
     harness.task(ALICE)
     harness.task(BOB)
@@ -109,7 +109,7 @@ def test_what_is_uploaded_or_claimed_counts_as_under_way(harness: Harness) -> No
     assert "catch up" in harness.beat(ALICE, 0).waiting_for
 
 
-def test_where_few_groups_are_useful_more_is_handed_out(harness: Harness) -> None:
+def test_more_tasks_are_assigned_if_few_groups_are_useful(harness: Harness) -> None:
     harness.join(CAROL)
     harness.accepted(useful=(True, False))  # share 0.5, one waiting: 3 more needed, which is 3 submissions
     for key in (ALICE, BOB, CAROL):

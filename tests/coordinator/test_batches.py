@@ -67,14 +67,14 @@ def test_a_group_one_version_too_old_is_counted_stale_and_never_trained_on() -> 
     assert old.id not in {submission for submission, _ in groups(harness, 2)}
 
 
-def test_nothing_is_handed_out_when_every_batch_is_full(harness: Harness) -> None:
+def test_no_task_is_assigned_when_every_batch_is_full(harness: Harness) -> None:
     harness.accepted(useful=(True,) * 12)
     harness.publish(1, 2, 3)
     harness.accepted(version=3, useful=(True,) * 12)
     assert "every batch is full" in harness.beat(version=3).waiting_for
 
 
-def test_without_the_filter_every_group_is_trained_on_and_told_of_as_before() -> None:
+def test_without_the_filter_every_group_is_trained_on_and_equal_rewards_are_still_counted() -> None:
     harness = open_pool(online_filter=False)
     harness.join(ALICE)
     harness.join(VALIDATOR, "validator")

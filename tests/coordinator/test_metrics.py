@@ -31,7 +31,7 @@ def test_it_counts() -> None:
     stats = Stats(tokens=12, busy_s=1.5)
     harness.pool.members.heartbeat(VALIDATOR, Heartbeat(policy_version=0, stats=stats))
     found = metrics_of(harness.pool.metrics())
-    told = {
+    expected = {
         'shoal_submissions{state="open"}': 1,
         'shoal_submissions{state="uploaded"}': 1,
         'shoal_submissions{state="accepted"}': 2,
@@ -48,7 +48,7 @@ def test_it_counts() -> None:
         'shoal_node_tokens{name="validator-e",role="validator"}': 12,
         'shoal_node_busy_seconds{name="validator-e",role="validator"}': 1.5,
     }
-    assert {name: found.get(name) for name in told} == told
+    assert {name: found.get(name) for name in expected} == expected
     assert not [name for name in found if "worker-b" in name], "it is evicted"
 
 
@@ -71,7 +71,7 @@ def test_it_shows_what_was_learned(harness: Harness) -> None:
     assert {name: found.get(name) for name in learned} == learned
 
 
-def test_what_was_believed_unchecked_is_no_full_verdict(harness: Harness) -> None:
+def test_a_verdict_without_a_prefill_is_not_a_full_one(harness: Harness) -> None:
     harness.upload(ALICE)
     harness.pool.db.connection.change("UPDATE submissions SET full_check = FALSE")
     claim = harness.claim()

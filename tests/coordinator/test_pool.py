@@ -46,7 +46,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     path = tmp_path / "pool.sqlite"
     killed = multiprocessing.get_context("fork").Process(target=lambda: scenario(open_pool(path), die_at))
     killed.start()
-    killed.join(30)
+    killed.join(120)
     assert killed.exitcode == 9
     harness = open_pool(path)
     whole = die_at - 1 - (die_at == 7)  # "rejected" and "slashed" are of one transaction
@@ -67,7 +67,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
         assert harness.kinds()[-1] == "accepted"
 
 
-def test_a_pool_that_is_reopened_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:
     harness = open_pool(tmp_path / "pool.sqlite")
     scenario(harness, die_at=0)
     assert harness.kinds() == KINDS

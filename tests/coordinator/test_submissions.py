@@ -177,8 +177,8 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
     assert harness.beat().state == "evicted"
     assert harness.kinds()[-2:] == ["rejected", "slashed"]
     body = json.loads(next(harness.pool.db.ledger.entries(kind="slashed")).body)
-    told = {"submission": task.id, "worker": ALICE, "step": 0, "file": "9" * 64, "full": True, "reason": reason}
-    assert body == told
+    expected = {"submission": task.id, "worker": ALICE, "step": 0, "file": "9" * 64, "full": True, "reason": reason}
+    assert body == expected
     assert harness.pool.status().slashed == ["worker-a"]
 
 

@@ -1,4 +1,4 @@
-"""How much is checked of whom, that nobody can foresee it, and what a liar's unchecked work comes to."""
+"""The share of a worker's submissions that is checked in full, that nobody can predict it, and what becomes of lies."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from shoal.protocol.messages import Claim, Reason
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 
-USELESS = (False, False)  # fills no batch, so that any number can be handed in
+USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_numbers_are_the_systems() -> None:
     assert isinstance(draw.__self__, random.SystemRandom)  # type: ignore[attr-defined]
 
 
-def test_what_was_drawn_stays_when_it_is_handed_out_again(harness: Harness) -> None:
+def test_a_draw_is_kept_when_the_submission_is_claimed_again(harness: Harness) -> None:
     trusted(harness)
     harness.draws(0.9)  # one draw; a second one would raise
     assert not claimed(harness).full
@@ -151,16 +151,16 @@ def test_a_batch_that_is_full_is_not_changed_by_an_eviction(harness: Harness) ->
     assert harness.pool.batches.of_step(0) == before and harness.pool.status().stale_groups == 0
 
 
-def test_what_was_to_be_believed_when_its_worker_was_evicted_is_checked_after_all(harness: Harness) -> None:
+def test_a_claim_without_a_prefill_is_checked_in_full_after_its_workers_eviction(harness: Harness) -> None:
     """Both were claimed together: the verdict on the second, made without a prefill, comes after the eviction."""
     trusted(harness)
-    lied, believed = harness.upload(), harness.upload()
+    lied, unchecked = harness.upload(), harness.upload()
     harness.draws(0.1, 0.9)
     assert [claim.full for claim in harness.claims(VALIDATOR, 2)] == [True, False]
     harness.judge(lied.id, Reason.PROOF)
     with pytest.raises(Exception, match="not claimed by this validator"):
-        harness.judge(believed.id)
+        harness.judge(unchecked.id)
     assert waiting(harness) == []
     harness.draws(0.99)
     again = harness.claim()
-    assert again is not None and (again.assignment.id, again.full) == (believed.id, True)
+    assert again is not None and (again.assignment.id, again.full) == (unchecked.id, True)

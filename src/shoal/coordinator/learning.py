@@ -1,6 +1,6 @@
 """Reports of the trusted roles: published versions, trained steps, measured accuracies.
 
-Invariant: a version has one digest for ever; a repeated report, as after a restart, counts once.
+Invariant: a version keeps its digest; a repeated report, as after a restart, counts once.
 Called by the coordinator's routes for origin, learner and evaluator.
 """
 

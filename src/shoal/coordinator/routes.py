@@ -197,7 +197,7 @@ class Coordinator:
 
     async def _batch(self, request: Request) -> Answer:
         if not STEP.fullmatch(request.match["step"]):
-            raise PoolError(f"{request.match['step'][:40]!r} is no step", 400)
+            raise PoolError(f"{request.match['step'][:40]!r} is not a step", 400)
         return self.pool.batches.of_step(int(request.match["step"]))
 
     # --- every signed request ----------------------------------------------------------------------------------------

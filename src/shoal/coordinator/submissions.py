@@ -54,7 +54,7 @@ class Submissions:
     # --- the validator's side ----------------------------------------------------------------------------------------
 
     def claim(self, validator: str, most: int) -> Claims:
-        """Lease the oldest unchecked submission, and up to `most` of the same version. An expired lease is given anew.
+        """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
 
         Which ones are prefilled is drawn here, after upload, so no worker can know it.
         """

@@ -1,6 +1,6 @@
 """The table of used nonces, in a database of its own, so that no signed request is served twice.
 
-Invariant: a spent nonce is refused for ever, also after a restart and when the clock jumps back. Called by `admission`.
+Invariant: a spent nonce stays refused, also after a restart and when the clock jumps back. Called by `admission`.
 """
 
 from shoal.coordinator.tables.connection import Connection
