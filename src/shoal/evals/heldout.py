@@ -19,7 +19,7 @@ from shoal.protocol.messages import Evaluation, Ok, Status
 from shoal.protocol.node import Node
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
-from shoal.tasks.prompt import completion_text, prompt_tokens
+from shoal.tasks.prompt import completion_text, grade, prompt_tokens
 
 IDLE_S = 0.3
 
@@ -92,6 +92,6 @@ class Evaluator:
             prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
             for task, group in zip(chunk, engine.generate(prompts, seeds, sampling), strict=True):
-                right += self.tasks.grade(task, completion_text(tokenizer, group[0].tokens))
+                right += grade(self.tasks, task, completion_text(tokenizer, group[0].tokens))
                 self.node.tokens += len(group[0].tokens)
         return right / n
