@@ -112,7 +112,7 @@ def test_every_attack_claims_what_was_asked_for(files: dict[str, bytes], name: s
 def test_what_no_model_can_hide_is_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
     case = judge.open(ASKED, ALICE.public, files[name])
     assert isinstance(case, Case), case
-    [finding] = judge.examine([case])
+    finding = judge.examine([case])[0].finding
     assert (finding and finding.reason) == FOUND[name], finding
 
 
@@ -120,7 +120,7 @@ def test_what_no_model_can_hide_is_found(files: dict[str, bytes], judge: Judge, 
 def test_other_sampling_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
     case = judge.open(ASKED, ALICE.public, files[name])
     assert isinstance(case, Case), case
-    [finding] = judge.examine([case])
+    finding = judge.examine([case])[0].finding
     assert finding and finding.reason in {Reason.SAMPLING, Reason.TERMINATION}, finding
 
 

@@ -1,9 +1,10 @@
-"""The validator: claims submissions, judges them, hands accepted files and verdicts back.
+"""The validator: claims submissions, judges them, uploads accepted files and verdicts.
 
-Called by `shoal validator`. Several may run: claims are leases, and what one drops another is given.
+Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.config import Config
@@ -13,7 +14,7 @@ from shoal.protocol.node import Node, RefusedError
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.validator.case import Case, Finding
-from shoal.validator.judge import Judge, group_results
+from shoal.validator.judge import Examined, Judge, group_results
 
 IDLE_S = 0.1
 
@@ -45,13 +46,13 @@ class Validator:
         return "stopped"
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
-        """A verdict for each claim, with the accepted file where it is accepted. All are of the loaded version."""
+        """A verdict for each claim, and the accepted file if it is accepted. All must be of the loaded version."""
         opened = [self.open(claim) for claim in claims]
         cases = [case for case in opened if isinstance(case, Case)]
         cheaply = [not claim.full for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
-        found = iter(self.judge.examine(cases, cheaply=cheaply))
+        examined = iter(self.judge.examine(cases, cheaply=cheaply))
         return [
-            self.conclude(claim, case, next(found)) if isinstance(case, Case) else (_verdict(claim, None, case), None)
+            self.conclude(claim, next(examined)) if isinstance(case, Case) else (_unread(claim, case), None)
             for claim, case in zip(claims, opened, strict=True)
         ]
 
@@ -59,18 +60,19 @@ class Validator:
         """Fetch and read one submission."""
         data = self.node.get_bytes(f"/v1/submissions/{claim.assignment.id}")
         case = self.judge.open(claim.assignment, claim.worker, data)
-        if isinstance(case, Case):
-            case.content_owner = self.node.get(f"/v1/contents/{case.header.content}", ContentOwner).submission
-        return case
+        if isinstance(case, Finding):
+            return case
+        owner = self.node.get(f"/v1/contents/{case.header.content}", ContentOwner).submission
+        return replace(case, content_owner=owner)
 
-    def conclude(self, claim: Claim, case: Case, finding: Finding | None) -> tuple[Verdict, bytes | None]:
-        if finding is not None:
-            return _verdict(claim, case, finding), None
-        self.node.tokens += sum(len(row.tokens) for row in case.rows)
-        return _verdict(claim, case, None), self.judge.accepted_file(case, self.node.identity)
+    def conclude(self, claim: Claim, examined: Examined) -> tuple[Verdict, bytes | None]:
+        if examined.finding is not None:
+            return _verdict(claim, examined), None
+        self.node.tokens += sum(len(row.tokens) for row in examined.case.rows)
+        return _verdict(claim, examined), self.judge.accepted_file(examined.case, self.node.identity)
 
     def hand_in(self, verdict: Verdict, accepted: bytes | None) -> None:
-        """Hand in a verdict. A claim that was lost meanwhile is let go."""
+        """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""
         try:
             if accepted is not None:
                 stored = self.node.put(f"/v1/accepted/{verdict.submission}", accepted, Stored)
@@ -79,16 +81,16 @@ class Validator:
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
-            self.node.doing(f"letting go of {verdict.submission}: {refusal}")
+            self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
     def be_ready(self) -> None:
-        """Hold some version before there is anything to check, so that the first submission does not wait for it."""
+        """Load the newest version before there is anything to check, so that the first submission does not wait for it."""
         answer = self.node.answer
         if self.node.policy_version is None and answer and answer.relays and answer.newest_version is not None:
             self.load(answer.newest_version)
 
     def load(self, version: int, digest: str | None = None) -> None:
-        """Hold the weights of exactly this version."""
+        """Load the weights of exactly this version."""
         if self.node.policy_version == version:
             return
         relays = self.node.beat().relays
@@ -98,12 +100,17 @@ class Validator:
         self.node.policy_version = version
 
 
-def _verdict(claim: Claim, case: Case | None, finding: Finding | None) -> Verdict:
+def _unread(claim: Claim, finding: Finding) -> Verdict:
+    return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
+
+
+def _verdict(claim: Claim, examined: Examined) -> Verdict:
+    finding, case = examined.finding, examined.case
     return Verdict(
         submission=claim.assignment.id,
         reason=finding.reason if finding else None,
         detail=finding.detail[:2000] if finding else "",
-        evidence=case.evidence if case else {},
-        content=case.header.content if case else None,
-        groups=[] if finding or case is None else group_results(case),
+        evidence=examined.evidence,
+        content=case.header.content,
+        groups=[] if finding else group_results(case),
     )
