@@ -1,7 +1,7 @@
 """Damaged rollout files: flipped, cut, spliced, with huge counts, or signed anew with another header or other columns.
 
-Each is read in quarantine, as the validator does; see `fuzz` for how a case ends. Besides, what nobody signed anew must not
-come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
+Each is read in quarantine, as the validator reads it; see `damage` for how a case ends. In addition, a file that was not
+signed anew must not come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
 """
 
 import io
@@ -31,7 +31,7 @@ from shoal.store.rollouts import (
     write_submission,
 )
 
-from .fuzz import VALUES, Note, crash, damaged
+from .damage import VALUES, Note, crash, damaged
 
 MAX_ROWS, MAX_TOKENS = 8, 64
 
@@ -110,7 +110,7 @@ def _file(random: Random, me: Identity, **layout: Any) -> _File:
 
 
 def _signed(me: Identity, table: pa.Table, header: bytes, **layout: Any) -> bytes:
-    """A file of this table that `me` signs with this header, whatever is in it."""
+    """A file of this table, signed by `me` with this header, whatever they hold."""
     buffer = io.BytesIO()
     row_group_size = layout.pop("row_group_size", None)
     plain: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
@@ -128,7 +128,7 @@ def _with_header(random: Random, me: Identity, file: _File) -> bytes:
 
 
 def _with_table(random: Random, me: Identity, file: _File) -> bytes:
-    """Other types, lengths and encodings under a right digest, where such a table has one, and a right signature."""
+    """Other types, lengths and encodings under a valid signature and, if such a table has one, the right digest."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)
@@ -181,7 +181,7 @@ def _with_table(random: Random, me: Identity, file: _File) -> bytes:
 
 
 def _with_number(random: Random, file: _File) -> bytes:
-    """A varint in the footer (Thrift, compact) becomes one of another size, often a huge one."""
+    """A varint in the footer (Thrift, compact) becomes another one, often huge."""
     footer = bytearray(file.data[file.footer : -8])
     at = random.randrange(len(footer))
     number = random.choice([0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**64 - 1, random.getrandbits(40)])
@@ -194,7 +194,7 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """`rows`: what was signed, which is all that may come out of a file that nobody signed anew."""
+    """`rows`: the signed rows, the only ones that a file may yield unless it was signed anew (None)."""
     try:
         found = quarantine.read(data).rows
     except BadSignatureError:
