@@ -55,7 +55,9 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
             request, whole, deep = await site.case()
             ended = await _send(site.port, request, whole)
             if ended == "500" and "surrogates not allowed" in log.last and b"expect:" in request.lower():
-                ended = "500 by aiohttp, for an Expect header that is no text"  # aiohttp 3.14; before our routes see it
+                ended = (
+                    "500 by aiohttp, for an Expect header that is not text"  # aiohttp 3.14; before our routes see it
+                )
             elif ended.startswith(("5", CRASH)) and ended != "507":
                 ended = f"{CRASH} {ended} {log.last} from {request!r:.700}"
             note(f"{'signed by its role' if deep else 'request'}: {ended}" if not ended.startswith(CRASH) else ended)

@@ -10,10 +10,9 @@ import zstandard
 
 from shoal.store.columns import PROOF_BYTES, RolloutFileError
 from shoal.store.pages import MAX_PAGES, Chunk, check_pages
-from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Rollout, read_submission, write_submission
 
-from .test_rollouts import HEADER, ME, PLAIN, opened, read, signed, with_column, zigzag
+from .test_rollouts import HEADER, ME, PLAIN, never, opened, read, signed, with_column, zigzag
 
 INFLATED = 64 << 20
 
@@ -147,10 +146,6 @@ INFLATING: dict[str, Callable[[], bytes]] = {
 }
 
 
-def never(*_: object, **__: object) -> None:
-    raise AssertionError("decompressed before every page was bounded")
-
-
 @pytest.mark.parametrize("fault", INFLATING)
 def test_a_file_that_inflates_is_refused_before_it_is_decompressed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = INFLATING[fault]()
@@ -166,15 +161,6 @@ def test_a_page_within_its_bounds_is_read_from_where_the_footer_says() -> None:
     body = levels + bytes(2 * PROOF_BYTES)
     with pytest.raises(RolloutFileError, match="not those that were signed"):
         read(with_chunk(page(2, len(body), zstandard.ZstdCompressor().compress(body))), max_tokens=64)
-
-
-def test_the_quarantine_refuses_a_file_that_inflates_and_keeps_its_child() -> None:
-    with Quarantine(8, 64, memory_bytes=64 << 20) as quarantine:
-        for fault in INFLATING:
-            with pytest.raises(RolloutFileError, match="column proofs"):
-                quarantine.read(INFLATING[fault]())
-        child = quarantine.child
-        assert child is not None and child.poll() is None
 
 
 @pytest.mark.parametrize(

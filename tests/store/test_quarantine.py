@@ -1,4 +1,4 @@
-"""The reader in a child: what kills it is refused, what is honest passes, and it ends with whoever started it."""
+"""The reader in a child process: files that kill it are refused, honest ones pass, and it ends with its parent."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def pid(quarantine: Quarantine) -> int:
 
 
 def ended(pid: int, within_s: float) -> bool:
-    """Whether the process ends in time. One that nobody has waited for yet counts."""
+    """Whether the process ends in time. A zombie counts as ended."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -111,7 +111,7 @@ def test_the_parent_verifies_the_signature_itself() -> None:
         answer = json.dumps(about).encode() + b"\n" + columns
         with scripted(answer) as quarantine, pytest.raises(RolloutFileError, match=message):
             quarantine.read(DATA)
-    for nonsense in (b"{}}\n", b"x" * (1 << 17), b'{"error": null, "more": 1}\n', b'{"rows": -1}\n'):
+    for nonsense in (b"{}}\n", b"x" * (1 << 16), b'{"error": null, "more": 1}\n', b'{"rows": -1}\n'):
         with scripted(nonsense) as quarantine, pytest.raises(RolloutFileError, match="answer nonsense"):
             quarantine.read(DATA)
 
@@ -188,7 +188,7 @@ def test_a_file_that_stalls_its_reader_is_refused_and_the_next_one_is_read(
         hasty.setattr(quarantine, "timeout_s", 0.2)
         with pytest.raises(RolloutFileError, match=r"takes more than 0\.2 s to read"):
             quarantine.read(data)
-    assert ended(child, within_s=0.1)
+    assert not psutil.pid_exists(child)
     quarantine.read(DATA)
 
 
@@ -220,7 +220,7 @@ def test_the_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         child = int(parent.stdout.readline())
         assert psutil.pid_exists(child)
         parent.kill()
-    assert ended(child, within_s=5)
+    assert ended(child, within_s=60)
 
 
 def test_a_child_that_reads_too_long_ends_by_itself() -> None:
@@ -229,7 +229,7 @@ def test_a_child_that_reads_too_long_ends_by_itself() -> None:
         assert child.stdin is not None
         child.stdin.write((1 << 20).to_bytes(8, "big"))  # a file that never comes
         child.stdin.flush()
-        assert child.wait(20) == -signal.SIGALRM
+        assert child.wait(60) == -signal.SIGALRM
 
 
 def test_closing_ends_the_child() -> None:

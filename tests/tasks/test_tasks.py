@@ -60,7 +60,7 @@ def test_differences_may_be_negative() -> None:
 
 
 def test_too_few_tasks_are_refused_with_what_to_raise() -> None:
-    with pytest.raises(ValueError, match=r"25 sums .* fewer than 16 to train on beside 10 .* raise tasks\.operand_max"):
+    with pytest.raises(ValueError, match=r"25 sums .* fewer than 16 to train on after 10 .* raise tasks\.operand_max"):
         tasks.load(TaskSection(operand_max=4, heldout=10))
     assert len(tasks.load(TaskSection(operand_max=4, heldout=9)).train) == 16
 

@@ -1,4 +1,4 @@
-"""Several submissions are judged together as each would be alone; what is not prefilled gets every cheap check."""
+"""Several submissions are judged together as each would be alone; cases without a prefill get every cheap check."""
 
 from copy import deepcopy
 from dataclasses import replace

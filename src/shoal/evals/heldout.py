@@ -1,6 +1,6 @@
-"""The evaluator: held-out accuracy of policy versions, greedy and sampled, while the run goes on.
+"""The evaluator: held-out accuracy of policy versions, greedy and sampled, during the run.
 
-It is a member of the pool like any other: it receives versions through SHARDCAST, so what it measures is what workers got.
+It is an ordinary member of the pool: it receives versions through SHARDCAST, so it measures what workers received.
 Invariant: the first and the last version are always evaluated, on the same tasks, with the same noise.
 Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
@@ -36,7 +36,7 @@ class Evaluator:
         self.tasks = tasks.load(config.tasks)
 
     def run(self, stop: threading.Event) -> str:
-        """Evaluate what is due until the run is finished, or `stop`. Returns which."""
+        """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""
         done = {(e.version, e.final) for e in self.node.get("/v1/status", Status).evaluations}
         while not stop.is_set():
             answer = self.node.beat()
@@ -53,7 +53,7 @@ class Evaluator:
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
-        """Which version to evaluate now: the first, then each `every`-th as it comes, then the last."""
+        """The version to evaluate now, and whether it is the last: the first one, then every `every`-th, then the last."""
         every, last = self.config.evaluator.every, self.config.run.steps
         if newest is None:
             return None
@@ -65,12 +65,12 @@ class Evaluator:
         return (newest, False) if is_due else None
 
     def evaluate(self, version: int, final: bool) -> Evaluation:
-        """Accuracy of one version over the held-out tasks (fewer of them between the first and the last)."""
+        """Accuracy of one version on the held-out tasks; versions between the first and the last use fewer tasks."""
         self.node.doing(f"fetching version {version}")
         relays = self.node.answer.relays if self.node.answer else []
         client = Client(relays, self.access, self.cache, keep=1)
         folder, _ = fetch_published(client, version)
-        engine = self.new_engine()  # for this evaluation only: the model leaves memory after it
+        engine = self.new_engine()  # for this evaluation only, so that its memory is freed
         engine.load(folder)
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")

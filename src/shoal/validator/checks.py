@@ -47,7 +47,7 @@ class Rules:
 
 
 Check = Callable[[Rules, Case], Outcome]
-FINE = Outcome()
+PASSED = Outcome()
 
 
 def rejected(reason: Reason, detail: str, evidence: dict[str, float] | None = None) -> Outcome:
@@ -66,7 +66,7 @@ def context(rules: Rules, case: Case) -> Outcome:
         return rejected(Reason.CONTEXT, f"its header names run, step, version, digest {said}")
     if header.prompts != prompts_digest(case.prompts):
         return rejected(Reason.CONTEXT, "signed for other prompts than those of its tasks")
-    return FINE
+    return PASSED
 
 
 def derived_tasks(rules: Rules, case: Case) -> Outcome:
@@ -78,7 +78,7 @@ def derived_tasks(rules: Rules, case: Case) -> Outcome:
     ]
     found = [(row.group, row.task, row.target_length, row.seed) for row in case.rows]
     if found == expected:
-        return FINE
+        return PASSED
     if len(found) != len(expected):
         return rejected(Reason.TASKS, f"{len(found)} rollouts instead of {len(expected)}")
     at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
@@ -89,7 +89,7 @@ def replayed(rules: Rules, case: Case) -> Outcome:
     """Is this the worker's first submission of these rollouts?"""
     owner = case.content_owner
     if owner in (None, case.assignment.id) or not owner.startswith(f"{case.worker[:16]}-"):
-        return FINE  # another worker's copy says nothing about this one: `derived_tasks` tells whose rows these are
+        return PASSED  # another worker's copy says nothing about this one: `derived_tasks` tells whose rows these are
     return rejected(Reason.REPLAYED, f"the same rollouts as {owner}")
 
 
@@ -106,7 +106,7 @@ def bounds(rules: Rules, case: Case) -> Outcome:
             return rejected(Reason.BOUNDS, f"rollout {number}: a token id outside of 0..{vocabulary - 1}")
         if not all(-1e4 < logprob <= 1e-3 for logprob in row.logprobs):
             return rejected(Reason.BOUNDS, f"rollout {number}: a logprob that is not a logarithm of a probability")
-    return FINE
+    return PASSED
 
 
 def endings(rules: Rules, case: Case) -> Outcome:
@@ -117,7 +117,7 @@ def endings(rules: Rules, case: Case) -> Outcome:
         n = len(row.tokens)
         if row.tokens[-1] not in rules.eos_ids and n != rules.config.sampling.max_tokens:
             return rejected(Reason.TERMINATION, f"rollout {number} stops after {n} tokens without an end token")
-    return FINE
+    return PASSED
 
 
 def rewards(rules: Rules, case: Case) -> Outcome:
@@ -128,7 +128,7 @@ def rewards(rules: Rules, case: Case) -> Outcome:
         if not abs(row.reward - own) <= REWARD_TOLERANCE * max(1.0, abs(own))
     ]
     if not wrong:
-        return FINE
+        return PASSED
     first = wrong[0]
     return rejected(
         Reason.REWARD,
@@ -210,7 +210,7 @@ def termination(rules: Rules, case: Case) -> Outcome:
             return rejected(
                 Reason.TERMINATION, f"rollout {number} ends with an unlikely end token its seed does not yield"
             )
-    return FINE
+    return PASSED
 
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
@@ -219,7 +219,7 @@ def special_tokens(rules: Rules, case: Case) -> Outcome:
     for token, margin in zip(tokens_N, case.computed().margins_N.tolist(), strict=True):
         if token in rules.special_ids and margin > rules.config.validator.sampling_margin:
             return rejected(Reason.SPECIAL_TOKENS, f"contains special token {token}, which its seed does not yield")
-    return FINE
+    return PASSED
 
 
 def distribution(rules: Rules, case: Case) -> Outcome:

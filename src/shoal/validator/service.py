@@ -36,13 +36,13 @@ class Validator:
                 claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
                 if not claims:
                     self.node.doing("submissions", waiting=True)
-                    self.be_ready()
+                    self.preload()
                     stop.wait(IDLE_S)
                     continue
                 self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
                 self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
                 for verdict, accepted in self.check(claims):
-                    self.hand_in(verdict, accepted)
+                    self.upload(verdict, accepted)
         return "stopped"
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
@@ -52,7 +52,7 @@ class Validator:
         cheaply = [not claim.full for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
         examined = iter(self.judge.examine(cases, cheaply=cheaply))
         return [
-            self.conclude(claim, next(examined)) if isinstance(case, Case) else (_unread(claim, case), None)
+            self.conclude(claim, next(examined)) if isinstance(case, Case) else (_unreadable(claim, case), None)
             for claim, case in zip(claims, opened, strict=True)
         ]
 
@@ -71,7 +71,7 @@ class Validator:
         self.node.tokens += sum(len(row.tokens) for row in examined.case.rows)
         return _verdict(claim, examined), self.judge.accepted_file(examined.case, self.node.identity)
 
-    def hand_in(self, verdict: Verdict, accepted: bytes | None) -> None:
+    def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
         """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""
         try:
             if accepted is not None:
@@ -83,7 +83,7 @@ class Validator:
                 raise
             self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
-    def be_ready(self) -> None:
+    def preload(self) -> None:
         """Load the newest version before there is anything to check, so that the first submission does not wait for it."""
         answer = self.node.answer
         if self.node.policy_version is None and answer and answer.relays and answer.newest_version is not None:
@@ -100,7 +100,7 @@ class Validator:
         self.node.policy_version = version
 
 
-def _unread(claim: Claim, finding: Finding) -> Verdict:
+def _unreadable(claim: Claim, finding: Finding) -> Verdict:
     return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
 
 
