@@ -8,7 +8,6 @@ import pytest
 from shoal.config import parse
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
-from shoal.launch import prepare
 from shoal.model.positions import check_max_tokens, positions
 from shoal.protocol.identity import Identity
 from shoal.rollout.produce import Producer
@@ -34,11 +33,6 @@ def test_positions_are_those_of_the_language_model(
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert positions(tmp_path) == found
     check_max_tokens(tmp_path, 8)
-
-
-def test_a_run_is_refused_before_it_starts(tiny_folder: Path) -> None:
-    with pytest.raises(ShoalError, match=MESSAGE):
-        prepare.prepare(parse(TOO_LONG | {"model": {"name": str(tiny_folder)}}))
 
 
 def test_workers_and_validators_refuse_it_without_loading_the_weights(tiny_folder: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from shoal import tasks
 from shoal.config import Config, ConfigError
 from shoal.model import dtype, sources
-from shoal.model.positions import check_max_tokens
 
 
 def prepare(config: Config) -> dict[str, Any]:
@@ -19,7 +18,6 @@ def prepare(config: Config) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     folder = model_folder(config.model.name)
-    check_max_tokens(folder, config.sampling.max_tokens)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     return {"folder": str(folder), "dtype": picked, "gflops": {k: round(v, 1) for k, v in gflops.items()}}
 

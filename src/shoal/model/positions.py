@@ -1,6 +1,6 @@
 """How many positions a model has, and whether completions of a given length fit.
 
-Called before a run (`launch.prepare`), and by worker and validator when they load a version.
+Called by worker and validator when they load a version: a pool may have been started without any check of its config.
 """
 
 import json

@@ -66,10 +66,13 @@ class Validator:
         return replace(case, content_owner=owner)
 
     def conclude(self, claim: Claim, examined: Examined) -> tuple[Verdict, bytes | None]:
+        verdict = _verdict(claim, examined)
         if examined.finding is not None:
-            return _verdict(claim, examined), None
-        self.node.tokens += sum(len(row.tokens) for row in examined.case.rows)
-        return _verdict(claim, examined), self.judge.accepted_file(examined.case, self.node.identity)
+            return verdict, None
+        case = examined.case
+        self.node.tokens += sum(len(row.tokens) for row in case.rows)
+        groups = group_results(case, self.judge.tokenizer)
+        return verdict.model_copy(update={"groups": groups}), self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
         """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""
@@ -105,12 +108,11 @@ def _unreadable(claim: Claim, finding: Finding) -> Verdict:
 
 
 def _verdict(claim: Claim, examined: Examined) -> Verdict:
-    finding, case = examined.finding, examined.case
+    finding = examined.finding
     return Verdict(
         submission=claim.assignment.id,
         reason=finding.reason if finding else None,
         detail=finding.detail[:2000] if finding else "",
         evidence=examined.evidence,
-        content=case.header.content,
-        groups=[] if finding else group_results(case),
+        content=examined.case.header.content,
     )
