@@ -52,13 +52,13 @@ def test_a_file_changed_on_disk_is_refused_by_name(tmp_path: Path, damage: bytes
     store = Folder(tmp_path)
     name = store.put("accepted", b"rows")
     files(tmp_path)[0].write_bytes(damage)
-    with pytest.raises(StoreError, match=f"accepted file {name[:16]} .* has changed on disk"):
+    with pytest.raises(StoreError, match=f"accepted file {name[:16]} .* was changed on disk"):
         store.get("accepted", name)
 
 
 @pytest.mark.parametrize("name", ["", "ab", "AB" * 32, "../" + "a" * 61, "a" * 63 + "/", "a" * 64 + "\n"])
 def test_a_name_that_is_no_hash_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(StoreError, match="is not a content hash"):
+    with pytest.raises(StoreError, match="is no content hash"):
         Folder(tmp_path).get("accepted", name)
 
 
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: py
 
 def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "accepted").write_text("")
-    with pytest.raises(StoreError, match="make it a folder"):
+    with pytest.raises(StoreError, match="see that it is a folder"):
         Folder(tmp_path).put("accepted", b"rows")
 
 

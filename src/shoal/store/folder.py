@@ -1,7 +1,6 @@
 """A folder of immutable, content-addressed files: the default store.
 
-Invariant: a file's name is the BLAKE3 hash of its content, and under that name the file is complete (temporary name, fsync,
-rename).
+Invariant: a name is the BLAKE3 of the content, and once there holds all of it (temporary name, fsync, rename).
 Called by the coordinator, which serves it over HTTP. Left out: an S3 bucket behind the same two methods.
 """
 
@@ -22,7 +21,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(ShoalError):
-    """A file that cannot be stored or found; the message names it."""
+    """A file that cannot be stored or found; the message names it and the next step."""
 
 
 class Store(Protocol):
@@ -45,7 +44,7 @@ class Folder:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write_whole(path, data)
         except OSError as error:
-            next_step = "free space there" if error.errno in FULL else "make it a folder that this process may write"
+            next_step = "free space there" if error.errno in FULL else "see that it is a folder this process may write"
             raise StoreError(f"cannot store a file in {self.root}: {error.strerror}; {next_step}") from error
         return content_hash
 
@@ -55,12 +54,12 @@ class Folder:
         except OSError as error:
             raise StoreError(f"cannot read {kind} file {content_hash[:16]} in {self.root}: {error.strerror}") from error
         if blake3(data).hexdigest() != content_hash:
-            raise StoreError(f"{kind} file {content_hash[:16]} in {self.root} has changed on disk")
+            raise StoreError(f"{kind} file {content_hash[:16]} in {self.root} was changed on disk")
         return data
 
     def _path(self, kind: str, content_hash: str) -> Path:
         if not HASH.fullmatch(content_hash):
-            raise StoreError(f"{content_hash!r} is not a content hash")
+            raise StoreError(f"{content_hash!r} is no content hash")
         return self.root / kind / f"{content_hash}.parquet"
 
 
@@ -74,5 +73,5 @@ def _write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)  # a partial file must not fill the disk
-    fsync(path.parent)  # otherwise a power cut may undo the rename of a file that was already acknowledged
+        temporary.unlink(missing_ok=True)  # what did not fit must not fill the disk
+    fsync(path.parent)  # or a power cut may undo the rename of a file that was already promised
