@@ -30,7 +30,7 @@ SYSTEM_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # the others reserve far 
 
 
 class _Answer(BaseModel):
-    """What the child says of a file."""
+    """The child's answer about a file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -42,7 +42,7 @@ SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
 
 @dataclass(frozen=True)
 class Examined:
-    """A case with its rewards and prefill, as far as it came, and what the checks said of it."""
+    """What the checks concluded about a case; `case` holds its rewards and its prefill, if they were computed."""
 
     case: Case
     finding: Finding | None  # None: accepted
