@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shoal.model.load import (
     WEIGHTS,
-    UnsupportedModelError,
     eos_ids,
     load_model,
     load_tokenizer,
@@ -194,19 +193,6 @@ def test_a_loaded_model_is_in_eval_mode(tiny_model: Any) -> None:
 
 def test_a_model_loads_in_the_dtype_asked_for(tiny_folder: Path) -> None:
     assert load_model(tiny_folder, "bfloat16").dtype == torch.bfloat16
-
-
-def test_a_model_that_rescales_logits_is_refused_by_field(tmp_path: Path) -> None:
-    small = {
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "intermediate_size": 16,
-    }
-    config = GraniteConfig(vocab_size=64, hidden_size=16, logits_scaling=2.0, **small)
-    GraniteForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="logits_scaling"):
-        load_model(tmp_path)
 
 
 def test_a_pickled_checkpoint_is_never_opened(make_tiny: Any, tmp_path: Path) -> None:

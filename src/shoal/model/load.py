@@ -15,41 +15,40 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
 
-from shoal.errors import ShoalError
 from shoal.model import attention
 from shoal.model.dtype import DtypeName
+from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
 
 WEIGHTS = "model.safetensors"
 OPENED_FOR = 16  # tensors: what was read of a mapped file counts as this process's memory until it is closed
 
 
-class UnsupportedModelError(ShoalError):
-    """A model whose logits are not lm_head(hidden), which the proofs and checks rely on."""
-
-
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu") -> Any:
-    """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped)."""
+    """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
+
+    Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
+    """
     AttentionInterface.register(attention.NAME, attention.attend)
     AttentionMaskInterface.register(attention.NAME, sdpa_mask)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=getattr(torch, dtype),
-        attn_implementation=attention.NAME,
-        use_safetensors=True,
-        local_files_only=True,
-    )
-    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, field, None) not in (None, 1, 1.0):
-            raise UnsupportedModelError(f"{folder}: config field {field!r} rescales logits; Shoal does not support it")
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UnsupportedModelError(f"{folder}: its output head has a bias; Shoal does not support it")
-    if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
-        raise UnsupportedModelError(f"{folder}: config field 'sliding_window' is set; Shoal attends to whole sequences")
-    model.eval()
-    return model.to(device)
+    check_config(AutoConfig.from_pretrained(folder, local_files_only=True), folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        raise UnsupportedModelError(f"{folder}: its attention cannot be replaced by Shoal's; {NEXT_STEP}") from error
+    model = model.to(device).eval()
+    check_packing(model, folder)
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any:
