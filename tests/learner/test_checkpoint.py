@@ -18,7 +18,7 @@ from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 
-from .support import equal, make_policy, state
+from .support import equal, make_policy, masters, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,6 +31,9 @@ def train(policy: Policy, *steps: int) -> list[dict[str, float]]:
     """One update a step, each on data of its own."""
     told = []
     for step in steps:
+        if step == EMPTY:
+            told.append(policy.update([], 1.0))
+            continue
         draw = torch.Generator().manual_seed(step)
         completions = [torch.randint(4, 60, (4,), generator=draw).tolist() for _ in range(4)]
         group = Group("s", step, [2, 3], completions, [[-4.0] * 4] * 4, [0.0, 1.0, 0.5, 1.0])
@@ -62,6 +65,26 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Pat
     assert train(resumed, 2, 3) == told[2:]  # losses, norms and learning rates too
     assert equal(state(resumed), state(straight))
     assert resumed.updates == straight.updates == 4
+
+
+EMPTY = -1  # in `train`: an update of a share without any gradient
+
+
+@pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later", "at first"])
+def test_writing_checkpoints_changes_nothing_also_with_empty_updates(
+    tiny_folder: Path, tmp_path: Path, plan: list[int]
+) -> None:
+    """AdamW counts only updates with a gradient, the policy counts all; its bias correction depends on AdamW's count."""
+    without, with_checkpoints, resumed = fresh(tiny_folder), fresh(tiny_folder), fresh(tiny_folder)
+    for number, step in enumerate(plan):
+        train(without, step)
+        train(with_checkpoints, step)
+        save(with_checkpoints, number + 1, tmp_path)
+        assert equal(masters(with_checkpoints), masters(without))
+    assert equal(state(with_checkpoints), state(without))
+    Checkpoints(tmp_path, resumed).restore()
+    assert train(resumed, 7) == train(without, 7)
+    assert equal(state(resumed), state(without))
 
 
 def test_what_is_remembered_of_the_run_comes_back(tiny_folder: Path, tmp_path: Path) -> None:
@@ -137,7 +160,7 @@ def test_a_checkpoint_is_safetensors_and_json_and_nothing_that_is_unpickled(tiny
         else:
             json.loads(path.read_text())
     kinds = ("model", "exp_avg", "exp_avg_sq")
-    assert names == {"rng_state"} | {f"{kind}.{name}" for kind in kinds for name in policy.masters}
+    assert names == {"rng_state", "steps"} | {f"{kind}.{name}" for kind in kinds for name in policy.masters}
 
 
 @pytest.mark.parametrize("folder", ["empty", "missing"])

@@ -31,6 +31,7 @@ from shoal.learner.policy import Policy
 
 PROGRESS = "progress.json"
 RNG = "rng_state"  # of torch on the CPU
+STEPS = "steps"  # AdamW's count of updates of each master, which leaves out updates without a gradient
 FILE_BYTES = 24 << 20  # of tensors in one file, which is copied in memory to be written: small copies reuse that
 
 log = logging.getLogger(__name__)
@@ -132,23 +133,32 @@ class Checkpoints:
             process_group=self.ranks.checkpoint_group,
             no_dist=self.ranks.size == 1,
         )
+        if STEPS in tensors:
+            for master, step in zip(self.policy.masters.values(), tensors[STEPS], strict=True):
+                self.policy.optimizer.state[master]["step"].copy_(step)
         self.policy.round()
         torch.set_rng_state(tensors[RNG])
         return progress
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Masters and optimizer state by name; the optimizer's is made where it has not stepped yet but will be read."""
+        """Masters and optimizer state by name. Only `STEPS` is a copy: it holds each master's own count of updates."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         for name, master in self.policy.masters.items():
             tensors[f"model.{name}"] = master.detach()
-            if not self.policy.updates:
-                continue
-            state = self.policy.optimizer.state[master]
-            if not state:
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            state["step"] = torch.tensor(float(self.policy.updates), device=master.device)
-            tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+        if self.policy.updates:
+            states = {name: self._optimizer_state(master) for name, master in self.policy.masters.items()}
+            tensors[STEPS] = torch.stack([state["step"].cpu() for state in states.values()])
+            for name, state in states.items():
+                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
         return tensors
+
+    def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
+        """The live state of one master. AdamW makes it at the first update; here it is made the same if it is missing."""
+        state: dict[str, Tensor] = self.policy.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f".{_name(step)}"

@@ -140,7 +140,7 @@ def _packed_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     if model.device.type != "cpu":  # the architecture is checked here, not a compiled kernel
         layout = attention.Layout(packed.layout.spans, model.device, kernel="masked")
         packed = replace(packed.to(model.device), layout=layout)
-    logp_NV = model.lm_head(forward_hidden(model, packed)).float().log_softmax(-1)
+    logp_NV: Tensor = model.lm_head(forward_hidden(model, packed)).float().log_softmax(-1)
     return logp_NV.gather(-1, packed.target_N[:, None])[:, 0]
 
 
