@@ -31,8 +31,7 @@ ROOMS = {
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
     "roles": ["config", "engine", "evals", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
-        "config", "coordinator", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking",
-        "validator", "view",
+        "config", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator", "view",
     ],
     "cli": [
         "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
