@@ -24,6 +24,7 @@ from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError,
 LOWEST_LOGPROB = -50.0
 HIGHEST_LOGPROB = 1e-3
 LARGEST_REWARD = 1e6
+LONGEST_PROMPT = 1 << 17  # tokens; bounds what reading an accepted file may allocate
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,9 @@ def implausible_value(group: Group) -> str:
 def _read(node: Node, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
     data = node.get_bytes(f"/v1/accepted/{submission}")
     max_rows = config.workers.groups_per_submission * config.sampling.group_size
+    longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:
-        return read_accepted(data, max_rows=max_rows, max_tokens=config.learner.row_tokens)
+        return read_accepted(data, max_rows=max_rows, max_tokens=longest)
     except RolloutFileError as error:
         path = quarantine / f"{submission}.parquet"
         write_file(path, data)
