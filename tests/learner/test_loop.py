@@ -67,7 +67,7 @@ def killed(folder: Path, out: Path, files: list[bytes], die: dict[str, int]) -> 
     (out / "jobs.json").write_text(json.dumps([job | {"dtype": "float32", "changed": CHANGED, "die": die}]))
     command = [sys.executable, "-m", "tests.learner.process", str(out / "jobs.json")]
     ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=90
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=300
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
 

@@ -35,6 +35,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}, "behaviour_logprobs": "recomputed", "activation_checkpointing": True},
 }
 RUNS = [name for name in CHANGED if name != "lora" or find_spec("peft")]
+ON_TWO = [name for name in RUNS if name != "bfloat16"]  # four ranks run all of them
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +75,7 @@ def torchrun(n: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
         start_new_session=True,
     ) as started:
         try:
-            output, _ = started.communicate(timeout=120)
+            output, _ = started.communicate(timeout=300)
         except BaseException:
             started.terminate()  # torchrun ends its ranks
             raise
@@ -106,7 +107,7 @@ def alone(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFacto
 def two(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks' runs, by name."""
     folder = tmp_path_factory.mktemp("two")
-    torchrun(2, folder, [job(tiny_folder, files, folder / name, name) for name in RUNS])
+    torchrun(2, folder, [job(tiny_folder, files, folder / name, name) for name in ON_TWO])
     return folder
 
 
@@ -147,7 +148,7 @@ def assert_same_run(found: Path, wanted: Path) -> None:
         assert_same_weights(version(found, number), version(wanted, number))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks_train_as_one_does(two: Path, alone: Path, name: str) -> None:
     assert_same_run(two / name, alone / name)
 
@@ -157,21 +158,21 @@ def test_four_ranks_train_as_one_does(four: Path, alone: Path, name: str) -> Non
     assert_same_run(four / name, alone / name)
 
 
-def test_each_step_moves_what_is_published(alone: Path) -> None:
+def test_each_step_changes_the_published_weights(alone: Path) -> None:
     """Without this, the tests above would also pass for ranks that train nothing."""
     for number in range(STEPS):
         before, after = version(alone / "float32", number), version(alone / "float32", number + 1)
         assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
-def test_two_ranks_checkpoint_goes_on_on_one(tiny_folder: Path, files: Path, two: Path, tmp_path: Path) -> None:
+def test_two_ranks_checkpoint_resumes_on_one(tiny_folder: Path, files: Path, two: Path, tmp_path: Path) -> None:
     out = without_last_step(two / "float32", tmp_path / "resumed")
     pool = Pool(*(path.read_bytes() for path in sorted(files.iterdir())))
     make_learner(tiny_folder, out, pool, steps=STEPS).run(threading.Event())
     assert_continued(out, two / "float32", pool.reports)
 
 
-def test_two_ranks_checkpoint_goes_on_on_four(four: Path, two: Path) -> None:
+def test_two_ranks_checkpoint_resumes_on_four(four: Path, two: Path) -> None:
     assert_continued(four / "resumed", two / "float32", reports(four / "resumed"))
 
 
@@ -210,7 +211,7 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("n", [0, 1, 4, 5])
-def test_every_item_goes_to_one_rank_and_all_have_equally_many_turns(n: int, size: int) -> None:
+def test_every_item_goes_to_one_rank_and_shares_have_equal_length(n: int, size: int) -> None:
     shares = [Ranks(rank, size).scatter(list(range(n))) for rank in range(size)]
     assert sorted(item for share in shares for item in share if item is not None) == list(range(n))
     assert {len(share) for share in shares} == {-(-n // size)}
