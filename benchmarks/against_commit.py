@@ -35,7 +35,12 @@ def main() -> None:
     arguments = parser.parse_args()
     trees = {"before": arguments.before.resolve(), "after": HERE.parent}
     commits = {name: _commit(tree) for name, tree in trees.items()}
-    result = {"command": f"python benchmarks/against_commit.py BEFORE --rounds {arguments.rounds}", "machine": describe(), "commits": commits, "rounds": []}
+    result = {
+        "command": f"python benchmarks/against_commit.py BEFORE --rounds {arguments.rounds}",
+        "machine": describe(),
+        "commits": commits,
+        "rounds": [],
+    }
     for number in range(arguments.rounds):
         for job in arguments.jobs:
             order = list(trees) if number % 2 == 0 else list(trees)[::-1]

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
 def tree(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text())
 
@@ -83,6 +85,7 @@ def imported(name: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@cache
 def own(name: str) -> set[str]:
     """The modules of Shoal that a module imports, without `shoal.`."""
     found = set()

@@ -72,8 +72,8 @@ def test_the_files_hold_the_whole_run_so_far(record: Record, tmp_path: Path) -> 
 
 
 def test_the_newest_sample_completions_are_kept(record: Record, tmp_path: Path) -> None:
-    for n in range(MAX_SAMPLES + 3):
-        record.take(news(n + 1, samples=[sample(n)]))
+    record.take(news(3, samples=[sample(n) for n in range(3)]))
+    record.take(news(4, samples=[sample(n) for n in range(3, MAX_SAMPLES + 3)]))
     kept = [found["submission"][-6:] for found in lines(tmp_path / "rollouts.jsonl")]
     assert (len(kept), kept[0], kept[-1]) == (MAX_SAMPLES, "000003", f"{MAX_SAMPLES + 2:06d}")
 
