@@ -8,7 +8,7 @@ import pytest
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch.download import Download
-from shoal.shardcast.fetch.source import BadData
+from shoal.shardcast.fetch.errors import BadData
 
 from .support import (
     Known,

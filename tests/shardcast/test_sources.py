@@ -11,7 +11,9 @@ from aiohttp import web
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch import source as source_module
-from shoal.shardcast.fetch.source import BadData, Incoming, NotHeld, SourceError, Standing
+from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch.source import Incoming
+from shoal.shardcast.fetch.standing import Standing
 
 from .support import (
     PUBLIC_KEY,
