@@ -291,8 +291,8 @@ class Known(Standing):
 class Stub(Source):
     """A source without a network: does what its script says for one shard after the other, then delivers."""
 
-    def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None) -> None:
-        """Of the script an exception is raised, and a number of seconds slept before delivery."""
+    def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
+        """An exception in the script is raised. A number is the seconds that a delivery takes, in `pieces`."""
         super().__init__(
             None,  # type: ignore[arg-type]
             url,
@@ -301,7 +301,7 @@ class Stub(Source):
             run=RUN,
             answer_timeout_s=1.0,
         )
-        self.script = list(script)
+        self.script, self.pieces = list(script), pieces
         self.asked: list[int] = []
         self.at_once = self.most_at_once = 0
 
@@ -313,10 +313,13 @@ class Stub(Source):
             step = self.script.pop(0) if self.script else 0.0
             if isinstance(step, Exception):
                 raise step
-            await asyncio.sleep(step)
+            rest = shard_data(incoming.shard.index)[incoming.size_bytes :]
+            piece_bytes = -(-len(rest) // self.pieces)
+            for at in range(0, len(rest), piece_bytes):
+                await asyncio.sleep(step / self.pieces)
+                incoming.take(rest[at : at + piece_bytes])
         finally:
             self.at_once -= 1
-        incoming.take(shard_data(incoming.shard.index)[incoming.size_bytes :])
 
 
 def shard_data(index: int) -> bytes:

@@ -156,7 +156,7 @@ def test_a_relay_behind_one_that_flips_bits_holds_nothing_wrong(tmp_path, two_ve
             between(up, change=lambda path, data: flipped(data) if ".shard" in path else data) as bad,
         ):
             async with mirroring(relay(tmp_path, bad.url)) as mirror:
-                await until(lambda: "every source was tried" in (mirror.status.last_error or ""))
+                await until(lambda: "every server was tried" in (mirror.status.last_error or ""))
                 assert list(mirror.store.path.rglob("[0-9]*.shard")) == []
             async with mirroring(relay(tmp_path, bad.url, up)) as mirror:
                 await until(lambda: mirror.status.versions == [1, 0])

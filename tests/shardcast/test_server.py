@@ -599,7 +599,7 @@ def test_connections_of_one_address_and_in_total_are_bounded(tmp_path):
             return await health(url)
 
     for bounds in ({"connections": 3}, {"total_connections": 3}):
-        told = asyncio.run(ask(Guard(None, audience="test", **bounds)))
+        told = asyncio.run(ask(Guard(audience="test", **bounds)))
         assert told["connections_refused"] >= 3  # two of the five, and the question
         assert told["connections"] == 1
 
@@ -618,7 +618,7 @@ from shoal.shardcast.serve.guard import Guard
 from shoal.shardcast.serve.server import app, serve
 
 async def main():
-    guard = Guard(None, audience="test", connections=5000, total_connections=5000)
+    guard = Guard(audience="test", connections=5000, total_connections=5000)
     patience = Patience(headers_s=60, stall_s=3.0)
     _, port = await serve(app(Path(sys.argv[1]), guard=guard), patience=patience)
     print(port, flush=True)

@@ -11,7 +11,6 @@ Called by client and relay.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from shoal.shardcast.fetch.errors import FetchError, first_error
 from shoal.shardcast.fetch.source import Incoming, Sink, Source
-from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.fetch.sources import Sources, loop_time
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 LOOK_AGAIN_S = 0.05
@@ -67,7 +66,7 @@ class Download:
         order: Callable[[ShardEntry, list[Source]], list[Source]] | None = None,
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
-        """`deadline_s` is in time.monotonic(); `order` replaces the random choice of servers."""
+        """`deadline_s` is in the event loop's time; `order` replaces the random choice of servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
         self.parallel, self.deadline_s, self.order, self.on_shard = parallel, deadline_s, order, on_shard
         self._queue: deque[ShardEntry] = deque()
@@ -96,7 +95,7 @@ class Download:
             elif late := self._late():
                 await self._fetch_copy(late)
             elif self._running or not self._all_named:
-                if time.monotonic() > self.deadline_s:
+                if loop_time() > self.deadline_s:
                     raise FetchError(f"version {self.version} was not completed in time; check that its origin is up")
                 await asyncio.sleep(LOOK_AGAIN_S)
             else:
@@ -110,7 +109,7 @@ class Download:
         if incoming.size_bytes == shard.size_bytes and not incoming.matches():
             incoming.restart()  # damaged on disk, or of another version
         task = asyncio.ensure_future(self._first(incoming, sink))
-        begun_bytes, now_s = incoming.size_bytes, time.monotonic()
+        begun_bytes, now_s = incoming.size_bytes, loop_time()
         running = _Running(shard, sink, incoming, begun_bytes, now_s, now_s, task)
         self._running.append(running)
         try:
@@ -124,7 +123,7 @@ class Download:
             self._running.remove(running)
             sink.close()
         if begun_bytes < shard.size_bytes:
-            self._took_s.append(time.monotonic() - running.started_s)
+            self._took_s.append(loop_time() - running.started_s)
         self.on_shard(shard)
 
     async def _first(self, incoming: Incoming, sink: ShardSink) -> None:
@@ -142,7 +141,7 @@ class Download:
     def _late(self) -> _Running | None:
         if not self._all_named or len(self.sources.sources) < 2:
             return None
-        now_s = time.monotonic()
+        now_s = loop_time()
         usual_s = max(LATE_S, 2 * median(self._took_s)) if self._took_s else inf
         for running in self._running:
             if running.incoming.size_bytes != running.seen_bytes:
@@ -163,7 +162,7 @@ class Download:
                 self.version,
                 self.part,
                 Incoming(late.shard, copy),
-                deadline_s=min(self.deadline_s, time.monotonic() + self.sources.patience_s),
+                deadline_s=min(self.deadline_s, loop_time() + self.sources.patience_s),
                 order=self.order,
                 avoid=late.source,
             )

@@ -14,7 +14,6 @@ import asyncio
 import math
 import random
 import ssl
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -174,7 +173,7 @@ class Sources:
         avoid: Source | None = None,
         on_try: Callable[[Source], None] = lambda source: None,
     ) -> None:
-        """Fetches one shard and verifies it. `deadline_s` is in time.monotonic(). `order` replaces the random choice.
+        """Fetches one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the random choice.
         Raises FetchError that names every server that was tried."""
         shard = incoming.shard
         bad: Counter[Source] = Counter()
@@ -182,7 +181,7 @@ class Sources:
         reasons: dict[str, str] = {}
 
         def may_have_it(source: Source) -> bool:
-            absent_s = time.monotonic() - absent_since_s.get(source, math.inf)
+            absent_s = loop_time() - absent_since_s.get(source, math.inf)
             return bad[source] < self.strikes and absent_s < CATCHES_UP_IN_S
 
         while usable := [source for source in self._askable(shard, order) if may_have_it(source)]:
@@ -201,7 +200,7 @@ class Sources:
                 if isinstance(error, BadData):
                     bad[source] += 1
                 elif isinstance(error, NotHeld):
-                    absent_since_s.setdefault(source, time.monotonic())
+                    absent_since_s.setdefault(source, loop_time())
                 else:
                     absent_since_s.clear()  # others may catch up while this one rests
                 self._rest(source, error)
@@ -215,7 +214,7 @@ class Sources:
 
     def resting(self, source: Source) -> bool:
         """Whether it failed recently. Not having something yet does not count."""
-        failing = self._failures[source] > 0 and self._rest_until_s.get(source, 0.0) > time.monotonic()
+        failing = self._failures[source] > 0 and self._rest_until_s.get(source, 0.0) > loop_time()
         return failing or source.standing.success() < HEALTHY
 
     async def _try(
@@ -231,14 +230,14 @@ class Sources:
     ) -> None:
         """One attempt. A server that hangs or trickles gets all remaining time only if there is no other. One that takes
         longer than `enough_s` is abandoned; the bytes it sent are kept."""
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - loop_time()
         limit_s = left_s if alone else min(self.patience_s, left_s / 2, enough_s)
-        started_s, had_bytes = time.monotonic(), incoming.size_bytes
+        started_s, had_bytes = loop_time(), incoming.size_bytes
         try:
             async with asyncio.timeout(limit_s):
                 await source.shard(version, part, incoming)
             self._failures[source] = 0
-            source.standing.delivered(incoming.size_bytes - had_bytes, time.monotonic() - started_s)
+            source.standing.delivered(incoming.size_bytes - had_bytes, loop_time() - started_s)
         except TimeoutError as error:
             reason = f"shard {incoming.shard.index} took longer than {limit_s:.1f} s"
             if enough_s <= limit_s and incoming.size_bytes > had_bytes:
@@ -259,7 +258,7 @@ class Sources:
     def _pick(self, usable: list[Source], bad: Counter[Source], *, ordered: bool) -> Source:
         if ordered:
             return min(usable, key=lambda source: bad[source])  # the first in order
-        now_s = time.monotonic()
+        now_s = loop_time()
         if rested := [s for s in usable if s not in self.fallback and self._rest_until_s.get(s, 0.0) <= now_s]:
             usable = rested
 
@@ -277,11 +276,11 @@ class Sources:
             self._failures[source] += 1
             source.standing.failed()
         rest_s = error.retry_after_s or min(FIRST_REST_S * 2 ** min(self._failures[source] - 1, 10), LONGEST_REST_S)
-        self._rest_until_s[source] = time.monotonic() + rest_s
+        self._rest_until_s[source] = loop_time() + rest_s
 
     async def _rested(self, source: Source, deadline_s: float) -> bool:
         """Waits until the server may be asked again; returns False if that is after the deadline."""
-        now_s = time.monotonic()
+        now_s = loop_time()
         ready_s = max(self._rest_until_s.get(source, 0.0), now_s)
         if ready_s >= deadline_s:
             return False
@@ -298,3 +297,8 @@ class Sources:
             answer_timeout_s=self.access.limits.answer_timeout_s,
             token=self.access.token,
         )
+
+
+def loop_time() -> float:
+    """The event loop's time, which is time.monotonic() unless a test replaces the loop."""
+    return asyncio.get_running_loop().time()
