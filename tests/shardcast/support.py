@@ -118,7 +118,7 @@ def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] 
 
 @asynccontextmanager
 async def serving(store: Store | Path, wait_s: float = 2.0, port: int = 0) -> AsyncIterator[str]:
-    runner, bound = await serve(app(store, wait_s=wait_s), port=port)
+    runner, bound = await serve(app(store, wait_s=wait_s), port=port, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{bound}"
     finally:
@@ -137,7 +137,7 @@ async def answering(
     """A server of no store: the function answers every request."""
     application = web.Application()
     application.add_routes([web.get("/{any:.*}", answer)])
-    runner, bound = await serve(application, port=port)
+    runner, bound = await serve(application, port=port, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{bound}"
     finally:
@@ -164,6 +164,7 @@ class Middle:
         self.sent_bytes = 0  # of shards
         self.rate_Bps = inf  # of each shard
         self.cut_after_bytes = inf  # of all shards together; then connections break
+        self.hold_after_bytes = inf  # of all shards together; then nothing is sent until this is raised
         self.passes_ranges = True
         self.silent: Callable[[str], bool] = lambda path: False  # asked for that, it sends nothing
         self.refuse: Callable[[str], web.Response | None] = lambda path: None
@@ -192,6 +193,8 @@ class Middle:
             piece = data[at : at + PIECE_BYTES]
             if is_shard:
                 await asyncio.sleep(len(piece) / self.rate_Bps)
+                while self.sent_bytes >= self.hold_after_bytes:
+                    await asyncio.sleep(0.01)
                 if self.sent_bytes + len(piece) > self.cut_after_bytes:
                     assert request.transport is not None
                     request.transport.close()

@@ -40,7 +40,7 @@ def asking(tmp_path, doorman: Guard, questions):
     write_file(tmp_path / "versions.json", LISTING)
 
     async def main():
-        runner, port = await serve(app(tmp_path, guard=doorman))
+        runner, port = await serve(app(tmp_path, guard=doorman), shutdown_s=0.05)
 
         async def ask(path="/versions.json", headers=None, method="GET", data=None):
             url = f"http://127.0.0.1:{port}{path}"
@@ -175,7 +175,7 @@ def test_a_ban_cuts_what_a_reader_is_receiving(tmp_path):
 
     async def main():
         doorman = guard()
-        runner, port = await serve(app(tmp_path, guard=doorman))
+        runner, port = await serve(app(tmp_path, guard=doorman), shutdown_s=0.05)
         url = f"http://127.0.0.1:{port}/versions.json"
         try:
             async with (

@@ -97,9 +97,16 @@ class Download:
             elif self._running or not self._all_named:
                 if loop_time() > self.deadline_s:
                     raise FetchError(f"version {self.version} was not completed in time; check that its origin is up")
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await self._pause()
             else:
                 return
+
+    async def _pause(self) -> None:
+        """Until a shard arrives, at most LOOK_AGAIN_S."""
+        if running := [running.task for running in self._running]:
+            await asyncio.wait(running, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _fetch(self, shard: ShardEntry) -> None:
         sink = self.sink(shard)

@@ -73,8 +73,10 @@ async def serve(
     *,
     ssl: tls.SSLContext | None = None,
     patience: Patience = PATIENCE,
+    shutdown_s: float = 1.0,
 ) -> tuple[web.AppRunner, int]:
-    """Starts serving. Returns the runner, to be cleaned up, and the port (port 0 picks a free one)."""
+    """Starts serving. Returns the runner and the port (port 0 picks a free one). The runner's `cleanup` stops serving; it
+    gives running requests `shutdown_s`."""
     guard = application.get(GUARD)
     listener = Listener(
         host,
@@ -85,7 +87,7 @@ async def serve(
     )
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, keepalive_timeout=patience.idle_s)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=patience.idle_s)
     await runner.setup()
     await web.SockSite(runner, listener, ssl_context=ssl, backlog=BACKLOG).start()
     return runner, int(listener.getsockname()[1])
