@@ -84,7 +84,7 @@ def stepped(tmp_path: Path, *versions: int, **options: Any) -> Origin:
 
 
 def access(**limits: float) -> Access:
-    return Access(PUBLIC_KEY, RUN, Limits(**limits))
+    return Access(PUBLIC_KEY, RUN, Limits(**{"first_rest_s": 0.02, "longest_rest_s": 0.2, **limits}))
 
 
 def relay(
@@ -336,7 +336,7 @@ def shard(index: int) -> ShardEntry:
 def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **limits: float) -> Sources:
     """Sources that are these."""
     sources = Sources(
-        access(**limits),
+        Access(PUBLIC_KEY, RUN, Limits(**limits)),
         None,  # type: ignore[arg-type]
         [],
         fallback=[],

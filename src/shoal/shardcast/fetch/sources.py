@@ -32,7 +32,6 @@ T = TypeVar("T")
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
 OnFailure = Callable[[SourceError], None]
 
-FIRST_REST_S, LONGEST_REST_S = 0.1, 2.0
 CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
 HEALTHY = 0.5  # success rate
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
@@ -46,6 +45,8 @@ class Limits:
     idle_timeout_s: float = 30.0  # until the next byte
     answer_timeout_s: float = 30.0  # for one listing or manifest
     patience_s: float = 15.0  # for one shard while another server could be asked instead; grows on slow links
+    first_rest_s: float = 0.1  # of a server after a failure; doubles with each one
+    longest_rest_s: float = 2.0
 
 
 @dataclass
@@ -242,7 +243,7 @@ class Sources:
             reason = f"shard {incoming.shard.index} took longer than {limit_s:.1f} s"
             if enough_s <= limit_s and incoming.size_bytes > had_bytes:
                 source.standing.slowed(incoming.size_bytes - had_bytes, limit_s)
-                raise SourceError(source.url, reason, retry_after_s=FIRST_REST_S) from error
+                raise SourceError(source.url, reason, retry_after_s=self.access.limits.first_rest_s) from error
             self.patience_s = max(self.patience_s, 2 * limit_s)  # our own link may be slow
             raise SourceError(source.url, reason) from error
 
@@ -275,7 +276,8 @@ class Sources:
         if error.retry_after_s is None and not isinstance(error, NotHeld):  # lagging behind is not a failure
             self._failures[source] += 1
             source.standing.failed()
-        rest_s = error.retry_after_s or min(FIRST_REST_S * 2 ** min(self._failures[source] - 1, 10), LONGEST_REST_S)
+        limits, doublings = self.access.limits, min(self._failures[source] - 1, 10)
+        rest_s = error.retry_after_s or min(limits.first_rest_s * 2**doublings, limits.longest_rest_s)
         self._rest_until_s[source] = loop_time() + rest_s
 
     async def _rested(self, source: Source, deadline_s: float) -> bool:
