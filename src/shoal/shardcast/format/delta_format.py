@@ -68,9 +68,7 @@ class Writer:
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
-        if (
-            len(packed) > new.nbytes // 4
-        ):  # a smaller one is hardly ever beaten by whole words, which are slow to compress
+        if len(packed) > new.nbytes // 4:  # below that, whole words are hardly ever smaller, and slow to compress
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
         return len(places_K)
