@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,7 @@ ROOMS = {
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
     "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
-        "config", "coordinator", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking",
-        "validator", "view",
+        "config", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator", "view",
     ],
     "cli": [
         "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
@@ -67,6 +67,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
 def tree(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text())
 
@@ -85,6 +86,7 @@ def imported(name: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@cache
 def own(name: str) -> set[str]:
     """The modules of Shoal that a module imports, without `shoal.`."""
     found = set()

@@ -86,4 +86,4 @@ def test_without_the_filter_every_group_is_trained_on_and_told_of_as_before() ->
     first, second = (desk.accepted(useful=(False, True)) for _ in range(2))
     assert groups(desk, 0) == [(first.id, 0), (first.id, 1), (second.id, 0), (second.id, 1)]
     desk.pool.learning.trained(StepReport(step=0, metrics={}, trained=[first.id, second.id]))
-    assert desk.pool.status().metrics[0]["reward/zero_std_frac"] == 0.5
+    assert desk.pool.history.after(0).metrics[0]["reward/zero_std_frac"] == 0.5

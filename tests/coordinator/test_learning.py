@@ -1,10 +1,8 @@
 import json
-import sqlite3
 
 import pytest
 
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.status import read_history
 from shoal.protocol.messages import Evaluation, Policy, StepReport
 
 from .support import CAROL, VALIDATOR, Desk
@@ -21,7 +19,7 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(desk: Desk) 
     desk.accepted(useful=(True, False))
     for loss in (1.0, 2.0):  # a learner that was killed reports the step again
         desk.pool.learning.trained(StepReport(step=0, metrics={"loss": loss}, trained=["b", "a", "a"]))
-    (metrics,) = desk.pool.status().metrics
+    (metrics,) = desk.pool.history.after(0).metrics
     assert metrics == {
         "step": 0.0,
         "time_s": 1_000.0,
@@ -31,10 +29,6 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(desk: Desk) 
     }
     (entry,) = desk.pool.db.ledger.entries(kind="trained")
     assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"]}
-
-
-def test_the_history_of_a_pool_that_was_killed_before_it_made_its_tables_is_empty() -> None:
-    assert read_history(sqlite3.connect(":memory:")) == ([], [])
 
 
 def evaluation(version: int, *, final: bool) -> Evaluation:
@@ -49,7 +43,7 @@ def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(desk:
     assert desk.beat(CAROL, 0).state == "running" and desk.pool.status().state == "running"
     desk.pool.learning.evaluated(evaluation(6, final=True))
     assert desk.beat(CAROL, 0).state == "finished" and desk.pool.status().state == "finished"
-    assert [e.version for e in desk.pool.status().evaluations] == [0, 6]
+    assert [e.version for e in desk.pool.history.after(0).evaluations] == [0, 6]
 
 
 def test_the_status_counts_what_validators_counted(desk: Desk) -> None:

@@ -58,7 +58,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     assert status.have + in_batches == 2 * accepted, "a group is credited exactly when its submission is accepted"
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
-    assert len(status.metrics) == KINDS[:whole].count("trained")
+    assert status.trained == KINDS[:whole].count("trained")
     if die_at in (5, 6, 8):  # it died with a verdict: the validator asks again, and is heard
         claim = desk.claim(VALIDATOR)
         assert claim is not None

@@ -341,7 +341,11 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
     assert json.loads(kept)["loss"] == 0.5, "the step before the stop is kept too"
     with served(tmp_path) as url:  # and after a restart all of it is still there
         status = Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
-        assert status.step == 1 and status.metrics[0]["loss"] == 0.5
+        assert (status.step, status.trained) == (1, 1)
+        history = httpx.get(f"{url}/v1/history").json()
+        assert history["metrics"][0]["loss"] == 0.5
+        assert httpx.get(f"{url}/v1/history?after={history['cursor']}").json()["metrics"] == []
+        refused(httpx.get(f"{url}/v1/history?after=-1"), 400, "is not a cursor")
         again = own.client(Identity.generate())
         again.base_url = httpx.URL(url)
         learner.base_url = httpx.URL(url)

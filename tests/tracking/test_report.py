@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal.config import Config
+from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Stats, Status
 from shoal.tracking.report import draw_curve, smoothed, summary_table, write_report
 
@@ -42,8 +43,8 @@ def step(number: int, reward: float, age: float) -> dict[str, float]:
     return {"step": float(number), "time_s": 30.0 * number, "reward/mean": reward} | figures
 
 
-def status(**values: Any) -> Status:
-    known = {
+def status(**values: Any) -> tuple[Status, RunHistory]:
+    known: dict[str, Any] = {
         "run": "sums",
         "state": "finished",
         "step": 3,
@@ -66,14 +67,17 @@ def status(**values: Any) -> Status:
         "stale_groups": 0,
         "tokens_generated": 40_000,
     }
-    return Status.model_validate(known | values)
+    known |= values
+    history = RunHistory(metrics=known.pop("metrics"), evaluations=known.pop("evaluations"))
+    return Status.model_validate(known | {"trained": len(history.metrics), "notices": []}), history
 
 
-def report(folder: Path, shown: Status) -> dict[str, Any]:
+def report(folder: Path, shown: tuple[Status, RunHistory]) -> dict[str, Any]:
     return write_report(
         folder,
         config=CONFIG,
-        status=shown,
+        status=shown[0],
+        history=shown[1],
         seed=7,
         wall_s=101.5,
         restarts={"learner": 1, "worker-0": 0},

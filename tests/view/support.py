@@ -1,7 +1,8 @@
 """Statuses of a run at its start, half-way and at its end."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Status
 
 
@@ -32,26 +33,34 @@ def step(number: int, reward: float) -> dict[str, float]:
     }
 
 
-def status(**values: Any) -> Status:
+class Seen(NamedTuple):
+    """What the view is given."""
+
+    status: Status
+    history: RunHistory
+
+
+def status(**values: Any) -> Seen:
     known: dict[str, Any] = {"run": "sums", "state": "running", "step": 0, "steps": 30, "have": 0, "need": 16}
     times: dict[str, Any] = {
         "newest_version": None,
         "started_s": 70.0,
         "now_s": 70.0,
         "nodes": [],
-        "metrics": [],
     }
     rest: dict[str, Any] = {
-        "evaluations": [],
+        "notices": [],
         "reject_reasons": {},
         "slashed": [],
         "stale_groups": 0,
         "tokens_generated": 0,
     }
-    return Status.model_validate(known | times | rest | values)
+    history = RunHistory(metrics=values.pop("metrics", []), evaluations=values.pop("evaluations", []))
+    trained = {"trained": len(history.metrics)}
+    return Seen(Status.model_validate(known | times | rest | trained | values), history)
 
 
-def mid_run(**values: Any) -> Status:
+def mid_run(**values: Any) -> Seen:
     nodes = [
         node("origin", "origin", seen_s=170.0, stats={"doing": "serving v3"}),
         node("relay-0", "relay", seen_s=165.0, policy_version=2, stats={"doing": "fetching v3"}),
@@ -82,8 +91,8 @@ def mid_run(**values: Any) -> Status:
     return status(**(known | values))
 
 
-def finished() -> Status:
+def finished() -> Seen:
     metrics = [step(i, 0.1 + 0.015 * i) for i in range(30)]
     last = Evaluation(version=30, greedy=0.61, sampled=0.58, n=256, final=True)
-    evaluations = [*mid_run().evaluations, last]
+    evaluations = [*mid_run().history.evaluations, last]
     return mid_run(state="finished", step=30, metrics=metrics, evaluations=evaluations, now_s=1010.0)

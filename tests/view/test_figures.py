@@ -4,12 +4,14 @@ from shoal.protocol.messages import Status
 from shoal.view import Pace, clean, count, duration, memory
 from shoal.view.figures import eta_s, sparkline
 
-from .support import node, status, step
+from .support import Seen, node, status, step
 
 
 def test_a_nodes_pace_is_that_of_the_window_and_survives_a_restart() -> None:
     def at(now_s: float, tokens: int) -> Status:
-        return status(now_s=now_s, nodes=[node("w", stats={"tokens": tokens, "busy_s": 40.0, "waiting_s": 10.0})])
+        return status(
+            now_s=now_s, nodes=[node("w", stats={"tokens": tokens, "busy_s": 40.0, "waiting_s": 10.0})]
+        ).status
 
     pace = Pace(window_s=60)
     pace.add(at(0, 1000))
@@ -23,13 +25,17 @@ def test_a_nodes_pace_is_that_of_the_window_and_survives_a_restart() -> None:
     assert Pace().tokens_per_s(node("idle")) is None
 
 
+def eta(seen: Seen) -> float | None:
+    return eta_s(seen.status, seen.history.metrics)
+
+
 def test_eta_follows_the_last_steps_and_not_a_wrong_clock() -> None:
-    assert eta_s(status()) is None
-    assert eta_s(status(metrics=[step(0, 0.1)], steps=3, now_s=100.0)) == 60  # begun at 70, trained at 100
+    assert eta(status()) is None
+    assert eta(status(metrics=[step(0, 0.1)], steps=3, now_s=100.0)) == 60  # begun at 70, trained at 100
     slow_start = [{"time_s": 0.0}, *({"time_s": 1000.0 + 10 * i} for i in range(11))]
-    assert eta_s(status(metrics=slow_start, steps=20, now_s=1104.0)) == 8 * 10 - 4
-    assert eta_s(status(metrics=slow_start, steps=20, now_s=9e9)) == 7 * 10
-    assert eta_s(status(metrics=slow_start, steps=20, now_s=0.0)) == 8 * 10
+    assert eta(status(metrics=slow_start, steps=20, now_s=1104.0)) == 8 * 10 - 4
+    assert eta(status(metrics=slow_start, steps=20, now_s=9e9)) == 7 * 10
+    assert eta(status(metrics=slow_start, steps=20, now_s=0.0)) == 8 * 10
 
 
 def test_a_sparkline_spans_its_values() -> None:

@@ -4,17 +4,16 @@ import io
 
 from rich.console import Console
 
-from shoal.protocol.messages import Status
 from shoal.view import LiveView
 
-from .support import finished, mid_run, node, status
+from .support import Seen, finished, mid_run, node, status
 
 
-def plain_lines(*shown: Status) -> list[str]:
+def plain_lines(*shown: Seen) -> list[str]:
     out = io.StringIO()
     with LiveView(Console(file=out, width=70)) as view:
         for one in shown:
-            view.update(one)
+            view.update(*one)
     return out.getvalue().splitlines()
 
 
@@ -54,7 +53,7 @@ def test_a_later_rejection_prints_only_what_is_new() -> None:
 
 
 def test_coming_and_going_is_told() -> None:
-    def at(now_s: float, seen_s: float, pid: int, evicted: bool = False) -> Status:
+    def at(now_s: float, seen_s: float, pid: int, evicted: bool = False) -> Seen:
         return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, evicted=evicted, stats={"pid": pid})])
 
     lines = plain_lines(
@@ -81,9 +80,9 @@ def test_a_finished_run_calls_nobody_silent() -> None:
 def test_in_a_terminal_the_screen_is_redrawn_and_lines_go_above_it() -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, width=100, height=60, force_terminal=True)) as view:
-        view.update(mid_run())
+        view.update(*mid_run())
         view.log("stopping\nsoon \x1b[2J")
-        view.update(finished())
+        view.update(*finished())
     text = out.getvalue()
     assert "stopping" in text and "soon ?[2J" in text and "\x1b[2J" not in text
     assert "joined:" not in text

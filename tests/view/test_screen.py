@@ -6,18 +6,18 @@ import re
 import pytest
 from rich.console import Console
 
-from shoal.protocol.messages import LARGEST, NodeStatus, Status
+from shoal.protocol.messages import LARGEST, NodeStatus
 from shoal.view import Pace, render
 from shoal.view.tree import weights_tree
 
-from .support import finished, mid_run, node, status
+from .support import Seen, finished, mid_run, node, status
 
 WIDTHS = [40, 70, 100, 160]
 
 
-def screen(shown: Status, width: int, pace: Pace | None = None) -> str:
+def screen(shown: Seen, width: int, pace: Pace | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(render(shown, pace))
+    console.print(render(*shown, pace))
     return console.export_text()
 
 
@@ -27,7 +27,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("shown", [status(), mid_run(), finished()], ids=["empty", "mid-run", "finished"])
-def test_no_line_is_wider_than_the_console(shown: Status, width: int) -> None:
+def test_no_line_is_wider_than_the_console(shown: Seen, width: int) -> None:
     assert max(len(line) for line in screen(shown, width).splitlines()) <= width
 
 
@@ -138,7 +138,7 @@ def test_metrics_without_the_expected_keys_are_shown_as_unknown() -> None:
 
 def test_the_width_hint_narrows_the_screen() -> None:
     console = Console(file=io.StringIO(), width=160, record=True)
-    console.print(render(mid_run(), width=80))
+    console.print(render(*mid_run(), width=80))
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) == 80
 
 
@@ -154,6 +154,6 @@ def test_what_a_node_says_cannot_break_the_screen() -> None:
 def test_a_terminal_that_is_too_low_shows_the_troubled_nodes_and_counts_the_rest() -> None:
     nodes = [node(f"worker-{i:02}", seen_s=170.0, rejected=int(i == 29)) for i in range(30)]
     console = Console(file=io.StringIO(), width=100, height=35, force_terminal=True, record=True)
-    console.print(render(mid_run(nodes=nodes)))
+    console.print(render(*mid_run(nodes=nodes)))
     text = console.export_text()
     assert "worker-29" in text and "and 18 more" in text

@@ -68,7 +68,7 @@ def command_line() -> argparse.ArgumentParser:
     _is_process(coordinator)
     coordinator.add_argument("--run", default="", help="name of the run (default: the config's name)")
     coordinator.add_argument("--port", type=int, help="overrides coordinator.port")
-    coordinator.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)  # `shoal run` keeps the metrics
+    coordinator.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
 
     invite = commands.add_parser("invite", help="make an invite for one node")
     invite.add_argument("dir", type=Path, help="the coordinator's folder")

@@ -131,7 +131,7 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     port = config.coordinator.port if arguments.port is None else arguments.port
     name = arguments.run or arguments.config.stem
-    serve_forever(config, name, arguments.dir, port, stop, watched=arguments.watched)
+    serve_forever(config, name, arguments.dir, port, stop, record_to=arguments.record)
     return DONE
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.ledger.chain import Ledger
 
-FORMAT = 1  # of a run: its tables, its manifests, its submissions. One that another version began is not gone on with.
+FORMAT = 2  # of a run: its tables, its manifests, its submissions. One that another version began is not gone on with.
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
@@ -36,8 +36,8 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE INDEX IF NOT EXISTS groups_batch ON groups (batch, seq);
 CREATE TABLE IF NOT EXISTS policies (
     version INTEGER PRIMARY KEY, digest TEXT NOT NULL, size_bytes INTEGER NOT NULL, published_s REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, metrics TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS evaluations (version INTEGER, final INTEGER, body TEXT NOT NULL, PRIMARY KEY (version, final));
+CREATE TABLE IF NOT EXISTS history (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, key));
 CREATE TABLE IF NOT EXISTS run (started_s REAL NOT NULL);
 """
 
@@ -105,7 +105,7 @@ class Database:
 
     def evaluated_last(self, steps: int) -> bool:
         """Whether the last version, after so many steps, was evaluated, which ends the run."""
-        return self.one("SELECT 1 FROM evaluations WHERE final AND version = ?", steps) is not None
+        return self.one("SELECT 1 FROM history WHERE kind = 'evaluation' AND key = ?", f"{steps} final") is not None
 
 
 def _check_format(connection: sqlite3.Connection) -> None:

@@ -7,12 +7,14 @@ Called by the coordinator's routes for origin, learner and evaluator.
 import json
 
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.history import HistoryLog
 from shoal.protocol.messages import Evaluation, Policy, StepReport
 
 
 class Learning:
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, history: HistoryLog) -> None:
         self.db = db
+        self.history = history
 
     def published(self, policy: Policy) -> None:
         """Note a published version. The same one again is fine; another digest for it is not."""
@@ -41,16 +43,11 @@ class Learning:
             seen = {"reward/mean": judged["reward"], "reward/zero_std_frac": judged["zero_std"]}
         metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | seen
         with self.db.transaction():
-            first = self.db.one("SELECT 1 FROM steps WHERE step = ?", report.step) is None
-            self.db.change("INSERT OR REPLACE INTO steps VALUES (?, ?)", report.step, json.dumps(metrics))
+            first = self.history.put("step", str(report.step), json.dumps(metrics))
             if first:
                 self.db.ledger.append("trained", {"step": report.step, "submissions": sorted(set(report.trained))})
 
     def evaluated(self, evaluation: Evaluation) -> None:
         with self.db.transaction():
-            self.db.change(
-                "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)",
-                evaluation.version,
-                evaluation.final,
-                evaluation.model_dump_json(),
-            )
+            key = f"{evaluation.version} final" if evaluation.final else str(evaluation.version)
+            self.history.put("evaluation", key, evaluation.model_dump_json())

@@ -6,20 +6,24 @@ are in it. Called by the coordinator's routes, which use the parts (`pool.member
 
 import random
 import sqlite3
+from collections import deque
 from collections.abc import Callable
 
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.database import Database
+from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
 from shoal.coordinator.members import Members
 from shoal.coordinator.metrics import read_metrics
-from shoal.coordinator.status import read_history, read_status
+from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import Trust
 from shoal.ledger.chain import Ledger
-from shoal.protocol.messages import Evaluation, Status
+from shoal.protocol.messages import Status
+
+MAX_NOTICES = 20  # the newest are shown
 
 
 class Pool:
@@ -32,14 +36,13 @@ class Pool:
         self.members = Members(self.db, config, Assignments(self.db, config))
         self.batches = Batches(self.db, config)
         trust = Trust(self.db, config, random.SystemRandom().random)
-        self.submissions = Submissions(self.db, config, self.batches, trust)
-        self.learning = Learning(self.db)
+        self.history = HistoryLog(self.db)
+        self.submissions = Submissions(self.db, config, self.batches, trust, self.history)
+        self.learning = Learning(self.db, self.history)
+        self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
 
     def status(self) -> Status:
-        return read_status(self.db, self.config, self.run)
-
-    def history(self) -> tuple[list[dict[str, float]], list[Evaluation]]:
-        return read_history(self.db.connection)
+        return read_status(self.db, self.config, self.run, self.notices)
 
     def metrics(self) -> str:
         return read_metrics(self.db)

@@ -1,6 +1,6 @@
 """The coordinator's HTTP face: a table of routes, each of which checks who asks and calls the pool for it.
 
-Invariant: nothing but `/healthz`, `/metrics`, `/v1/run` and `/v1/status` answers without a fresh signature by a
+Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
 registered key of a role that the table names. Called by every node; started by `shoal coordinator`. It also serves the
 store's folder.
 """
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=BaseModel)
 Handler = Callable[["Request"], Awaitable[BaseModel | bytes]]
 READER_TOKEN_S = 600.0  # renewed with each heartbeat
 MAX_JSON_BYTES = 1 << 20
-STEP = re.compile("[0-9]{1,15}")
+STEP = CURSOR = re.compile("[0-9]{1,15}")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Coordinator:
                 web.get("/healthz", self._healthz),
                 web.get("/v1/run", self._run),
                 web.get("/v1/status", self._status),
+                web.get("/v1/history", self._history),
                 web.get("/metrics", self._metrics),
                 web.post("/v1/register", self._signed(self._register, roles=None)),
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, every)),
@@ -100,6 +101,12 @@ class Coordinator:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(text=self.pool.status().model_dump_json())
+
+    async def _history(self, request: web.Request) -> web.Response:
+        after = request.query.get("after", "0")
+        if not CURSOR.fullmatch(after):
+            return _error(400, f"after={after[:40]!r} is not a cursor; start with 0")
+        return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.pool.metrics(), content_type="text/plain", charset="utf-8")

@@ -1,12 +1,12 @@
 """The coordinator as a process: listens, answers until told to stop; and the invites its operator makes.
 
 Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store; `coordinator.json` there
-says where it listens, for `shoal invite`. The run's metrics are kept there too, unless `shoal run` watches and keeps them.
+says where it listens, for `shoal invite`. It is the one owner of the run's metrics: it writes their files and feeds the
+tracker.
 """
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from pathlib import Path
@@ -27,26 +27,25 @@ KEY, ADDRESS = "identity.pem", "coordinator.json"
 
 
 def serve_forever(
-    config: Config, run: str, folder: Path, port: int, stop: threading.Event, *, watched: bool = False
+    config: Config, run: str, folder: Path, port: int, stop: threading.Event, *, record_to: Path | None = None
 ) -> None:
-    """Serve until `stop`. Raises OSError where the port is taken, TrackerError where the tracker does not start."""
+    """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
+
+    Raises OSError where the port is taken, TrackerError where the tracker does not start.
+    """
     identity = Identity.load_or_create(folder / KEY)
     coordinator = Coordinator(config, run, identity, folder)
-    if watched:
-        asyncio.run(_serve(coordinator, folder, port, stop))
-        return
-    record = Record(folder, logging.getLogger(__name__).warning)
-    record.tracker = open_tracker(run, folder, config)
+    record = Record(record_to or folder, coordinator.pool.notices.append)
+    record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
+    _catch_up(record, coordinator)
     try:
         asyncio.run(_serve(coordinator, folder, port, stop, record))
     finally:
-        record.take(*coordinator.pool.history())
+        _catch_up(record, coordinator)
         record.close()
 
 
-async def _serve(
-    coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record | None = None
-) -> None:
+async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record) -> None:
     host = coordinator.config.coordinator.host
     runner = web.AppRunner(coordinator.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -58,12 +57,18 @@ async def _serve(
         recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
-            if record is not None and time.monotonic() - recorded_s >= RECORD_S:
+            if time.monotonic() - recorded_s >= RECORD_S:
+                news = coordinator.pool.history.after(record.history.cursor)
                 # In a thread: a tracker may wait for its own server, and members must not.
-                await asyncio.to_thread(record.take, *coordinator.pool.history())
+                await asyncio.to_thread(record.take, news)
                 recorded_s = time.monotonic()
     finally:
         await runner.cleanup()
+
+
+def _catch_up(record: Record, coordinator: Coordinator) -> None:
+    while record.take(coordinator.pool.history.after(record.history.cursor)):
+        pass
 
 
 def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float) -> Invite:

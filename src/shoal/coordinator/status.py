@@ -1,21 +1,18 @@
-"""The whole run at a glance, read from the tables: what `/v1/status` answers, and what the view and the report show.
+"""The whole run at a glance, read from the tables: what `/v1/status` answers.
 
-Invariant: it changes nothing. Called by the coordinator's open route; `read_history`, also by `shoal run` when the
-coordinator has ended.
+Invariant: it changes nothing, and its size does not grow with the run's length. Called by the coordinator's open route.
 """
 
-import json
-import sqlite3
+from collections.abc import Sequence
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.protocol.messages import Evaluation, NodeStatus, Stats, Status
+from shoal.protocol.messages import NodeStatus, Stats, Status
 
 
-def read_status(db: Database, config: Config, run: str) -> Status:
+def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
     nodes = _nodes(db)
     reasons = db.all("SELECT reason, count(*) AS n FROM submissions WHERE reason IS NOT NULL GROUP BY reason")
-    metrics, evaluations = read_history(db.connection)
     totals = db.one("SELECT coalesce(sum(tokens), 0) AS tokens, coalesce(sum(stale), 0) AS stale FROM groups")
     return Status(
         run=run,
@@ -28,22 +25,13 @@ def read_status(db: Database, config: Config, run: str) -> Status:
         started_s=db.one("SELECT started_s FROM run")["started_s"],
         now_s=db.clock(),
         nodes=nodes,
-        metrics=metrics,
-        evaluations=evaluations,
+        trained=db.one("SELECT count(*) AS n FROM history WHERE kind = 'step'")["n"],
+        notices=list(notices),
         reject_reasons={row["reason"]: row["n"] for row in reasons},
         slashed=[node.name for node in nodes if node.evicted],
         stale_groups=totals["stale"],
         tokens_generated=totals["tokens"],
     )
-
-
-def read_history(connection: sqlite3.Connection) -> tuple[list[dict[str, float]], list[Evaluation]]:
-    """Every trained step's metrics and every evaluation, in order; nothing where the tables are not made yet."""
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone() is None:
-        return [], []
-    steps = connection.execute("SELECT metrics FROM steps ORDER BY step").fetchall()
-    evaluations = connection.execute("SELECT body FROM evaluations ORDER BY version, final").fetchall()
-    return [json.loads(row[0]) for row in steps], [Evaluation.model_validate_json(row[0]) for row in evaluations]
 
 
 def _nodes(db: Database) -> list[NodeStatus]:

@@ -11,16 +11,18 @@ from shoal.config import Config
 from shoal.coordinator.assignments import as_assignment
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.trust import Trust
-from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, Reason, Verdict
+from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, Reason, Verdict, WorkerSample
 
 
 class Submissions:
-    def __init__(self, db: Database, config: Config, batches: Batches, trust: Trust) -> None:
+    def __init__(self, db: Database, config: Config, batches: Batches, trust: Trust, history: HistoryLog) -> None:
         self.db = db
         self.config = config
         self.batches = batches
         self.trust = trust
+        self.history = history
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class Submissions:
                 state,
                 reason,
                 verdict.content,
-                verdict.model_dump_json(),
+                verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
                 self.db.clock(),
                 row["id"],
             )
@@ -125,12 +127,27 @@ class Submissions:
             }
             if reason is None:
                 self.batches.credit(row["id"], row["version"], verdict.groups)
+                self.history.put_samples(self._samples(row, verdict))
                 tokens = sum(group.tokens for group in verdict.groups)
                 self.db.ledger.append("accepted", entry | {"tokens": tokens, "groups": len(verdict.groups)})
                 return
             self.db.ledger.append("rejected", entry | {"reason": reason.value, "detail": verdict.detail})
             if reason in HARD and self._evict(row["worker"]):
                 self.db.ledger.append("slashed", entry | {"reason": reason.value})
+
+    def _samples(self, row: sqlite3.Row, verdict: Verdict) -> list[WorkerSample]:
+        worker = self.db.one("SELECT name FROM nodes WHERE key = ?", row["worker"])["name"]
+        return [
+            WorkerSample(
+                **group.sample.model_dump(),
+                submission=row["id"],
+                group=number,
+                worker=worker,
+                policy_version=row["version"],
+            )
+            for number, group in enumerate(verdict.groups)
+            if group.sample is not None
+        ]
 
     def _reason(self, row: sqlite3.Row, verdict: Verdict) -> Reason | None:
         """Why it is rejected: what the validator found, or what only the pool can know."""

@@ -15,7 +15,8 @@ from shoal.config import Config
 from shoal.engine.protocol import Engine, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
-from shoal.protocol.messages import Evaluation, Ok, Status
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
@@ -37,7 +38,10 @@ class Evaluator:
 
     def run(self, stop: threading.Event) -> str:
         """Evaluate what is due until the run is finished, or `stop`. Returns which."""
-        done = {(e.version, e.final) for e in self.node.get("/v1/status", Status).evaluations}
+        history = RunHistory()
+        while history.add(self.node.get(f"/v1/history?after={history.cursor}", History)):
+            pass
+        done = {(found.version, found.final) for found in history.evaluations}
         while not stop.is_set():
             answer = self.node.beat()
             if answer.state != "running":

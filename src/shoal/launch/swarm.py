@@ -9,9 +9,7 @@ import json
 import os
 import shutil
 import socket
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -22,18 +20,16 @@ from rich.console import Console
 
 from shoal import config as config_module
 from shoal.config import Cheat, Config
-from shoal.coordinator.status import read_history
 from shoal.errors import ShoalError
 from shoal.launch.children import Child, Children
 from shoal.launch.cores import available_cores, share_threads
 from shoal.launch.memory import Peaks
 from shoal.launch.process import Interrupted, signals_interrupt
+from shoal.protocol.history import RunHistory
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import Evaluation, Role, Status
-from shoal.tracking.record import Record
+from shoal.protocol.messages import History, Role, Status
 from shoal.tracking.report import summary_table, write_report
-from shoal.tracking.trackers import open_tracker
 from shoal.view import LiveView
 
 POLL_S = 0.3
@@ -50,6 +46,7 @@ class Seen:
     """What the watch remembers from one look to the next."""
 
     status: Status | None = None
+    history: RunHistory = field(default_factory=RunHistory)
     progress: tuple[int, int] = (-1, -1)
     progress_s: float = field(default_factory=time.monotonic)
     peaks: Peaks = field(default_factory=Peaks)
@@ -79,18 +76,16 @@ class Swarm:
         self.children = Children(self.out / "logs", config.run.max_restarts, config.model.device)
         self.seen = Seen()
         self.view = LiveView(self.console)
-        self.record = Record(self.out, self._say)
 
     def run(self) -> int:
         """The whole run. Returns the exit status.
 
-        Raises TrackerError before anything starts, SwarmError or ChildError where the run could not be finished.
+        Raises SwarmError or ChildError where the run could not be finished.
         """
         started_s = time.monotonic()
         self._make_folder()
         with signals_interrupt():
             try:
-                self.record.tracker = open_tracker(self.out.name, self.out, self.config)
                 self.config = self._prepare()
                 self._start_all()
                 self._watch()
@@ -100,8 +95,6 @@ class Swarm:
             finally:
                 self.children.stop_all()
                 self.client.close()
-                self.record.take(*self._history())
-                self.record.close()
         self._finish(time.monotonic() - started_s)
         return 0
 
@@ -142,7 +135,8 @@ class Swarm:
         if not self.url:
             self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
         port = self.url.rpartition(":")[2]
-        command = ["coordinator", str(self.out / "config.toml"), "--run", self.run_name, "--port", port, "--watched"]
+        command = ["coordinator", str(self.out / "config.toml"), "--run", self.run_name, "--port", port]
+        command += ["--record", str(self.out)]
         self._wait_for(self._add("coordinator", *command, threads=1))
 
         threads = share_threads(self.config, self.cores)
@@ -195,7 +189,7 @@ class Swarm:
             while True:
                 status = self._look()
                 if status is not None:
-                    view.update(status)
+                    view.update(status, self.seen.history)
                     self._remember(status)
                     if status.state == "finished":
                         return
@@ -208,27 +202,26 @@ class Swarm:
     def _look(self) -> Status | None:
         """The coordinator's view of the run; None while it is away (it may be restarting)."""
         try:
-            response = self.client.get(f"{self.url}/v1/status")
-            return Status.model_validate_json(response.raise_for_status().content)
+            response = self.client.get(f"{self.url}/v1/status").raise_for_status()
+            status = Status.model_validate_json(response.content)
+            while self.seen.history.add(self._news()):
+                pass
+            return status
         except (httpx.HTTPError, ValidationError):
             return None
 
     def _remember(self, status: Status) -> None:
         seen = self.seen
         seen.peaks.weigh(self.children.pids() | {"shoal run": os.getpid()})
-        progress = (len(status.metrics) + len(status.evaluations), sum(node.accepted for node in status.nodes))
+        known = len(seen.history.metrics) + len(seen.history.evaluations)
+        progress = (known, sum(node.accepted for node in status.nodes))
         if progress != seen.progress:
             seen.progress, seen.progress_s = progress, time.monotonic()
         seen.status = status
-        self.record.take(status.metrics, status.evaluations)
 
-    def _history(self) -> tuple[list[dict[str, float]], list[Evaluation]]:
-        """All that the coordinator, which has ended, came to know: more than it was last asked for."""
-        path = self.out / "coordinator" / "pool.sqlite"
-        if not path.exists():
-            return [], []
-        with closing(sqlite3.connect(path)) as database:
-            return read_history(database)
+    def _news(self) -> History:
+        response = self.client.get(f"{self.url}/v1/history", params={"after": self.seen.history.cursor})
+        return History.model_validate_json(response.raise_for_status().content)
 
     def _say(self, line: str) -> None:
         """Tell the person who watches, and who reads the logs later."""
@@ -238,7 +231,7 @@ class Swarm:
 
     def _who_waits(self) -> str:
         nodes = self.seen.status.nodes if self.seen.status else []
-        waiting = [f"{node.name} is {node.stats.doing}" for node in nodes if node.stats.doing.startswith("waiting")]
+        waiting = [f"{node.name} is waiting for {node.stats.doing}" for node in nodes if node.stats.waiting]
         return "; ".join(waiting) or f"see {self.out / 'logs'}"
 
     # --- ending ------------------------------------------------------------------------------------------------------
@@ -255,6 +248,7 @@ class Swarm:
             self.out,
             config=self.config,
             status=status,
+            history=self.seen.history,
             seed=self.config.run.seed,
             wall_s=wall_s,
             restarts=self.children.restarts(),

@@ -18,7 +18,8 @@ Everybody imports this; it imports nobody.
     learner       GET  /v1/accepted/{id}                -> Parquet
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
-    anyone        GET  /v1/status                       -> Status
+    anyone        GET  /v1/status                       -> Status (now)
+    anyone        GET  /v1/history?after=CURSOR         -> History (metrics, evaluations, samples since then)
     anyone        GET  /metrics                         -> the pool's figures, in Prometheus' text format
 """
 
@@ -95,6 +96,7 @@ class Stats(Message):
     tokens: int = Field(default=0, ge=0, le=LARGEST)  # generated or checked since its start
     busy_s: float = Field(default=0, ge=0)
     waiting_s: float = Field(default=0, ge=0)
+    waiting: bool = False  # then `doing` names what it waits for
     rss_bytes: int = Field(default=0, ge=0, le=LARGEST)  # peak
     pid: int = Field(default=0, ge=0, le=LARGEST)
     intake: Intake = Intake()
@@ -184,12 +186,23 @@ class ContentOwner(Message):
     submission: str | None
 
 
+class Sample(Message):
+    """One completion as the model wrote it, for people to read. Long texts are cut in the middle."""
+
+    task: str = Field(max_length=200)
+    prompt: str = Field(max_length=4_000)
+    completion: str = Field(max_length=4_000)
+    reward: float
+    tokens: int = Field(ge=0, le=LARGEST)
+
+
 class GroupResult(Message):
     """One accepted group as the validator recomputed it."""
 
     reward_mean: float
     useful: bool  # rewards differ, so that advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
+    sample: Sample | None = None  # its first completion
 
 
 class Verdict(Message):
@@ -267,9 +280,27 @@ class Status(Message):
     started_s: float
     now_s: float
     nodes: list[NodeStatus]
-    metrics: list[dict[str, float]]  # one per trained step
-    evaluations: list[Evaluation]
+    trained: int  # steps
+    notices: list[str]  # what the operator should know, newest last
     reject_reasons: dict[str, int]
     slashed: list[str]
     stale_groups: int  # useful groups that grew too old before a batch took them
     tokens_generated: int  # accepted tokens, as the validators counted them
+
+
+class WorkerSample(Sample):
+    """A sample, and whose work it is."""
+
+    submission: str = SubmissionId
+    group: int = Field(ge=0)
+    worker: str = NodeName
+    policy_version: int = Field(ge=0)
+
+
+class History(Message):
+    """What became known after a cursor, oldest first. A step that is reported again comes again."""
+
+    cursor: int = Field(ge=0)  # ask with this one next
+    metrics: list[dict[str, float]]  # one per trained step
+    evaluations: list[Evaluation]
+    samples: list[WorkerSample]

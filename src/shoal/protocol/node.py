@@ -68,7 +68,8 @@ class Node:
         self.name = ""
         self.policy_version: int | None = None
         self.answer: HeartbeatAnswer | None = None
-        self._doing, self._since_s, self._seconds = "starting", time.monotonic(), {"busy": 0.0, "waiting": 0.0}
+        self._doing, self._waiting = "starting", False
+        self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
         self.intake = Intake()
 
@@ -185,14 +186,15 @@ class Node:
         return self.answer.reader_token if self.answer else ""
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Say what this node does from now on, and count the time of what it did before."""
+        """Report what this node does from now on, or what it waits for, and count the time of what it did before."""
         now_s = time.monotonic()
-        self._seconds["waiting" if self._doing.startswith("waiting") else "busy"] += now_s - self._since_s
-        self._doing, self._since_s = ("waiting for " + what if waiting else what), now_s
+        self._seconds["waiting" if self._waiting else "busy"] += now_s - self._since_s
+        self._doing, self._waiting, self._since_s = what, waiting, now_s
 
     def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
         stats = Stats(
             doing=self._doing[:80],
+            waiting=self._waiting,
             tokens=self.tokens,
             busy_s=self._seconds["busy"],
             waiting_s=self._seconds["waiting"],

@@ -1,11 +1,12 @@
-"""What a run's figures are kept in while it goes on: `metrics.jsonl`, `evaluations.jsonl`, and the tracker.
+"""The run's figures as files, and sent to a tracker: `metrics.jsonl`, `evaluations.jsonl`, `rollouts.jsonl`.
 
-    metrics.jsonl       one line a trained step, as the coordinator knows it (docs/metrics.md has the names)
-    evaluations.jsonl   one line a held-out evaluation
+    metrics.jsonl       one line per trained step (docs/metrics.md lists the names)
+    evaluations.jsonl   one line per held-out evaluation
+    rollouts.jsonl      the newest sample completions, one line each
 
-Invariant: both files always hold the whole run so far, so a restart, or a reader at any moment, finds no gap. A tracker
-that fails is told of once and then left alone: training and the files go on.
-Called by `shoal run`, and by a coordinator that nobody watches. `shoal plot` reads the files.
+Invariant: the first two files always hold the whole run so far, so neither a restart nor a reader finds a gap. A tracker
+that fails is reported once and then left alone; training and the files continue.
+Called by the coordinator, the one owner of these files. `shoal plot` reads them.
 """
 
 import json
@@ -13,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.files import write_file
-from shoal.protocol.messages import Evaluation
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import History
 from shoal.tracking.trackers import Nowhere, Tracker
 
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+METRICS, EVALUATIONS, ROLLOUTS = "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl"
 NOT_TRACKED = ("step", "time_s")  # when it was: a tracker has its own
 
 
@@ -27,26 +29,30 @@ class Record:
         self.folder = folder
         self.say = say
         self.tracker: Tracker = Nowhere()
-        self._metrics: list[dict[str, float]] | None = None
-        self._evaluations: list[Evaluation] | None = None
-        self._tracked: set[tuple[int, bool]] = set()
+        self.history = RunHistory()
+        self._tracked: set[tuple[str, int]] = set()
+        for name in (METRICS, EVALUATIONS, ROLLOUTS):
+            if not (folder / name).exists():
+                self._write(name, [])
 
-    def take(self, metrics: Sequence[dict[str, float]], evaluations: Sequence[Evaluation]) -> None:
-        """Take in all steps and evaluations so far. Raises OSError where the files cannot be written."""
-        if metrics != self._metrics:
-            self._write(METRICS, [json.dumps(step) for step in metrics])
-            for step in metrics[len(self._metrics or []) :]:
-                told = {name: value for name, value in step.items() if name not in NOT_TRACKED}
-                self._track(told, int(step["step"]) + 1)
-            self._metrics = list(metrics)
-        if evaluations != self._evaluations:
-            self._write(EVALUATIONS, [found.model_dump_json() for found in evaluations])
-            for found in evaluations:
-                if (found.version, found.final) not in self._tracked:
-                    self._tracked.add((found.version, found.final))
-                    accuracies = {"heldout/greedy": found.greedy, "heldout/sampled": found.sampled}
-                    self._track({name: v for name, v in accuracies.items() if v is not None}, found.version)
-            self._evaluations = list(evaluations)
+    def take(self, news: History) -> bool:
+        """Take in what became known. Returns whether it was anything. Raises OSError where a file cannot be written."""
+        if not self.history.add(news):
+            return False
+        if news.metrics:
+            self._write(METRICS, [json.dumps(step) for step in self.history.metrics])
+        if news.evaluations:
+            self._write(EVALUATIONS, [found.model_dump_json() for found in self.history.evaluations])
+        if news.samples:
+            self._write(ROLLOUTS, [sample.model_dump_json() for sample in self.history.samples])
+        for step in news.metrics:
+            values = {name: value for name, value in step.items() if name not in NOT_TRACKED}
+            self._track("step", int(step["step"]) + 1, values)
+        for found in news.evaluations:
+            accuracies = {"heldout/greedy": found.greedy, "heldout/sampled": found.sampled}
+            values = {name: value for name, value in accuracies.items() if value is not None}
+            self._track("final" if found.final else "evaluation", found.version, values)
+        return True
 
     def close(self) -> None:
         """Let the tracker send what it holds."""
@@ -55,7 +61,11 @@ class Record:
         except Exception as error:  # noqa: BLE001 - someone else's code: what it may raise is not known
             self._gave_up("did not close", error)
 
-    def _track(self, values: dict[str, float], version: int) -> None:
+    def _track(self, kind: str, version: int, values: dict[str, float]) -> None:
+        """Send figures once; a step that is reported again is not sent again."""
+        if (kind, version) in self._tracked:
+            return
+        self._tracked.add((kind, version))
         try:
             self.tracker.log(values, version)
         except Exception as error:  # noqa: BLE001 - likewise

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from shoal.config import Config
 from shoal.files import write_file
+from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, Status
 from shoal.view import busy_frac, clean, count, duration, first_of, memory, number, percent, total
 
@@ -33,6 +34,7 @@ def write_report(
     *,
     config: Config,
     status: Status,
+    history: RunHistory,
     seed: int,
     wall_s: float,
     restarts: dict[str, int],
@@ -43,6 +45,7 @@ def write_report(
     summary = summarize(
         config=config,
         status=status,
+        history=history,
         seed=seed,
         wall_s=wall_s,
         restarts=restarts,
@@ -50,7 +53,7 @@ def write_report(
         peak_together_bytes=peak_together_bytes,
     )
     write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
-    draw_curve(status.metrics, status.evaluations, folder / CURVE, status.run)
+    draw_curve(history.metrics, history.evaluations, folder / CURVE, status.run)
     return summary
 
 
@@ -58,6 +61,7 @@ def summarize(
     *,
     config: Config,
     status: Status,
+    history: RunHistory,
     seed: int,
     wall_s: float,
     restarts: dict[str, int],
@@ -69,10 +73,10 @@ def summarize(
     `restarts` and `peak_rss_bytes` are per process, as `shoal run` saw them; `peak_together_bytes` is what all processes
     held at one moment, pages that several of them map counted once.
     """
-    metrics = status.metrics
+    metrics = history.metrics
     workers = [node for node in status.nodes if node.role == "worker"]
-    before = [found for found in status.evaluations if found.version == 0 and not found.final]
-    after = [found for found in status.evaluations if found.final]
+    before = [found for found in history.evaluations if found.version == 0 and not found.final]
+    after = [found for found in history.evaluations if found.final]
     return {
         "config": config.model_dump(mode="json"),
         "seed": seed,
@@ -88,7 +92,7 @@ def summarize(
         "slashed": list(status.slashed),
         "tokens_generated": status.tokens_generated,
         "tokens_trained": int(total(metrics, "perf/tokens")),
-        "learner_busy_frac": busy_frac(status),
+        "learner_busy_frac": busy_frac(history.metrics),
         "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
         "restarts": dict(restarts),
         "peak_rss_bytes": dict(peak_rss_bytes),

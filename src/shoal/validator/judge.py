@@ -19,7 +19,7 @@ from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, GroupResult, Reason
+from shoal.protocol.messages import Assignment, GroupResult, Reason, Sample
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
@@ -31,10 +31,12 @@ from shoal.store.rollouts import (
     write_accepted,
 )
 from shoal.tasks.derive import plan_groups
-from shoal.tasks.prompt import prompt_tokens, rewards_differ
+from shoal.tasks.prompt import completion_text, prompt_tokens, rewards_differ
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import CHEAP, DEAR, Rules, first
 from shoal.validator.prefill import prefill
+
+SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
 
 
 class Judge:
@@ -156,26 +158,47 @@ class Judge:
         )
         return write_accepted(header, rows, identity)
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._rules().tokenizer
+
     def _rules(self) -> Rules:
         if self.rules is None:
             raise RuntimeError("load() must run before a file can be judged")
         return self.rules
 
 
-def group_results(case: Case) -> list[GroupResult]:
-    """Each group of an accepted case as recomputed."""
+def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
+    """Each group of an accepted case as recomputed, with its first completion for people to read."""
     size = case.group_size
     results = []
     for start in range(0, len(case.rows), size):
         rewards = case.rewards[start : start + size]
+        row = case.rows[start]
+        sample = Sample(
+            task=row.task[:200],
+            prompt=_cut(completion_text(tokenizer, case.prompts[row.group])),
+            completion=_cut(completion_text(tokenizer, row.tokens)),
+            reward=rewards[0],
+            tokens=len(row.tokens),
+        )
         results.append(
             GroupResult(
                 reward_mean=sum(rewards) / size,
                 useful=rewards_differ(rewards),
                 tokens=sum(len(row.tokens) for row in case.rows[start : start + size]),
+                sample=sample,
             )
         )
     return results
+
+
+def _cut(text: str) -> str:
+    """At most SAMPLE_CHARACTERS of a text: its beginning and its end."""
+    if len(text) <= SAMPLE_CHARACTERS:
+        return text
+    half = (SAMPLE_CHARACTERS - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def _logprobs(case: Case) -> list[list[float]]:

@@ -67,7 +67,9 @@ class Validator:
         if finding is not None:
             return _verdict(claim, case, finding), None
         self.node.tokens += sum(len(row.tokens) for row in case.rows)
-        return _verdict(claim, case, None), self.judge.accepted_file(case, self.node.identity)
+        groups = group_results(case, self.judge.tokenizer)
+        verdict = _verdict(claim, case, None).model_copy(update={"groups": groups})
+        return verdict, self.judge.accepted_file(case, self.node.identity)
 
     def hand_in(self, verdict: Verdict, accepted: bytes | None) -> None:
         """Hand in a verdict. A claim that was lost meanwhile is let go."""
@@ -105,5 +107,4 @@ def _verdict(claim: Claim, case: Case | None, finding: Finding | None) -> Verdic
         detail=finding.detail[:2000] if finding else "",
         evidence=case.evidence if case else {},
         content=case.header.content if case else None,
-        groups=[] if finding or case is None else group_results(case),
     )

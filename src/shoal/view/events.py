@@ -5,6 +5,7 @@ Invariant: each event is told once, however often its status comes. Called by th
 
 from collections.abc import Iterator
 
+from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.view.figures import NONE, SILENT_S, count, counted, duration, first_of, number, percent
 
@@ -18,16 +19,18 @@ class Events:
         self._rejected: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
         self._slashed: set[str] = set()
+        self._noticed: set[str] = set()
         self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | evicted)
 
-    def new(self, status: Status) -> list[str]:
+    def new(self, status: Status, history: RunHistory) -> list[str]:
         """The lines for what happened since the last call."""
         return [
             *self._membership(status),
-            *self._training(status),
-            *self._evaluations(status),
+            *self._training(status, history),
+            *self._evaluations(history),
             *self._rejections(status),
             *self._slashes(status),
+            *self._notices(status),
         ]
 
     def _membership(self, status: Status) -> Iterator[str]:
@@ -50,10 +53,10 @@ class Events:
             elif now != before and now == "silent":
                 yield f"silent: {who}, last seen {duration(age_s)} ago"
 
-    def _training(self, status: Status) -> Iterator[str]:
-        first = first_of(status.metrics, "reward/mean")
-        for index in range(self._steps, len(status.metrics)):
-            step = status.metrics[index]
+    def _training(self, status: Status, history: RunHistory) -> Iterator[str]:
+        first = first_of(history.metrics, "reward/mean")
+        for index in range(self._steps, len(history.metrics)):
+            step = history.metrics[index]
             reward = step.get("reward/mean")
             since = ""
             if index and reward is not None and first is not None:
@@ -66,10 +69,10 @@ class Events:
                 f"entropy {number(step.get('policy/entropy'))}, busy {number(step.get('perf/busy_s'), 1)} s, "
                 f"waiting {number(step.get('perf/waiting_s'), 1)} s"
             )
-        self._steps = max(self._steps, len(status.metrics))
+        self._steps = max(self._steps, len(history.metrics))
 
-    def _evaluations(self, status: Status) -> Iterator[str]:
-        for found in status.evaluations:
+    def _evaluations(self, history: RunHistory) -> Iterator[str]:
+        for found in history.evaluations:
             if (found.version, found.final) in self._evaluated:
                 continue
             self._evaluated.add((found.version, found.final))
@@ -91,6 +94,12 @@ class Events:
             if name not in self._slashed:
                 self._slashed.add(name)
                 yield f"slashed: {name}"
+
+    def _notices(self, status: Status) -> Iterator[str]:
+        for notice in status.notices:
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                yield notice
 
 
 def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:

@@ -13,10 +13,10 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 
 
-def eta_s(status: Status) -> float | None:
+def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
     """Seconds to the end at the pace of the last trained steps; None before the first."""
-    times_s = [step["time_s"] for step in status.metrics if "time_s" in step][-ETA_STEPS - 1 :]
-    left = status.steps - len(status.metrics)
+    times_s = [step["time_s"] for step in metrics if "time_s" in step][-ETA_STEPS - 1 :]
+    left = status.steps - len(metrics)
     if not times_s:
         return None
     begun_s, steps = (times_s[0], len(times_s) - 1) if len(times_s) > 1 else (status.started_s, 1)
@@ -26,9 +26,9 @@ def eta_s(status: Status) -> float | None:
     return max(left * step_s - under_way_s, 0.0)
 
 
-def busy_frac(status: Status) -> float | None:
+def busy_frac(metrics: Sequence[dict[str, float]]) -> float | None:
     """Share of the learner's time that was not spent waiting for rollouts, over all trained steps."""
-    busy_s, waiting_s = total(status.metrics, "perf/busy_s"), total(status.metrics, "perf/waiting_s")
+    busy_s, waiting_s = total(metrics, "perf/busy_s"), total(metrics, "perf/waiting_s")
     return ratio(busy_s, busy_s + waiting_s)
 
 

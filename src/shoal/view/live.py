@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.view.events import Events
 from shoal.view.figures import clean
@@ -38,12 +39,12 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, status: Status) -> None:
+    def update(self, status: Status, history: RunHistory) -> None:
         self._pace.add(status)
         if self._live is not None:
-            self._live.update(render(status, self._pace), refresh=True)
+            self._live.update(render(status, history, self._pace), refresh=True)
         else:
-            for line in self._events.new(status):
+            for line in self._events.new(status, history):
                 self.log(line)
 
     def log(self, message: str) -> None:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Role, Status
 from shoal.view.figures import (
     NONE,
@@ -42,9 +43,11 @@ TAKERS = 4  # nodes in it that only take, on a terminal
 NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
 
 
-def render(status: Status, pace: Pace | None = None, *, width: int | None = None) -> RenderableType:
+def render(
+    status: Status, history: RunHistory, pace: Pace | None = None, *, width: int | None = None
+) -> RenderableType:
     """The whole screen, `width` columns wide (the console's, if that is less or none is given)."""
-    return Screen(status, pace or Pace(), width)
+    return Screen(status, history, pace or Pace(), width)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Screen:
     """The layout, made for the width and height it is drawn at."""
 
     status: Status
+    history: RunHistory
     pace: Pace
     width: int | None
 
@@ -59,8 +63,8 @@ class Screen:
         width = min(self.width or MAX_WIDTH, options.max_width)
         height = options.max_height if console.is_terminal else 10_000
         parts = [
-            _header(self.status, width),
-            _panel("training", _training(self.status, width)),
+            _header(self.status, self.history, width),
+            _panel("training", _training(self.status, self.history, width)),
             _panel("weights", _weights(self.status, width, TAKERS if console.is_terminal else len(self.status.nodes))),
             _panel("nodes", _nodes(self.status, self.pace, width, height - 23)),
             Padding(_verdicts(self.status, width - 4), (0, 2)),
@@ -72,8 +76,8 @@ def _panel(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, title_align="left", border_style="dim", padding=(0, 1))
 
 
-def _header(status: Status, width: int) -> RenderableType:
-    running, done = status.state == "running", len(status.metrics)
+def _header(status: Status, history: RunHistory, width: int) -> RenderableType:
+    running, done = status.state == "running", len(history.metrics)
     items = [
         Text(clean(status.run) or NONE, style="bold"),
         Text(status.state, style="green"),
@@ -81,28 +85,28 @@ def _header(status: Status, width: int) -> RenderableType:
         Text(f"elapsed {duration(status.now_s - status.started_s)}"),
     ]
     if running:
-        items.append(Text(f"ETA {duration(eta_s(status))}"))
+        items.append(Text(f"ETA {duration(eta_s(status, history.metrics))}"))
     line = _flow(items, width - 4)
     bar = ProgressBar(total=max(status.steps, 1), completed=done, complete_style="cyan", finished_style="green")
     return Padding(Group(line, bar), (0, 2))
 
 
-def _training(status: Status, width: int) -> RenderableType:
+def _training(status: Status, history: RunHistory, width: int) -> RenderableType:
     cells = width - 17  # what the frame and the labels leave
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
-    rows.add_row("reward", _reward(status, cells - 32))
-    rows.add_row("held-out", _heldout(status.evaluations, cells))
-    rows.add_row("tokens/s", _tokens(status, cells))
-    rows.add_row("rollout age", _age(status, cells))
-    rows.add_row("learner", _learner(status, cells))
+    rows.add_row("reward", _reward(history, cells - 32))
+    rows.add_row("held-out", _heldout(history.evaluations, cells))
+    rows.add_row("tokens/s", _tokens(status, history, cells))
+    rows.add_row("rollout age", _age(status, history, cells))
+    rows.add_row("learner", _learner(history, cells))
     rows.add_row("next batch", _batch(status))
     return rows
 
 
-def _reward(status: Status, spark_cells: int) -> Text:
-    rewards = [step["reward/mean"] for step in status.metrics if "reward/mean" in step]
+def _reward(history: RunHistory, spark_cells: int) -> Text:
+    rewards = [step["reward/mean"] for step in history.metrics if "reward/mean" in step]
     if not rewards:
         return Text("no step trained yet", style="dim")
     text = Text().append(number(rewards[-1]), style="bold")
@@ -125,9 +129,9 @@ def _heldout(evaluations: Sequence[Evaluation], cells: int) -> Text:
     return _flow([Text(f"greedy {greedy}"), Text(f"sampled {sampled}"), Text(f"{version}, n {last.n}")], cells)
 
 
-def _tokens(status: Status, cells: int) -> Text:
+def _tokens(status: Status, history: RunHistory, cells: int) -> Text:
     elapsed_s = status.now_s - status.started_s
-    made, trained = status.tokens_generated, total(status.metrics, "perf/tokens")
+    made, trained = status.tokens_generated, total(history.metrics, "perf/tokens")
     items = [
         Text(f"{count(ratio(made, elapsed_s))} generated ({count(made)} in all)"),
         Text(f"{count(ratio(trained, elapsed_s))} trained ({count(trained)} in all)"),
@@ -135,19 +139,19 @@ def _tokens(status: Status, cells: int) -> Text:
     return _flow(items, cells)
 
 
-def _age(status: Status, cells: int) -> Text:
-    last = status.metrics[-1] if status.metrics else {}
+def _age(status: Status, history: RunHistory, cells: int) -> Text:
+    last = history.metrics[-1] if history.metrics else {}
     mean, most = last.get("async/staleness_mean"), last.get("async/staleness_max")
-    items = [Text(f"mean {number(mean, 1)}, max {number(most, 0)} versions" if status.metrics else NONE)]
+    items = [Text(f"mean {number(mean, 1)}, max {number(most, 0)} versions" if history.metrics else NONE)]
     if status.stale_groups:
         items.append(Text(f"{status.stale_groups} groups grew too old", style="yellow"))
     return _flow(items, cells)
 
 
-def _learner(status: Status, cells: int) -> Text:
-    if not status.metrics:
+def _learner(history: RunHistory, cells: int) -> Text:
+    if not history.metrics:
         return Text(NONE)
-    busy, last = busy_frac(status), status.metrics[-1]
+    busy, last = busy_frac(history.metrics), history.metrics[-1]
     items = [
         Text(f"busy {percent(busy, 0)}, waiting {percent(None if busy is None else 1 - busy, 0)}"),
         Text(f"entropy {number(last.get('policy/entropy'))}"),
@@ -282,7 +286,8 @@ def _version(node: NodeStatus) -> Text:
 def _doing(node: NodeStatus, status: Status) -> Text:
     if node.name in status.slashed:
         return Text("slashed", style="bold red")
-    return Text(clean(node.stats.doing) or NONE)
+    doing = clean(node.stats.doing)
+    return Text(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
 
 
 def _seen(node: NodeStatus, status: Status) -> Text:
