@@ -237,7 +237,7 @@ async def mirroring(mirror: Relay) -> AsyncIterator[Relay]:
             await task
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"

@@ -64,8 +64,8 @@ async def _bind(
     application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, last_port: Path
 ) -> tuple[web.AppRunner, int]:
     """Listens on `port`. Port 0 means the port from before a restart, or a free one."""
-    if port == 0 and last_port.exists():
-        port = int(last_port.read_text())
+    last = last_port.read_text() if port == 0 and last_port.exists() else ""
+    port = int(last) if last.isdecimal() else port  # an earlier version may have left an empty file
     runner, bound = await serve(application, host, port, ssl=tls)
     write_file(last_port, str(bound).encode())
     return runner, bound
