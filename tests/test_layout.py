@@ -30,7 +30,7 @@ ROOMS = {
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
-    "roles": ["config", "engine", "evals", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
+    "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
         "config", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator", "view",
     ],
@@ -48,9 +48,10 @@ LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise
     "format": [],
+    "tls": [],
     "store": ["format"],
-    "fetch": ["format", "store"],
-    "publish": ["fetch", "format", "store"],
+    "fetch": ["format"],
+    "publish": ["format", "store"],
     "relay": ["fetch", "format", "store"],
     "serve": ["format", "store"],
     "alone": ["fetch", "format", "publish", "relay", "serve", "store"],

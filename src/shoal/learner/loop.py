@@ -24,7 +24,7 @@ from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Batch, Ok, StepReport
 from shoal.protocol.node import Node
-from shoal.shardcast.store import version_name
+from shoal.shardcast.format.names import version_name
 
 POLL_S = 0.1
 

@@ -39,7 +39,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access
-from shoal.shardcast.serve.tls import trusting
+from shoal.shardcast.tls import client_context
 
 HEARTBEAT_S = 1.0
 PATIENCE_S = 120.0  # how long a request outlasts a coordinator that is down or restarting
@@ -172,7 +172,7 @@ class Node:
             publisher,
             self.invite.run,
             token=self.reader_token,
-            tls=trusting(authority),
+            tls=client_context(authority),
             on_fetched=self.came,
         )
 
