@@ -23,7 +23,7 @@ ROOMS = {
     "engine": ["model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
-    "coordinator": ["config", "errors", "ledger", "protocol", "shardcast", "store", "tracking"],
+    "coordinator": ["config", "errors", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
@@ -124,7 +124,7 @@ def reached(start: str) -> set[str]:
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli.main") and "launch.swarm" in own("cli.main")  # `from shoal import`, one in a function
+    assert "config" in own("cli.run") and "launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
     assert "shardcast.fetch.client" in own("shardcast.fetch.follow")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")

@@ -19,13 +19,14 @@ CHUNK_BYTES = 1 << 20
 class NewFile:
     """A file that has no final name yet: it gets one by `commit`, or is gone, or is `kept` to be taken up later."""
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644) -> None:
         self.path = path
+        self.mode = mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
             self.temporary.unlink(missing_ok=True)  # who reads the old one sees that it ended
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, mode)
         self.kept = False
 
     @property
@@ -43,7 +44,7 @@ class NewFile:
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
 
     def commit(self, *, durable: bool = True) -> None:
         """Shards need not be durable: a restart looks at their hashes."""
@@ -64,16 +65,16 @@ def temporary(path: Path) -> Path:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    file = NewFile(path)
+def new_file(path: Path, *, mode: int = 0o644) -> Iterator[NewFile]:
+    file = NewFile(path, mode=mode)
     try:
         yield file
     finally:
         file.close()
 
 
-def write_file(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
+def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    with new_file(path, mode=mode) as file:
         file.write(0, data)
         file.commit()
 
