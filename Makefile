@@ -1,5 +1,5 @@
-# Needs python3 (3.11 or newer) with venv and pip, and nothing else: no activated environment, no compiler.
-# Every target that needs .venv makes it first, and again when pyproject.toml or constraints.txt has changed.
+# Needs only python3 (3.11 or newer) with venv and pip: no activated environment, no compiler.
+# Every target that needs .venv makes it first, and remakes it when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 BENCHMARKS ?= benchmarks/asynchrony.py benchmarks/validation_speed.py benchmarks/fuzz.py
 
-# Which torch: `cpu`, or `cuda` (`make setup TORCH=cuda`; later targets keep what was chosen last).
-# On Linux what PyPI calls 2.13.0 is the CUDA build, so the CPU build is asked for by its name, 2.13.0+cpu: first
-# where pip is configured to look, then at TORCH_INDEX if that answers within PROBE_S seconds. Where neither has it,
-# setup goes on with plain 2.13.0, which runs on a CPU too but is several GB. Elsewhere plain 2.13.0 is the CPU
-# build.
+# Which torch build: `cpu` or `cuda` (`make setup TORCH=cuda`; later targets keep the last choice).
+# On Linux, PyPI's 2.13.0 is the CUDA build. So setup asks for the CPU build by name, 2.13.0+cpu: first at pip's
+# configured index, then at TORCH_INDEX if that answers within PROBE_S seconds. If neither has it, setup installs
+# plain 2.13.0, which also runs on a CPU but is several GB. On other systems plain 2.13.0 is the CPU build.
 STAMPS := $(wildcard $(VENV)/.setup-*)
 TORCH ?= $(or $(patsubst $(VENV)/.setup-%,%,$(firstword $(STAMPS))),cpu)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -26,18 +25,18 @@ STAMP := $(VENV)/.setup-$(TORCH)
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
 
-setup: $(STAMP)  ## install everything into .venv; on a machine with an NVIDIA GPU: make setup TORCH=cuda
+setup: $(STAMP)  ## install everything into .venv (with an NVIDIA GPU: make setup TORCH=cuda)
 
-run: $(STAMP)  ## run a whole swarm on this machine; ARGS="..." goes to `shoal run`
+run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)
 
-test: $(STAMP)  ## tests, but for the slow ones; ARGS="..." goes to pytest
+test: $(STAMP)  ## run the tests, except slow ones; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(STAMP)  ## tests that take minutes
+test-slow: $(STAMP)  ## run the slow tests (each takes minutes)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-lint: lint-format lint-rules lint-types  ## formatting, lint rules, types
+lint: lint-format lint-rules lint-types  ## check formatting, lint rules and types
 
 lint-format: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -48,14 +47,14 @@ lint-rules: $(STAMP)
 lint-types: $(STAMP)
 	$(BIN)/mypy
 
-format: $(STAMP)  ## format, and fix what ruff can fix
+format: $(STAMP)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## the benchmarks, one by one; BENCHMARKS="..." picks some
+bench: $(STAMP)  ## run benchmarks one by one; BENCHMARKS="..." selects some
 	@set -e; for script in $(BENCHMARKS); do echo "+ $(BIN)/python $$script"; $(BIN)/python $$script; done
 
-clean:  ## remove .venv and caches; runs/ stays
+clean:  ## remove .venv and caches; keeps runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -75,7 +74,7 @@ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "Shoal needs Python 3.11 or newer; for instance: make setup PYTHON=python3.12" >&2; exit 1; }
 endef
 
-# TORCH_INDEX is asked for torch alone (--no-deps), never for anything else.
+# Only torch itself (--no-deps) is ever installed from TORCH_INDEX.
 define install_torch_cpu
 if [ "$$(uname -s)" != Linux ]; then $(install_torch_plain); \
 elif $(PIP) install --no-deps '$(TORCH_CPU)' 2>/dev/null; then :; \
@@ -89,7 +88,7 @@ install_torch_plain = $(PIP) install --constraint constraints.txt 'torch==$(TORC
 probe_torch_index = timeout $(PROBE_S) $(PIP) index versions torch --index-url $(TORCH_INDEX) --timeout 5 --retries 0 \
 	2>/dev/null | grep -F '$(TORCH_VERSION)+cpu' >/dev/null
 
-# `===` compares the text: 2.13.0+cpu doesn't pass for 2.13.0.
+# `===` compares the text, so an installed 2.13.0+cpu does not count as 2.13.0.
 define install_torch_cuda
 $(PIP) install --constraint constraints.txt 'torch===$(TORCH_VERSION)'
 endef

@@ -3,9 +3,10 @@
     python benchmarks/runs.py quickstart --seeds 0 1 2
     python benchmarks/runs.py quickstart-byzantine --cheats
     python benchmarks/runs.py tiny-byzantine --cheats
+    python benchmarks/runs.py quickstart --plot              docs/images/quickstart.png from the results; runs nothing
 
-Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. More arguments go
-to `shoal run` as they are (`--set model.dtype=float32`).
+Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. Unknown arguments
+are passed on to `shoal run` (`--set model.dtype=float32`).
 """
 
 import argparse
@@ -19,6 +20,8 @@ from typing import Any, get_args
 from machine import describe
 
 from shoal.config import Cheat
+from shoal.protocol.messages import Evaluation
+from shoal.tracking.report import draw_curve
 
 HERE = Path(__file__).parent
 
@@ -30,7 +33,11 @@ def main() -> None:
     every = get_args(Cheat)
     parser.add_argument("--cheats", nargs="*", choices=every, help="a run for each of these lies (none named: for all)")
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
+    parser.add_argument("--plot", action="store_true", help="draw the first run of the results; run nothing")
     arguments, more = parser.parse_known_args()
+    if arguments.plot:
+        plot(arguments.label or arguments.config)
+        return
     kinds = [""] if arguments.cheats is None else arguments.cheats or every
     (HERE / "results").mkdir(exist_ok=True)
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
@@ -56,6 +63,16 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
         summary["dtype"] = summary.pop("config")["model"]["dtype"]
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         return {"cheat": cheat} | summary | {"metrics": metrics}
+
+
+def plot(label: str) -> None:
+    """docs/images/<label>.png: the curve of the first run in the results file."""
+    run = json.loads((HERE / "results" / f"{label}.json").read_text())["runs"][0]
+    evaluations = [
+        Evaluation(version=0, final=False, **run["heldout_before"]),
+        Evaluation(version=run["steps"], final=True, **run["heldout_after"]),
+    ]
+    draw_curve(run["metrics"], evaluations, HERE.parent / "docs" / "images" / f"{label}.png", f"{label}-{run['seed']}")
 
 
 def table(runs: list[dict[str, Any]]) -> str:

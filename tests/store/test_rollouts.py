@@ -199,6 +199,7 @@ def test_rows_are_signed_in_their_order(take: slice) -> None:
         ("submission", 8),
         ("signer", OTHER.public),
     ],
+    ids=["run", "step", "version", "digest", "worker", "submission", "signer"],  # the keys are random
 )
 def test_a_changed_header_is_not_signed(name: str, value: Any) -> None:
     table, metadata = opened(DATA)

@@ -1,0 +1,144 @@
+"""This tree against another one, interleaved: whole runs of a config, and SHARDCAST over loopback.
+
+    git worktree add ../before COMMIT
+    python benchmarks/against_commit.py ../before --rounds 3 [--jobs tiny quickstart shardcast]
+
+Each round runs every job once with each tree's sources, the order turning from round to round, so that both meet the same
+state of the machine. Writes benchmarks/results/against_commit.json (machine, commits, every figure) and prints each
+figure's median per tree and the median of the rounds' ratios.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from machine import describe
+
+HERE = Path(__file__).parent
+SIZE_BYTES = 512 << 20
+Figures = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="a checkout of the other commit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    arguments = parser.parse_args()
+    trees = {"before": arguments.before.resolve(), "after": HERE.parent}
+    commits = {name: _commit(tree) for name, tree in trees.items()}
+    result = {
+        "command": f"python benchmarks/against_commit.py BEFORE --rounds {arguments.rounds}",
+        "machine": describe(),
+        "commits": commits,
+        "rounds": [],
+    }
+    for number in range(arguments.rounds):
+        for job in arguments.jobs:
+            order = list(trees) if number % 2 == 0 else list(trees)[::-1]
+            figures = {name: JOBS[job](trees[name], number) for name in order}
+            result["rounds"].append({"job": job} | figures)
+            (HERE / "results" / "against_commit.json").write_text(json.dumps(result, indent=1) + "\n")
+            sys.stdout.write(f"{job} {number}: {figures}\n")
+            sys.stdout.flush()
+    for job in arguments.jobs:
+        rounds = [found for found in result["rounds"] if found["job"] == job]
+        for figure in rounds[0]["before"]:
+            before, after = ([found[name][figure] for found in rounds] for name in ("before", "after"))
+            ratio = statistics.median(b / a for a, b in zip(before, after, strict=True) if a)
+            medians = f"{statistics.median(before):.4g} | {statistics.median(after):.4g}"
+            sys.stdout.write(f"| {job} {figure} | {medians} | {ratio:.3f} |\n")
+
+
+def swarm(config: str) -> Callable[[Path, int], Figures]:
+    """A job that runs a config with the round's number as seed."""
+
+    def run(tree: Path, seed: int) -> Figures:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "run"
+            argv = ["run", str(tree / "configs" / f"{config}.toml"), "--seed", str(seed), "--out", str(out)]
+            _shoal(tree, *argv)
+            summary = json.loads((out / "summary.json").read_text())
+            disk = sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file())
+        return {
+            "wall_s": summary["wall_s"],
+            "sampled_after": summary["heldout_after"]["sampled"],
+            "greedy_after": summary["heldout_after"]["greedy"],
+            "peak_gib": summary["peak_together_bytes"] / 2**30,
+            "rejected": float(sum(summary["rejected"].values())),
+            "left_on_disk_gib": disk / 2**30,
+        }
+
+    return run
+
+
+def shardcast(tree: Path, seed: int) -> Figures:
+    """A file of 512 MiB from an origin to one client: wall seconds of the fetch, CPU seconds of either process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        with (folder / "model" / "weights.bin").open("wb") as file:
+            for _ in range(SIZE_BYTES >> 20):
+                file.write(os.urandom(1 << 20))
+        argv = ["origin", folder / "model", "--store", folder / "store", "--key-file", folder / "key.pem"]
+        origin = subprocess.Popen(_command(*argv), env=_environment(tree), stdout=subprocess.PIPE, text=True)
+        assert origin.stdout is not None
+        try:
+            told: dict[str, object] = {}
+            while not {"url", "key", "version"} <= set(told):
+                told |= json.loads(origin.stdout.readline())
+            started_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            _shoal(tree, "fetch", str(told["url"]), "--key", str(told["key"]), "--out", str(folder / "out"))
+            wall_s, after = time.monotonic() - started_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+            client_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        finally:
+            origin.terminate()
+            origin.wait()
+        whole = resource.getrusage(resource.RUSAGE_CHILDREN)
+        origin_s = whole.ru_utime + whole.ru_stime - after.ru_utime - after.ru_stime
+    return {"fetch_wall_s": wall_s, "client_cpu_s": client_s, "origin_cpu_s": origin_s}
+
+
+JOBS: dict[str, Callable[[Path, int], Figures]] = {
+    "shardcast": shardcast,
+    "tiny": swarm("tiny"),
+    "quickstart": swarm("quickstart"),
+}
+
+
+def _shoal(tree: Path, *argv: str) -> None:
+    done = subprocess.run(
+        _command(*argv),
+        env=_environment(tree),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"shoal {' '.join(argv)} of {tree} failed:\n{done.stdout[-2000:]}")
+
+
+def _command(*argv: object) -> list[str]:
+    return [sys.executable, "-m", "shoal", *map(str, argv)]
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(tree / "src")}
+
+
+def _commit(tree: Path) -> str:
+    argv = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

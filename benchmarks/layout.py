@@ -1,0 +1,158 @@
+"""The package's layout in numbers: rooms, floors, imports that run upwards, files and lines, for one tree or several.
+
+    python benchmarks/layout.py                                     this checkout
+    python benchmarks/layout.py ../before/src/shoal src/shoal       two trees side by side, as a Markdown table
+
+A room is a folder or a module at the root of the package; `__init__.py` and `__main__.py` at the root are neither. Imports
+are read from the source, wherever they stand in a file. Rooms that import each other, directly or through others, have no
+order without an upward import; within such a cycle the order with the fewest is taken. A floor is a room's height: one more
+than the highest room it imports, where a cycle counts as one room.
+
+Left out: whether an import is allowed. tests/test_layout.py holds that list.
+"""
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+PACKAGE = "shoal"
+ROOT = Path(__file__).parents[1]
+CYCLE_LIMIT = 8  # rooms; every order of a cycle is tried
+
+Edges = Counter[tuple[str, str]]  # (importing room, imported room) -> modules that import it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", type=Path, default=[ROOT / "src" / PACKAGE], metavar="SRC")
+    sources = parser.parse_args().sources
+    columns = [measure(source) for source in sources]
+    rows = list(dict.fromkeys(name for column in columns for name in column))
+    sys.stdout.write(f"| | {' | '.join(map(str, sources))} |\n| --- |{' --- |' * len(sources)}\n")
+    for name in rows:
+        sys.stdout.write(f"| {name} | {' | '.join(column.get(name, '–') for column in columns)} |\n")
+
+
+def measure(source: Path) -> dict[str, str]:
+    """Every figure of one tree by its name, in the order to print."""
+    modules = read_modules(source)
+    if not modules:
+        raise SystemExit(f"{source} holds no Python module; give the package's folder, such as src/{PACKAGE}")
+    rooms = sorted({room(name) for name in modules} - {"", "__main__"})
+    loose = [name for name in rooms if modules.get(name, Path()).name == f"{name}.py"]
+    edges = room_imports(modules)
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
+    figures = {
+        "modules at the root": str(len(loose)),
+        "rooms, modules at the root included": str(len(rooms)),
+        "floors": str(max(floors(rooms, edges).values())),
+        "rooms in an import cycle": str(sum(len(cycle) for cycle in cycles(rooms, edges))),
+        "imports that run upwards": str(sum(upward(cycle, edges) for cycle in cycles(rooms, edges))),
+        "files": str(len(modules)),
+        "lines": f"{sum(lines.values()):,}",
+        "most files in one folder": str(max(Counter(path.parent for path in modules.values()).values())),
+        "longest file, lines": str(max(lines.values())),
+    }
+    for name in rooms:
+        if name not in loose:
+            own = [module for module in modules if room(module) == name]
+            figures[f"`{name}`: files, lines"] = f"{len(own)}, {sum(lines[module] for module in own):,}"
+    return figures
+
+
+def read_modules(source: Path) -> dict[str, Path]:
+    """Every module by its dotted name below the package; a package has its folder's name, the root the empty one."""
+    named = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return named
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def room_imports(modules: dict[str, Path]) -> Edges:
+    """How many modules of one room import another room."""
+    edges: Edges = Counter()
+    for name, path in modules.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        met = {_module(found, modules) for found in _imported(ast.parse(path.read_text()), package)}
+        edges.update((room(name), other) for other in {room(found) for found in met} - {room(name), ""})
+    return Counter({edge: n for edge, n in edges.items() if edge[0] not in ("", "__main__")})
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    """Absolute names of everything a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = [PACKAGE, *package.split(".")] if package else [PACKAGE]
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _module(absolute: str, modules: dict[str, Path]) -> str:
+    """The module of this package that an absolute name stands in; empty for other packages."""
+    parts = absolute.split(".")
+    if parts[0] != PACKAGE:
+        return ""
+    while parts[1:] and ".".join(parts[1:]) not in modules:
+        parts.pop()
+    return ".".join(parts[1:])
+
+
+def reached(start: str, edges: Edges) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = {other for name, other in edges if name == waiting[-1]} - found
+        waiting.pop()
+        found |= new
+        waiting += new
+    return found
+
+
+def cycles(rooms: list[str], edges: Edges) -> list[tuple[str, ...]]:
+    """Groups of rooms that import each other, directly or through others."""
+    below = {name: reached(name, edges) for name in rooms}
+    groups = {tuple(other for other in rooms if other in below[name] and name in below[other]) for name in rooms}
+    return sorted(group for group in groups if group)
+
+
+def upward(cycle: tuple[str, ...], edges: Edges) -> int:
+    """Imports from a lower room to a higher one, in the order of this cycle that has the fewest."""
+    if len(cycle) > CYCLE_LIMIT:
+        raise SystemExit(f"a cycle of {len(cycle)} rooms has too many orders to try: {', '.join(cycle)}")
+    inside = {edge: n for edge, n in edges.items() if edge[0] in cycle and edge[1] in cycle}
+    counts = []
+    for order in permutations(cycle):
+        place = {name: height for height, name in enumerate(order)}
+        counts.append(sum(n for (low, high), n in inside.items() if place[low] < place[high]))
+    return min(counts)
+
+
+def floors(rooms: list[str], edges: Edges) -> dict[str, int]:
+    """Each room's height, from 1; the rooms of a cycle share one."""
+    groups = {name: cycle for cycle in cycles(rooms, edges) for name in cycle}
+    heights: dict[str, int] = {}
+
+    def height(name: str) -> int:
+        if name not in heights:
+            group = groups.get(name, (name,))
+            below = {other for member, other in edges if member in group and other not in group}
+            heights.update(dict.fromkeys(group, 1 + max(map(height, below), default=0)))
+        return heights[name]
+
+    return {name: height(name) for name in rooms}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What README and docs/ state is compared with the code: links, commands, paths, rooms, checks, raw files of figures."""
+
+import argparse
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shoal.cli.arguments import command_line
+from shoal.validator import checks
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "shoal"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README_LIMIT_BYTES = 6_000
+
+# Commands and flags that the docs describe and the command line does not have yet. Remove an entry when it lands.
+PENDING: dict[str, set[str]] = {
+    "pool": {"--dir", "--url", "--workers", "--relays", "--validators", "--set", "--with"},
+    "status": {"--watch"},
+    "clean": set(),
+    "config": {"--explain"},
+}
+PENDING_LINES = {"shoal coordinator --dir pool"}  # known commands, but not yet with these arguments
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def subparsers() -> dict[str, argparse.ArgumentParser]:
+    actions = command_line()._actions
+    return dict(next(action for action in actions if isinstance(action, argparse._SubParsersAction)).choices)
+
+
+def fenced_commands(text: str) -> list[str]:
+    """Every `shoal ...` line of the blocks that a person pastes, without comment and redirection."""
+    lines = []
+    for language, block in FENCE.findall(text):
+        if language in ("", "sh", "bash", "console"):
+            lines += block.replace("\\\n", " ").splitlines()
+    found = [re.search(r"(?:^|-m )(shoal .*)", line) for line in lines]
+    return [re.sub(r"\s+(#|>).*", "", match[1]).strip() for match in found if match]
+
+
+def inline_commands(text: str) -> list[str]:
+    spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
+    return [span for span in spans if span.startswith("shoal ")]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """The rows of the table whose header line begins with `head`."""
+    lines = text[text.index(head) :].splitlines()[2:]
+    rows = lines[: next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_readme_fits_one_page() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= README_LIMIT_BYTES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_flag_exists(page: Path) -> None:
+    text, known = page.read_text(), subparsers()
+    for command in fenced_commands(text) + inline_commands(text):
+        name, *words = shlex.split(command)[1:]
+        flags = {word.split("=")[0] for word in words if re.match(r"--\w", word)}
+        if name.startswith("-"):
+            assert name in command_line()._option_string_actions, command
+            continue
+        for alternative in name.split("|"):
+            assert alternative in known or alternative in PENDING, f"no such command: {command}"
+            options = set(known[alternative]._option_string_actions) if alternative in known else PENDING[alternative]
+            assert flags <= options, f"{flags - options} of: {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_in_a_block_can_be_parsed(page: Path) -> None:
+    for command in fenced_commands(page.read_text()):
+        words = shlex.split(command)[1:]
+        if words[0] in PENDING or command in PENDING_LINES:
+            continue
+        try:
+            command_line().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"not accepted: {command}")
+
+
+def test_nothing_that_has_landed_is_called_pending() -> None:
+    assert set(PENDING) & set(subparsers()) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_named_source_file_exists(page: Path) -> None:
+    spans = SPAN.findall(FENCE.sub("", page.read_text()))
+    paths = [span for span in spans if re.fullmatch(r"[\w./*-]+/[\w.*-]+\.(py|toml|c)", span)]
+    missing = [path for path in paths if not any(list(base.glob(path)) for base in (ROOT, SRC))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_named_benchmark_and_make_target_exists(page: Path) -> None:
+    text = page.read_text()
+    scripts = set(re.findall(r"python (benchmarks/\w+\.py)", text))
+    assert {script for script in scripts if not (ROOT / script).exists()} == set()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = [line for _, block in FENCE.findall(text) for line in block.splitlines()] + SPAN.findall(text)
+    assert {match[1] for line in commands if (match := re.match(r"make ([a-z-]+)", line))} <= targets
+
+
+def test_every_figure_has_its_raw_file() -> None:
+    named = re.findall(r"`((?:[\w-]+\.json)|(?:calibration-[\w-]+/))`", (ROOT / "docs" / "results.md").read_text())
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+
+
+def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
+    rows = table((ROOT / "docs" / "architecture.md").read_text(), "| room |")
+    written = {room.strip("`"): imports for room, _, imports in rows}
+    rooms = load(ROOT / "tests" / "test_layout.py").ROOMS
+    assert list(written) == list(rooms)
+    for room, imports in rooms.items():
+        assert written[room] == (", ".join(imports) or "–"), f"the row of `{room}` in docs/architecture.md"
+
+
+def test_the_list_of_checks_is_the_validators_own_in_its_order() -> None:
+    rows = table((ROOT / "docs" / "trust.md").read_text(), "| check |")
+    written = [name.strip("`") for name, *_ in rows if name.startswith("`")]
+    if not hasattr(checks, "ALL"):  # pending, like `PENDING` above
+        assert sorted(written) == sorted(check.__name__ for check in checks.CHEAP + checks.DEAR)
+        return
+    assert written == [check.__name__ for check in checks.ALL]
+
+
+def test_layout_counts_an_import_that_runs_upwards(tmp_path: Path) -> None:
+    layout = load(ROOT / "benchmarks" / "layout.py")
+    sources = {
+        "__init__.py": "",
+        "errors.py": "",
+        "low/__init__.py": "",
+        "low/one.py": "from shoal.high import two\n",
+        "high/__init__.py": "import shoal.low.one\n",
+        "high/two.py": "from shoal import errors\nfrom ..low import one\n",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    figures = layout.measure(tmp_path)
+    assert figures["modules at the root"] == "1"
+    assert figures["rooms, modules at the root included"] == "3"
+    assert figures["imports that run upwards"] == "1"  # `low` below `high`: one import up, two down
+    assert figures["floors"] == "2"
+    assert figures["`high`: files, lines"] == "2, 3"
