@@ -4,12 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 
 from shoal import __version__
 from shoal.cli.main import COMMANDS, DONE, FAILED, INTERRUPTED, USAGE, main
+from shoal.cli.nodes import ROLES
 from shoal.config import load
+from shoal.protocol.messages import Role
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 
@@ -31,7 +34,7 @@ def test_a_dry_run_prints_the_resolved_config(small: str, tmp_path: Path, capsys
     assert (config.learner.loss.beta, config.model.name) == (0.5, "bundled:tiny")
 
 
-def test_files_are_laid_over_a_config_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"[validator]\nbatch = {number}\n")
     above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
@@ -75,10 +78,10 @@ def test_a_failure_is_one_line_and_an_exit_status(
     small: str, arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([argument.replace("{small}", small) for argument in arguments]) == status
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith(f"shoal {arguments[0]}: ") and words in told.err
-    assert len(told.err.splitlines()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"shoal {arguments[0]}: ") and words in printed.err
+    assert len(printed.err.splitlines()) == 1
 
 
 INVITE = ["invite", "x", "--role", "worker", "--name", "w"]
@@ -110,8 +113,8 @@ def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], capsys: 
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == USAGE
-    told = capsys.readouterr().err
-    assert "usage: shoal" in told and len(told.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert "usage: shoal" in printed and len(printed.splitlines()) == 1
 
 
 def test_a_number_out_of_range_is_named_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,11 +139,11 @@ def test_a_dry_run_prints_none_too(small: str, capsys: pytest.CaptureFixture[str
 def test_a_dry_run_names_each_problem_in_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["--set", "model.name=./nowhere", "--set", "tasks.operand_max=3", "--set", "relays.tls_ca=no.pem"]
     assert main(["run", small, "--dry-run", *wrong]) == USAGE
-    told = capsys.readouterr()
-    lines = told.err.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
     assert len(lines) == 3 and all(line.startswith("shoal run: ") for line in lines)
     assert "no model at" in lines[0] and "tasks.operand_max" in lines[1] and "no.pem" in lines[2]
-    assert 'name = "./nowhere"' in told.out, "the values are printed all the same"
+    assert 'name = "./nowhere"' in printed.out, "the values are printed all the same"
 
 
 def test_the_values_of_a_config_are_printed_unchecked(
@@ -183,6 +186,10 @@ def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["status", "x"]) == INTERRUPTED
 
 
+def test_every_role_of_the_protocol_has_a_command() -> None:
+    assert set(ROLES) == set(get_args(Role)) <= set(COMMANDS)
+
+
 def test_every_command_has_a_function_and_every_function_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -194,7 +201,7 @@ def test_every_command_has_a_function_and_every_function_a_command(capsys: pytes
         assert end.value.code == DONE
 
 
-def test_an_error_that_nobody_explained_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "prepare", lambda arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["prepare", small])

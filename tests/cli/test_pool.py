@@ -119,8 +119,10 @@ def test_a_second_init_is_refused_and_changes_nothing(
     before = {path: path.read_bytes() for path in (tmp_path / "pool").rglob("*") if path.is_file()}
     capsys.readouterr()
     assert init(config, tmp_path / "pool", "--workers", "9") == FAILED
-    told = capsys.readouterr()
-    assert "is not empty; choose another --dir" in told.err and len(told.err.splitlines()) == 1 and not told.out
+    printed = capsys.readouterr()
+    assert (
+        "is not empty; choose another --dir" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+    )
     assert {path: path.read_bytes() for path in (tmp_path / "pool").rglob("*") if path.is_file()} == before
 
 
@@ -145,8 +147,8 @@ def test_a_pool_that_could_not_work_is_not_made(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert init(config, tmp_path / "pool", *more, url=url) == status
-    told = capsys.readouterr().err
-    assert words in told and len(told.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert words in printed and len(printed.splitlines()) == 1
     assert not (tmp_path / "pool").exists()
 
 
@@ -226,8 +228,8 @@ def test_an_unreachable_pool_is_one_line_with_its_address(
     for where in ("http://127.0.0.1:9", str(tmp_path / "pool")):
         for more in ([], ["--watch"]):
             assert main(["status", where, *more]) == FAILED
-            told = capsys.readouterr().err
-            assert "no coordinator answers at http://127.0.0.1:9" in told and len(told.splitlines()) == 1
+            printed = capsys.readouterr().err
+            assert "no coordinator answers at http://127.0.0.1:9" in printed and len(printed.splitlines()) == 1
 
 
 # --- shoal invite, and nodes that join --------------------------------------------------------------------------------
@@ -259,8 +261,8 @@ def test_an_invite_that_nobody_could_use_is_not_made(
     init(config, tmp_path / "pool")
     capsys.readouterr()
     assert main(["invite", str(tmp_path / "pool"), "--role", "worker", *more]) == FAILED
-    told = capsys.readouterr()
-    assert words in told.err and len(told.err.splitlines()) == 1 and told.out == ""
+    printed = capsys.readouterr()
+    assert words in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
 
 
 @pytest.mark.parametrize(

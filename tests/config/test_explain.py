@@ -6,6 +6,7 @@ import pytest
 
 from shoal.config import Config, ConfigError, dumps, load
 from shoal.config.explain import fields, markdown, text
+from shoal.config.loading import section_of
 from tests.config.test_config import INTELLECT_2
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
@@ -14,6 +15,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 def test_every_field_has_a_description_and_a_source() -> None:
     bare = [field.key for field in fields() if len(field.description) < 4 or not field.source]
     assert bare == [], "give them a description in shoal/config"
+
+
+def test_every_section_has_a_description_of_its_own() -> None:
+    sections = [found for info in Config.model_fields.values() if (found := section_of(info.annotation))]
+    inner = [
+        found for each in sections for info in each.model_fields.values() if (found := section_of(info.annotation))
+    ]
+    assert [each.__name__ for each in [*sections, *inner] if not each.__dict__.get("__doc__")] == []
 
 
 def test_every_field_of_a_written_config_is_explained() -> None:

@@ -24,7 +24,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     init.add_argument("--workers", type=NODES, help="invites for workers (default: workers.count)")
     init.add_argument("--relays", type=NODES, help="invites for relays (default: relays.count)")
     init.add_argument("--validators", type=NODES, help="invites for validators (default: validator.count)")
-    init.add_argument("--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator")
+    init.add_argument(
+        "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
+    )
     init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
 
     coordinator_ = commands.add_parser("coordinator", help="the pool's control plane")

@@ -30,7 +30,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     takes_config(prepare_)
     takes_threads(prepare_)
 
-    clean_ = commands.add_parser("clean", help="delete what a finished run no longer needs")
+    clean_ = commands.add_parser("clean", help="free the disk space that a stopped run no longer needs")
     clean_.add_argument("dir", type=Path, metavar="DIR", help="the run's folder")
 
 

@@ -1,7 +1,7 @@
 """The learning recipe: model, tasks, sampling, loss, optimizer. The formulas are in docs/recipe.md.
 
 `sections` holds each process's own settings, `loading` reads files, and `explain` prints descriptions and sources.
-Every field has a description. A default that Shoal did not choose itself names its source.
+Every field has a description; a section's is its docstring. A default that is not Shoal's own names its source.
 """
 
 from typing import Annotated, Literal
@@ -22,6 +22,8 @@ DPPO: JsonDict = {"source": "DPPO (arXiv 2602.04879), the authors' code"}
 
 
 class Section(BaseModel):
+    """Strict: unknown keys, infinities and later changes are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -227,8 +229,8 @@ class LearnerSection(Section):
     lora: LoraSection | None = Field(
         default=None, description="train low-rank adapters (needs the extra `lora`); none: train all weights"
     )
-    loss: LossSection = Field(default=LossSection(), description="the loss")
-    guard: GuardSection = Field(default=GuardSection(), description="bounds on a single update")
+    loss: LossSection = LossSection()
+    guard: GuardSection = GuardSection()
 
 
 class SftSection(Section):

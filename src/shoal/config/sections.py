@@ -199,18 +199,20 @@ class EvaluatorSection(Section):
 
 
 class Config(Section):
-    run: RunSection = Field(default=RunSection(), description="the run as a whole")
-    model: ModelSection = Field(default=ModelSection(), description="the model and its dtype")
-    tasks: TaskSection = Field(default=TaskSection(), description="problems, prompts, rewards")
-    sampling: SamplingSection = Field(default=SamplingSection(), description="how completions are sampled")
-    coordinator: CoordinatorSection = Field(default=CoordinatorSection(), description="the pool's control plane")
-    learner: LearnerSection = Field(default=LearnerSection(), description="the trainer")
-    origin: OriginSection = Field(default=OriginSection(), description="the server that publishes weights")
-    relays: RelaySection = Field(default=RelaySection(), description="mirrors of the origin")
-    workers: WorkerSection = Field(default=WorkerSection(), description="machines that generate rollouts")
-    validator: ValidatorSection = Field(default=ValidatorSection(), description="checks and their limits")
-    evaluator: EvaluatorSection = Field(default=EvaluatorSection(), description="held-out accuracy")
-    sft: SftSection = Field(default=SftSection(), description="supervised fine-tuning")
+    """A run: one section per process, and the learning recipe."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    tasks: TaskSection = TaskSection()
+    sampling: SamplingSection = SamplingSection()
+    coordinator: CoordinatorSection = CoordinatorSection()
+    learner: LearnerSection = LearnerSection()
+    origin: OriginSection = OriginSection()
+    relays: RelaySection = RelaySection()
+    workers: WorkerSection = WorkerSection()
+    validator: ValidatorSection = ValidatorSection()
+    evaluator: EvaluatorSection = EvaluatorSection()
+    sft: SftSection = SftSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
