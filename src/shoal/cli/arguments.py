@@ -33,9 +33,13 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     """A type for argparse: a whole number in this range."""
 
     def read(text: str) -> int:
-        if not text.lstrip("+-").isdecimal() or not least <= int(text) <= most:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(text)
+        return value
 
     return read
 

@@ -48,7 +48,8 @@ def fields(key: str = "") -> list[Field]:
             raise ConfigError(f"unknown key {key!r}; {hint}")
         known.append(part)
         at = section_of(at.model_fields[part].annotation)
-    return [field for field in _fields(Config, "") if not key or field.key == key or field.key.startswith(f"{key}.")]
+    everything = [field for _, _, own in _sections(Config, "") for field in own]
+    return [field for field in everything if not key or field.key == key or field.key.startswith(f"{key}.")]
 
 
 def text(found: list[Field]) -> str:
@@ -61,16 +62,28 @@ def text(found: list[Field]) -> str:
 
 def markdown() -> str:
     """docs/config.md: a table per section."""
-    return "\n".join([HEAD, *_section(Config, "")])
+    lines = [HEAD]
+    for name, section, own in _sections(Config, ""):
+        if own:
+            lines += [f"## {name}\n\n{(section.__doc__ or '').strip()}\n"]
+            lines += ["| field | meaning | type | default | source |\n| --- | --- | --- | --- | --- |"]
+            lines += [
+                f"| `{each.key.removeprefix(f'{name}.')}` | {each.description} | {each.type} | `{each.default}` "
+                f"| {each.source} |"
+                for each in own
+            ]
+            lines += [""]
+    return "\n".join(lines)
 
 
-def _fields(section: type[Section], name: str) -> Iterator[Field]:
-    for key, info in section.model_fields.items():
-        inner = section_of(info.annotation)
-        if inner is None or info.default is None:
-            yield _field(f"{name}{key}", info)
-        if inner is not None:
-            yield from _fields(inner, f"{name}{key}.")
+def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Section], list[Field]]]:
+    """Every section below this one, itself first: its name, its model, and its own fields."""
+    prefix = f"{name}." if name else ""
+    inner = {key: found for key, info in section.model_fields.items() if (found := section_of(info.annotation))}
+    own = [key for key, info in section.model_fields.items() if key not in inner or info.default is None]
+    yield name, section, [_field(f"{prefix}{key}", section.model_fields[key]) for key in own]
+    for key, found in inner.items():
+        yield from _sections(found, f"{prefix}{key}")
 
 
 def _field(key: str, info: FieldInfo) -> Field:
@@ -108,18 +121,3 @@ def _limit(rule: Any) -> str:
 
 def _value(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
-
-
-def _section(section: type[Section], name: str) -> Iterator[str]:
-    own = [key for key, info in section.model_fields.items() if section_of(info.annotation) is None or not info.default]
-    if name and own:
-        yield f"## {name}\n\n{(section.__doc__ or '').strip()}\n"
-        yield "| field | meaning | type | default | source |\n| --- | --- | --- | --- | --- |"
-        for each in own:
-            found = _field(f"{name}.{each}", section.model_fields[each])
-            yield f"| `{each}` | {found.description} | {found.type} | `{found.default}` | {found.source} |"
-        yield ""
-    for key, info in section.model_fields.items():
-        inner = section_of(info.annotation)
-        if inner is not None:
-            yield from _section(inner, f"{name}.{key}" if name else key)
