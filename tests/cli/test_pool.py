@@ -216,7 +216,7 @@ def test_the_folder_of_a_pool_takes_no_second_config(
 
 
 def test_a_folder_without_a_pool_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["coordinator", "--dir", str(tmp_path)]) == FAILED
+    assert main(["coordinator", "--dir", str(tmp_path)]) == USAGE
     assert "shoal pool init CONFIG" in capsys.readouterr().err
 
 
@@ -279,7 +279,7 @@ def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int
         "sys.exit('torch was imported' if 'torch' in sys.modules else status)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == FAILED and words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == USAGE and words in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "w").exists()
 
 
@@ -288,5 +288,5 @@ def test_an_invite_signed_by_another_key_than_it_names_is_refused(
 ) -> None:
     made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=2**40)
     made.model_copy(update={"key": Identity.generate().public}).save(tmp_path / "invite")
-    assert main(["worker", "--join", str(tmp_path / "invite"), "--dir", str(tmp_path / "w")]) == FAILED
+    assert main(["worker", "--join", str(tmp_path / "invite"), "--dir", str(tmp_path / "w")]) == USAGE
     assert "not signed by this coordinator" in capsys.readouterr().err

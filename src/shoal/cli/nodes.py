@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli import shardcast
-from shoal.cli.arguments import Commands, need, takes_threads
+from shoal.cli.arguments import Commands, UsageError, need, takes_threads
 
 if TYPE_CHECKING:
     from shoal.protocol.invite import Invite
@@ -48,11 +48,7 @@ def node(arguments: argparse.Namespace) -> int:
     """Join a pool and do the role's work until the run ends."""
     role: Role = arguments.command_name
     need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
-    from shoal.protocol.invite import read_invite
-
-    invite = read_invite(arguments.join)
-    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may return after its invite has expired
-    invite.check(role, None if joined_before else time.time())
+    invite = _checked_invite(role, arguments)
     stop = begin(role, arguments)
     return EVICTED if _work(role, invite, arguments, stop) == "evicted" else 0
 
@@ -79,6 +75,19 @@ def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
 
     os.umask(0o077)
     return process.begin(name, threads=arguments.threads)
+
+
+def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
+    """Raises UsageError: starting the same command again does not help."""
+    from shoal.protocol.invite import InviteError, read_invite
+
+    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may return after its invite has expired
+    try:
+        invite = read_invite(arguments.join)
+        invite.check(role, None if joined_before else time.time())
+    except InviteError as error:
+        raise UsageError(str(error)) from error
+    return invite
 
 
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:

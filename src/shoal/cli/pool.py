@@ -71,7 +71,7 @@ def init(arguments: argparse.Namespace) -> None:
 
 def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
-    from shoal.coordinator.founding import CONFIG, open_pool
+    from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.service import serve_forever
     from shoal.launch.check import check_length
 
@@ -79,7 +79,10 @@ def coordinator(arguments: argparse.Namespace) -> None:
     if arguments.config is None:
         if arguments.overrides or arguments.overlays or arguments.run:
             raise UsageError(f"the pool in {arguments.dir} has its config and name: edit {arguments.dir / CONFIG}")
-        config, address = open_pool(arguments.dir)
+        try:
+            config, address = open_pool(arguments.dir)
+        except PoolFolderError as error:
+            raise UsageError(str(error)) from error
         name, url = address.run, address.url
     elif (arguments.dir / CONFIG).exists():
         raise UsageError(
