@@ -128,7 +128,7 @@ def reached(start: str) -> set[str]:
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli.main") and "launch.swarm" in own("cli.main")  # `from shoal import`, one in a function
+    assert "config" in own("cli.run") and "launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
     assert "shardcast.fetch.client" in own("shardcast.fetch.follow")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")

@@ -8,15 +8,20 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config, ConfigError
+from shoal.launch.check import check_length
 from shoal.model import dtype, sources
 
 
 def prepare(config: Config) -> dict[str, Any]:
-    """Fetch, convert or train the model and pick the dtype. Returns both, with the measured GFLOP/s."""
+    """Fetch, convert or train the model and pick the dtype. Returns both, with the measured GFLOP/s.
+
+    Raises ConfigError, ModelNotFoundError.
+    """
     try:
         tasks.load(config.tasks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    check_length(config, fetch=True)
     folder = model_folder(config.model.name)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     return {"folder": str(folder), "dtype": picked, "gflops": {k: round(v, 1) for k, v in gflops.items()}}

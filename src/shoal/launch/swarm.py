@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import get_args
 
 import httpx
-from pydantic import ValidationError
 from rich.console import Console
 
 from shoal import config as config_module
@@ -28,7 +27,8 @@ from shoal.launch.process import Interrupted, signals_interrupt
 from shoal.protocol.history import RunHistory
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import History, Role, Status
+from shoal.protocol.messages import Role, Status
+from shoal.protocol.watch import PoolWatch, UnreachableError
 from shoal.tracking.report import summary_table, write_report
 from shoal.view import LiveView
 
@@ -70,11 +70,12 @@ class Swarm:
         self.out = out.resolve()
         self.url = address
         self.resume = bool(address)
-        self.client = httpx.Client(timeout=5)  # one for all looks: making one takes 20 ms
+        self.client = httpx.Client(timeout=5)
+        self.watch = PoolWatch(address, self.client)
         self.console = Console()
         self.cores = available_cores(config.run.threads)
         self.children = Children(self.out / "logs", config.run.max_restarts, config.model.device)
-        self.seen = Seen()
+        self.seen = Seen(history=self.watch.history)
         self.view = LiveView(self.console)
 
     def run(self) -> int:
@@ -134,6 +135,7 @@ class Swarm:
         host = self.config.coordinator.host
         if not self.url:
             self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
+        self.watch.url = self.url
         port = self.url.rpartition(":")[2]
         command = ["coordinator", str(self.out / "config.toml"), "--run", self.run_name, "--port", port]
         command += ["--record", str(self.out)]
@@ -149,7 +151,7 @@ class Swarm:
                 invite = make_invite(
                     identity, url=self.url, run=self.run_name, role=role, name=name, expires_s=expires_s
                 )
-                (folder / "invite").write_text(invite.encode())
+                invite.save(folder / "invite")
             self._add(name, cheat or role, "--join", str(folder / "invite"), *more, threads=threads.get(role, 1))
 
         add("learner", "learner")
@@ -202,12 +204,8 @@ class Swarm:
     def _look(self) -> Status | None:
         """The coordinator's view of the run; None while it is away (it may be restarting)."""
         try:
-            response = self.client.get(f"{self.url}/v1/status").raise_for_status()
-            status = Status.model_validate_json(response.content)
-            while self.seen.history.add(self._news()):
-                pass
-            return status
-        except (httpx.HTTPError, ValidationError):
+            return self.watch.look()
+        except UnreachableError:
             return None
 
     def _remember(self, status: Status) -> None:
@@ -218,10 +216,6 @@ class Swarm:
         if progress != seen.progress:
             seen.progress, seen.progress_s = progress, time.monotonic()
         seen.status = status
-
-    def _news(self) -> History:
-        response = self.client.get(f"{self.url}/v1/history", params={"after": self.seen.history.cursor})
-        return History.model_validate_json(response.raise_for_status().content)
 
     def _say(self, line: str) -> None:
         """Tell the person who watches, and who reads the logs later."""
