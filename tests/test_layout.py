@@ -32,7 +32,8 @@ ROOMS = {
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
     "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
-        "config", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator", "view",
+        "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
+        "view",
     ],
     "cli": [
         "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
@@ -183,7 +184,7 @@ def test_lies_are_kept_apart_from_the_honest_code() -> None:
     assert [name for name in honest if any(room(other) == "adversary" for other in own(name))] == []
     # `shoal run` starts a liar as a process, where the config asks for one; the docstring of the role names them.
     assert {name for name in honest if "shoal.adversary" in MODULES[name].read_text()} == {
-        "launch.swarm",
+        "launch.members",
         "roles.worker",
     }
 

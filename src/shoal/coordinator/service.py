@@ -6,6 +6,7 @@ and feeds the tracker.
 """
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -20,8 +21,9 @@ from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
-from shoal.protocol.messages import Role
+from shoal.protocol.messages import Role, Status
 from shoal.tracking.record import Record
+from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker
 
 POLL_S = 0.1
@@ -43,11 +45,12 @@ def serve_forever(
     *,
     record_to: Path | None = None,
     url: str = "",
+    reports: bool = True,
 ) -> None:
     """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
 
-    `url` is how nodes reach it (default: where it listens).
-    Raises OSError if the port is taken, TrackerError if the tracker does not start.
+    `url` is how nodes reach it (default: where it listens). `reports`: when the run has finished, write summary and picture
+    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start.
     """
     identity = Identity.load_or_create(folder / KEY)
     coordinator = Coordinator(config, run, identity, folder)
@@ -55,14 +58,21 @@ def serve_forever(
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
     try:
-        asyncio.run(_serve(coordinator, folder, port, stop, record, url))
+        asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
         _catch_up(record, coordinator)
         record.close()
 
 
 async def _serve(
-    coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record, url: str
+    coordinator: Coordinator,
+    folder: Path,
+    port: int,
+    stop: threading.Event,
+    record: Record,
+    url: str,
+    *,
+    reports: bool,
 ) -> None:
     host = coordinator.config.coordinator.host
     runner = web.AppRunner(
@@ -87,8 +97,22 @@ async def _serve(
                 # In a thread: a tracker may wait for its own server, and members must not.
                 await asyncio.to_thread(record.take, news)
                 recorded_s = time.monotonic()
+                if reports and (status := coordinator.pool.status()).state == "finished":
+                    _catch_up(record, coordinator)
+                    await asyncio.to_thread(_report, coordinator.config, status, record)
+                    reports = False
     finally:
         await runner.cleanup()
+
+
+def _report(config: Config, status: Status, record: Record) -> None:
+    """Write the finished run's summary and picture, unless they are there from an earlier start."""
+    path = record.folder / SUMMARY
+    if path.exists() and json.loads(path.read_text())["steps"] >= status.trained:
+        return
+    wall_s = status.now_s - status.started_s
+    summary = write_report(record.folder, config=config, status=status, history=record.history, wall_s=wall_s)
+    log.info("the run has finished its %d steps; %s and %s are in %s", summary["steps"], SUMMARY, CURVE, record.folder)
 
 
 def _catch_up(record: Record, coordinator: Coordinator) -> None:
