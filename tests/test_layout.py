@@ -19,18 +19,18 @@ ROOMS = {
     "model": ["errors"],
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
-    "ledger": ["errors", "protocol"],
-    "tasks": ["config", "errors", "model"],
+    "ledger": ["errors", "files", "protocol"],
+    "tasks": ["config", "errors", "model", "protocol"],
     "engine": ["model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
-    "coordinator": ["config", "errors", "ledger", "protocol", "shardcast", "store", "tracking"],
+    "coordinator": ["config", "errors", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
-    "roles": ["config", "engine", "evals", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
+    "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
         "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
         "view",
@@ -49,9 +49,10 @@ LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise
     "format": [],
+    "tls": [],
     "store": ["format"],
-    "fetch": ["format", "store"],
-    "publish": ["fetch", "format", "store"],
+    "fetch": ["format"],
+    "publish": ["format", "store"],
     "relay": ["fetch", "format", "store"],
     "serve": ["format", "store"],
     "alone": ["fetch", "format", "publish", "relay", "serve", "store"],
@@ -128,7 +129,7 @@ def reached(start: str) -> set[str]:
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli.main") and "launch.swarm" in own("cli.main")  # `from shoal import`, one in a function
+    assert "config" in own("cli.run") and "launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
     assert "shardcast.fetch.client" in own("shardcast.fetch.follow")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat
-from shoal.ledger.chain import read_export, verify_chain
+from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.protocol.identity import Identity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -154,12 +154,12 @@ def test_the_trained_model_loads_in_transformers(finished: tuple[Path, str]) -> 
 def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str], tmp_path: Path) -> None:
     import sqlite3
 
-    from shoal.ledger.chain import Ledger
+    from shoal.ledger.sqlite import SqliteLedger
 
     folder = finished[0] / "coordinator"
     identity = Identity.load(folder / "identity.pem")
     database = sqlite3.connect(folder / "pool.sqlite", isolation_level=None)
-    Ledger(database, identity, clock=time.time).export(tmp_path / "ledger.jsonl")
+    write_export(SqliteLedger(database, identity, clock=time.time).entries(), tmp_path / "ledger.jsonl")
     entries = list(read_export(tmp_path / "ledger.jsonl"))
     verify_chain(entries, identity.public)
     accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}

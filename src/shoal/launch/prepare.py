@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal import tasks
 from shoal.config import Config, ConfigError
+from shoal.launch.check import check_length
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
 from shoal.tasks.prompt import prompt_tokens
@@ -26,6 +27,7 @@ def prepare(config: Config) -> dict[str, Any]:
         loaded = tasks.load(config.tasks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    check_length(config, fetch=True)
     folder = model_folder(config.model.name)
     prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)

@@ -1,8 +1,8 @@
-"""Which dtype to compute in, measured on this machine, because neither name nor vendor of a CPU tells.
+"""Picks the compute dtype by measurement on this machine, because a CPU's name and vendor do not predict it.
 
-Two 2-core CPUs measured while this was written: fp32 170 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other.
-Called once at the start of a run (`shoal run` writes the pick into the resolved config) or of a process started alone.
-Left out: fp16 and fp8. What is *published* is bf16 whatever is computed in.
+Two 2-core CPUs, measured: fp32 170 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other.
+Called once at the start of a run (`shoal run` writes the result into the resolved config) or of a process started alone.
+Left out: fp16 and fp8. *Published* weights are bf16 in any case.
 """
 
 import time
@@ -16,7 +16,7 @@ DtypeName = Literal["float32", "bfloat16"]
 
 SIZE = 512  # rows, columns and depth of the product that is timed: 0.27 GFLOP
 REPEATS = 5
-BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it has to pay for it
+BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it must be clearly faster
 
 
 class DeviceError(ShoalError):
@@ -33,7 +33,7 @@ def check_device(device: str) -> None:
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
-    """GFLOP/s of a square matrix product in `dtype` with torch's current thread count: the best of a few."""
+    """GFLOP/s of a square matrix product in `dtype` with torch's current thread count: the best of several."""
     a = torch.randn(SIZE, SIZE, device=device).to(dtype)
     best_s = float("inf")
     for _ in range(REPEATS):
@@ -42,7 +42,7 @@ def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
         if device != "cpu":
             torch.cuda.synchronize()
         best_s = min(best_s, time.perf_counter() - start)
-        if best_s > 0.2:  # hopeless (bf16 emulated): no need to measure it five times
+        if best_s > 0.2:  # far too slow (bf16 is emulated): one measurement is enough
             break
     return 2 * SIZE**3 / best_s / 1e9
 

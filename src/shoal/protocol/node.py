@@ -42,7 +42,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access
-from shoal.shardcast.serve.tls import trusting
+from shoal.shardcast.tls import client_context
 
 HEARTBEAT_S = 1.0
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
@@ -225,7 +225,7 @@ class Node:
             publisher,
             self.invite.run,
             token=self.reader_token,
-            tls=trusting(authority),
+            tls=client_context(authority),
             on_fetched=self.came,
         )
 

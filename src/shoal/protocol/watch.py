@@ -11,6 +11,8 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import History, Status
 
+MAX_PAGES = 1000  # of history in one look: a server that invents news for ever is left to the next look
+
 
 class UnreachableError(ShoalError):
     """No coordinator answered; the message names the address."""
@@ -28,10 +30,9 @@ class PoolWatch:
         """The state now; `history` then holds everything up to it. Raises UnreachableError."""
         try:
             status = Status.model_validate_json(self._get("/v1/status", {}))
-            while self.history.add(
-                History.model_validate_json(self._get("/v1/history", {"after": self.history.cursor}))
-            ):
-                pass
+            for _ in range(MAX_PAGES):
+                if not self.history.add(self._news()):
+                    break
             return status
         except httpx.TransportError as error:
             raise UnreachableError(
@@ -39,6 +40,9 @@ class PoolWatch:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
             raise UnreachableError(f"what answers at {self.url} is not a Shoal coordinator of this version") from error
+
+    def _news(self) -> History:
+        return History.model_validate_json(self._get("/v1/history", {"after": self.history.cursor}))
 
     def _get(self, path: str, query: dict[str, int]) -> bytes:
         return self.client.get(f"{self.url}{path}", params=query).raise_for_status().content

@@ -1,4 +1,4 @@
-"""`shoal learner`: joins as the learner, loads the policy and trains until the run ends; under torchrun, on every rank."""
+"""`shoal learner`: joins as the learner, loads the policy and trains until the run ends. Under torchrun, on every rank."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _leading(
 
     if not ranks.leads:
         compute_on(threads)
-        received = json.loads(ranks.tell(None))
+        received = json.loads(ranks.broadcast(None))
         yield None, config_module.parse(received["config"]), received["dtype"]
         return
     node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         node.doing("loading the model")
-        ranks.tell(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
+        ranks.broadcast(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
         yield node, config, dtype

@@ -1,4 +1,4 @@
-"""`shoal relay --join`: SHARDCAST's relay as a member of the pool. It mirrors the origin and serves workers."""
+"""`shoal relay --join`: SHARDCAST's relay as a member of the pool. It mirrors the origin and serves the run's nodes."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
-    """Mirror the origin and serve it on, until the run ends."""
+    """Mirrors the origin and serves the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
     store = Store(folder / "store", keep=config.relays.keep, quota_bytes=config.relays.quota_bytes)
 
@@ -25,7 +25,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
         origins = [member.url for member in status.nodes if member.role == "origin" and member.url]
 
         def upstream() -> list[str]:
-            """The origin, and the relays that are up now: among them they find out who is nearer to it."""
+            """The origin and the relays that are up now, in any order: the relay finds its own place among them."""
             return origins + (node.answer.relays if node.answer else [])
 
         relay = Relay(upstream, store, node.access(publisher, config))
@@ -42,7 +42,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
                 node.doing(relay.status.last_error or "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():
-                await task  # raises what stopped the mirror
+                await task  # raises the exception that ended it
             return "stopped"
         finally:
             task.cancel()

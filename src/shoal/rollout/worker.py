@@ -1,4 +1,4 @@
-"""The worker: takes a task, has it produced, hands it in. Untrusted, outbound only.
+"""The worker's loop: get a task, produce the submission, upload it. Untrusted; it makes outbound requests only.
 
 Called by `shoal worker`. It meets the rest of the system only through messages and files.
 Left out: several submissions in flight.
@@ -27,7 +27,7 @@ class Worker:
         self.loaded: int | None = None
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
-        """Work until the run ends, this worker is evicted, or `stop`. Returns which."""
+        """Work until the run ends, this worker is evicted, or `stop` is set. Returns which."""
         while not stop.is_set():
             self.take_weights(follower.newest())
             answer = self.node.beat(wants_task=True)
@@ -41,12 +41,12 @@ class Worker:
             log.info(
                 "task %s: %d groups for step %d", answer.assignment.id, answer.assignment.groups, answer.assignment.step
             )
-            self.hand_in(answer.assignment, self.producer.submission(answer.assignment))
+            self.upload(answer.assignment, self.producer.submission(answer.assignment))
             self.node.tokens = self.producer.tokens
         return "stopped"
 
     def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
-        """Swap in a newer version, between two submissions."""
+        """Load a newer version, between two submissions."""
         if newest is None or newest[1].version == self.loaded:
             return
         folder, manifest = newest
@@ -55,7 +55,7 @@ class Worker:
         self.loaded = manifest.version
         log.info("version %d is loaded", manifest.version)
 
-    def hand_in(self, assignment: Assignment, data: bytes) -> None:
+    def upload(self, assignment: Assignment, data: bytes) -> None:
         """Upload. A refusal (too late, evicted) costs this submission only."""
         try:
             self.node.put(assignment.upload_path, data, Stored)
@@ -68,7 +68,7 @@ class Worker:
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
-    """A follower of the relays that the coordinator names in its heartbeat answers."""
+    """A follower of the relays that heartbeat answers name."""
 
     access = node.access(publisher, config)
 
@@ -80,8 +80,8 @@ def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
 
     def client() -> Client:
         relays = known()
-        if not relays:  # they were there when `wanted` looked
-            raise FetchError("no relay is up at the moment")
+        if not relays:  # all of them left since `wanted` was called
+            raise FetchError("no relay is up")
         return Client(relays, access, cache, relays=known)
 
     return Follower(wanted, client)
