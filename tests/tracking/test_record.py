@@ -121,7 +121,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_files_are_complete(
         record.take(news(n, metrics=steps(n)))
     record.close()
     (line,) = said
-    assert "Memory failed: ConnectionError: no route to host. Training goes on" in line
+    assert "Memory failed: ConnectionError: no route to host. Training continues" in line
     assert lines(tmp_path / "metrics.jsonl") == steps(4)
 
 

@@ -93,7 +93,7 @@ class Record:
         kind = type(self.tracker).__name__
         self.tracker = Nowhere()
         self.say(
-            f"tracking ended: {kind} {how}: {type(error).__name__}: {error}. Training goes on; every figure is in "
+            f"tracking ended: {kind} {how}: {type(error).__name__}: {error}. Training continues; every figure is in "
             f"{self.folder / METRICS}"
         )
 
