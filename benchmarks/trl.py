@@ -124,9 +124,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--target", type=float, nargs=2, default=(0.85, 0.6), help="held-out accuracy, greedy and sampled"
     )
-    parser.add_argument(
-        "--threads", type=int, default=2, help="threads of each system together"
-    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of each system together")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="Shoal's dtype")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of GSM8K's files")
     parser.add_argument("--limit-s", type=float, default=3600, help="limit of one run; a longer run counts as failed")

@@ -20,13 +20,14 @@ CHUNK_BYTES = 1 << 20
 class NewFile:
     """A file without its final name. `commit` gives it that name; otherwise `close` removes it, unless it is `kept`."""
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644) -> None:
         self.path = path
+        self.mode = mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
             self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, mode)
         self.kept = False
 
     @property
@@ -44,7 +45,7 @@ class NewFile:
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
 
     def commit(self, *, durable: bool = True) -> None:
         """Gives the file its final name. Shards need not be durable, because a restart verifies their hashes."""
@@ -65,16 +66,16 @@ def temporary(path: Path) -> Path:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    file = NewFile(path)
+def new_file(path: Path, *, mode: int = 0o644) -> Iterator[NewFile]:
+    file = NewFile(path, mode=mode)
     try:
         yield file
     finally:
         file.close()
 
 
-def write_file(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
+def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    with new_file(path, mode=mode) as file:
         file.write(0, data)
         file.commit()
 
@@ -93,6 +94,18 @@ def fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy a folder of files that never change. Both share the bytes where the file system has hard links."""
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
 
 
 def discard(folder: Path) -> None:

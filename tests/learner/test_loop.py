@@ -107,6 +107,12 @@ def test_a_killed_learner_resumes_to_the_same_versions_bit_for_bit(
     assert (tmp_path / last / "progress.json").read_text() == (straight / last / "progress.json").read_text()
 
 
+def test_the_trained_model_is_left_in_the_learners_folder(straight: Path) -> None:
+    last = straight / "versions" / f"v{STEPS:06d}"
+    assert names(straight / "model") == names(last)
+    assert (straight / "model" / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
+
+
 def test_progress_holds_what_was_trained_and_the_versions_digest(straight: Path) -> None:
     assert names(straight / "checkpoints") == ["step-000002", "step-000004", "step-000005"]
     for step in (2, 4, 5):

@@ -4,10 +4,11 @@ Invariant: it changes nothing, and its size does not grow with the run's length.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.protocol.messages import NodeStatus, Stats, Status
+from shoal.protocol.messages import NodeStatus, Signal, Stats, Status
 
 
 def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
@@ -30,6 +31,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         slashed=[node.name for node in nodes if node.evicted],
         stale_groups=totals.stale,
         tokens_generated=totals.tokens,
+        signal=Signal(**asdict(db.groups.signal(db.open_step()))),
     )
 
 

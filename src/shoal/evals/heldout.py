@@ -5,6 +5,7 @@ Invariant: the first and the last version are always evaluated, on the same task
 Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks.prompt import completion_text, grade, prompt_tokens
 
 IDLE_S = 0.3
+
+log = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -52,7 +55,11 @@ class Evaluator:
                 stop.wait(IDLE_S)
                 continue
             version, final = due
-            self.node.post("/v1/evaluations", self.evaluate(version, final), Ok)
+            found = self.evaluate(version, final)
+            self.node.post("/v1/evaluations", found, Ok)
+            log.info(
+                "version %d is evaluated: greedy %s, sampled %s, n %d", version, found.greedy, found.sampled, found.n
+            )
             done.add(due)
         return "stopped"
 

@@ -6,14 +6,17 @@ Called by `shoal learner`. Under torchrun every rank runs this loop, and only th
 Paper: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
 """
 
+import logging
 import shutil
 import threading
 import time
 from pathlib import Path
+from statistics import fmean
 
 from blake3 import blake3
 
 from shoal.config import Config
+from shoal.files import copy_tree
 from shoal.learner import lora, metrics
 from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.checkpoint import Checkpoints, Progress
@@ -27,6 +30,9 @@ from shoal.protocol.node import Node
 from shoal.shardcast.format.names import version_name
 
 POLL_S = 0.1
+MODEL = "model"  # folder of the trained model, once the run has finished
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -60,6 +66,7 @@ class Learner:
             self.checkpoint(progress)
             self.report(progress.step - 1, fetched, figures, time.monotonic() - started_s, waiting_s)
         self.checkpoints.finish()
+        self.leave_model(progress)
         return "finished"
 
     def wait_for_batch(self, step: int, stop: threading.Event) -> tuple[Batch | None, float]:
@@ -135,9 +142,19 @@ class Learner:
             lora.save(adapters, section, self.folder / "adapter")
         progress.version_digest = blake3(max_threads=blake3.AUTO).update_mmap(final / WEIGHTS).hexdigest()
         self.node.policy_version = progress.step
+        log.info("version %d is written to %s", progress.step, final)
         for old in sorted(self.versions.glob("v*"))[: -self.config.learner.keep_versions]:
             shutil.rmtree(old)
         return metrics.sync_metrics(final, time.monotonic() - started_s)
+
+    def leave_model(self, progress: Progress) -> None:
+        """Copy the last version to where the user looks for it."""
+        if self.node is None:
+            return
+        model = self.folder / MODEL
+        shutil.rmtree(model, ignore_errors=True)  # of an earlier run with fewer steps
+        copy_tree(self.versions / version_name(progress.step), model)
+        log.info("finished %d steps; the trained model is in %s", progress.step, model)
 
     def checkpoint(self, progress: Progress) -> None:
         """Begin to write a checkpoint every few steps and after the last one."""
@@ -160,6 +177,14 @@ class Learner:
         figures |= metrics.memory_metrics(str(self.policy.device))
         trained = [group.submission for group in fetched.groups]
         self.node.post("/v1/steps", StepReport(step=step, metrics=metrics.finite(figures), trained=trained), Ok)
+        log.info(
+            "step %d trained: %d groups, reward %.3f, busy %.1f s, waiting %.1f s",
+            step + 1,
+            len(fetched.groups),
+            fmean(reward for group in fetched.groups for reward in group.rewards),
+            busy_s,
+            waiting_s,
+        )
 
     def _flops(self, groups: list[Group]) -> float:
         settings = self.config.learner

@@ -15,6 +15,8 @@ from shoal.errors import ShoalError
 class OutOfMemoryError(ShoalError):
     """This machine or device has too little memory for a row. The message says what to lower."""
 
+    restart_helps = True  # another process may have held the memory
+
 
 @contextmanager
 def explained(config: LearnerSection) -> Iterator[None]:

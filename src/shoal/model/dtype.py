@@ -10,11 +10,26 @@ from typing import Literal
 
 import torch
 
+from shoal.errors import ShoalError
+
 DtypeName = Literal["float32", "bfloat16"]
 
 SIZE = 512  # rows, columns and depth of the product that is timed: 0.27 GFLOP
 REPEATS = 5
 BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it must be clearly faster
+
+
+class DeviceError(ShoalError):
+    """The configured device does not exist on this machine."""
+
+
+def check_device(device: str) -> None:
+    """Raises DeviceError for a device that torch cannot use here."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceError(f'model.device = "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
@@ -33,7 +48,11 @@ def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
 
 
 def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]:
-    """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto")."""
+    """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto").
+
+    Raises DeviceError.
+    """
+    check_device(device)
     if wanted == "float32":
         return "float32", {}
     if wanted == "bfloat16":

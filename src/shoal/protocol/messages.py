@@ -266,6 +266,16 @@ class NodeStatus(Message):
     stats: Stats
 
 
+class Signal(Message):
+    """Whether the accepted groups teach anything: the rewards of a useful group differ."""
+
+    groups: int = Field(default=0, ge=0)  # accepted while the open step has been open
+    useful: int = Field(default=0, ge=0)  # of these
+    flat: int = Field(default=0, ge=0)  # newest accepted groups in a row with equal rewards
+    lowest: float | None = None  # mean rewards of those
+    highest: float | None = None
+
+
 class Status(Message):
     run: str
     state: Literal["running", "finished"]
@@ -283,6 +293,7 @@ class Status(Message):
     slashed: list[str]
     stale_groups: int  # useful groups that became too old before they got into a batch
     tokens_generated: int  # accepted tokens, counted by the validators
+    signal: Signal = Signal()
 
 
 class WorkerSample(Sample):

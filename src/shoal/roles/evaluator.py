@@ -18,7 +18,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     from shoal.evals.heldout import Evaluator
 
     os.nice(NICENESS)
-    node, config, dtype = join(invite, folder, threads)
+    node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
 

@@ -4,6 +4,7 @@ Called by `shoal worker`. It meets the rest of the system only through messages 
 Left out: several submissions in flight.
 """
 
+import logging
 import threading
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.follow import Follower
 
 IDLE_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -35,6 +38,9 @@ class Worker:
                 stop.wait(IDLE_S)
                 continue
             self.node.doing(f"generating for step {answer.assignment.step}")
+            log.info(
+                "task %s: %d groups for step %d", answer.assignment.id, answer.assignment.groups, answer.assignment.step
+            )
             self.upload(answer.assignment, self.producer.submission(answer.assignment))
             self.node.tokens = self.producer.tokens
         return "stopped"
@@ -47,15 +53,18 @@ class Worker:
         self.node.doing(f"loading version {manifest.version}")
         self.node.policy_version = self.producer.load(folder, manifest.version)
         self.loaded = manifest.version
+        log.info("version %d is loaded", manifest.version)
 
     def upload(self, assignment: Assignment, data: bytes) -> None:
         """Upload. A refusal (too late, evicted) costs this submission only."""
         try:
             self.node.put(assignment.upload_path, data, Stored)
+            log.info("submission %s is handed in: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
             self.node.doing(f"dropping {assignment.id}: {refusal}")
+            log.info("submission %s is dropped: %s", assignment.id, refusal)
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:

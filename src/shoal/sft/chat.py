@@ -100,8 +100,8 @@ class ChatTemplate:
             if whole[: len(before)] != before or whole[: len(after)] != after or len(after) <= len(before):
                 raise ConversationError(
                     f"{conversation.where}: the chat template changes message {turn} or earlier ones when more messages"
-                    " follow, so the assistant's tokens cannot be located; make one conversation for each assistant turn, or mark"
-                    " the turns in the template with {% generation %}"
+                    " follow, so the assistant's tokens cannot be located; make one conversation for each assistant turn, or"
+                    " mark the turns in the template with {% generation %}"
                 )
             spans.append((len(before), len(after)))
         return whole, spans

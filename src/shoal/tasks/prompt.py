@@ -20,14 +20,24 @@ class GradeError(ShoalError):
     """A grader that breaks its contract; the message names the task."""
 
 
+class ChatTemplateError(ShoalError):
+    """The model's tokenizer has no chat template."""
+
+
 def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length: int) -> list[int]:
-    """The token ids of the prompt: the model's chat template around the question."""
+    """The token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
     content = config.prompt.replace("{question}", task.question)  # not str.format: other braces are literal
     if target_length:
         content += f"\nThink for {target_length} tokens before giving the answer."
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": content})
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except ValueError as error:  # transformers' answer to a tokenizer without one
+        raise ChatTemplateError(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template; use an instruct model, or put a "
+            "chat_template.jinja into the model's folder"
+        ) from error
     return list(encoded["input_ids"])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import Assignment
-from shoal.shardcast.store import version_name
+from shoal.shardcast.format.names import version_name
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header, RolloutFileError
 from shoal.tasks.derive import max_rollouts

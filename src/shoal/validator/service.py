@@ -3,6 +3,7 @@
 Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
+import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.judge import Examined, Judge, group_results
 
 IDLE_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Validator:
@@ -81,6 +84,11 @@ class Validator:
                 stored = self.node.put(f"/v1/accepted/{verdict.submission}", accepted, Stored)
                 verdict = verdict.model_copy(update={"accepted_hash": stored.hash})
             self.node.post("/v1/verdicts", verdict, Ok)
+            log.info(
+                "submission %s: %s",
+                verdict.submission,
+                f"rejected ({verdict.reason}): {verdict.detail}" if verdict.reason else "accepted",
+            )
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
@@ -101,6 +109,7 @@ class Validator:
         folder, _ = fetch_published(client, version, digest=digest)
         self.judge.load(folder)
         self.node.policy_version = version
+        log.info("version %d is loaded", version)
 
 
 def _unreadable(claim: Claim, finding: Finding) -> Verdict:

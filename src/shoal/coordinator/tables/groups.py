@@ -26,6 +26,15 @@ class GroupTotals:
     stale: int
 
 
+@dataclass(frozen=True)
+class GroupSignal:
+    groups: int
+    useful: int
+    flat: int
+    lowest: float | None
+    highest: float | None
+
+
 class Groups:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -107,6 +116,18 @@ class Groups:
             "SELECT avg(reward), avg(CASE WHEN flat THEN 1.0 ELSE 0.0 END) FROM groups WHERE accepted_during = ?", step
         )
         return None if reward is None else (reward, flat)
+
+    def signal(self, step: int) -> GroupSignal:
+        """What the groups accepted while `step` was open taught, and the newest groups in a row that taught nothing."""
+        counts = self.connection.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN flat THEN 0 ELSE 1 END), 0) FROM groups WHERE accepted_during = ?",
+            step,
+        )
+        flat = self.connection.row(
+            "SELECT count(*), min(reward), max(reward) FROM groups"
+            " WHERE seq > coalesce((SELECT max(seq) FROM groups WHERE NOT flat), 0)"
+        )
+        return GroupSignal(*counts, *flat)
 
     def totals(self) -> GroupTotals:
         row = self.connection.row(
