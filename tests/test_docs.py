@@ -9,22 +9,13 @@ from types import ModuleType
 
 import pytest
 
-from shoal.cli.arguments import command_line
+from shoal.cli.main import command_line
 from shoal.validator import checks
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "shoal"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README_LIMIT_BYTES = 6_000
-
-# Commands and flags that the docs describe and the command line does not have yet. Remove an entry when it lands.
-PENDING: dict[str, set[str]] = {
-    "pool": {"--dir", "--url", "--workers", "--relays", "--validators", "--set", "--with"},
-    "status": {"--watch"},
-    "clean": set(),
-    "config": {"--explain"},
-}
-PENDING_LINES = {"shoal coordinator --dir pool"}  # known commands, but not yet with these arguments
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -39,9 +30,15 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def subparsers() -> dict[str, argparse.ArgumentParser]:
-    actions = command_line()._actions
-    return dict(next(action for action in actions if isinstance(action, argparse._SubParsersAction)).choices)
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(actions[0].choices) if actions else {}
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a command and of its actions (`shoal pool init`)."""
+    own = set(parser._option_string_actions)
+    return own.union(*(options(action) for action in subparsers(parser).values()))
 
 
 def fenced_commands(text: str) -> list[str]:
@@ -91,7 +88,7 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_and_flag_exists(page: Path) -> None:
-    text, known = page.read_text(), subparsers()
+    text, known = page.read_text(), subparsers(command_line())
     for command in fenced_commands(text) + inline_commands(text):
         name, *words = shlex.split(command)[1:]
         flags = {word.split("=")[0] for word in words if re.match(r"--\w", word)}
@@ -99,25 +96,18 @@ def test_every_command_and_flag_exists(page: Path) -> None:
             assert name in command_line()._option_string_actions, command
             continue
         for alternative in name.split("|"):
-            assert alternative in known or alternative in PENDING, f"no such command: {command}"
-            options = set(known[alternative]._option_string_actions) if alternative in known else PENDING[alternative]
-            assert flags <= options, f"{flags - options} of: {command}"
+            assert alternative in known, f"no such command: {command}"
+            assert flags <= options(known[alternative]), f"{flags} of: {command}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_in_a_block_can_be_parsed(page: Path) -> None:
     for command in fenced_commands(page.read_text()):
         words = shlex.split(command)[1:]
-        if words[0] in PENDING or command in PENDING_LINES:
-            continue
         try:
             command_line().parse_args(words)
         except SystemExit:
             pytest.fail(f"not accepted: {command}")
-
-
-def test_nothing_that_has_landed_is_called_pending() -> None:
-    assert set(PENDING) & set(subparsers()) == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -156,7 +146,7 @@ def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
 def test_the_list_of_checks_is_the_validators_own_in_its_order() -> None:
     rows = table((ROOT / "docs" / "trust.md").read_text(), "| check |")
     written = [name.strip("`") for name, *_ in rows if name.startswith("`")]
-    if not hasattr(checks, "ALL"):  # pending, like `PENDING` above
+    if not hasattr(checks, "ALL"):  # not one list yet
         assert sorted(written) == sorted(check.__name__ for check in checks.CHEAP + checks.DEAR)
         return
     assert written == [check.__name__ for check in checks.ALL]

@@ -19,12 +19,12 @@ ROOMS = {
     "model": ["errors"],
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
-    "ledger": ["errors", "protocol"],
-    "tasks": ["config", "errors", "model"],
+    "ledger": ["errors", "files", "protocol"],
+    "tasks": ["config", "errors", "model", "protocol"],
     "engine": ["model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
-    "coordinator": ["config", "errors", "ledger", "protocol", "shardcast", "store", "tracking"],
+    "coordinator": ["config", "errors", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
@@ -32,7 +32,8 @@ ROOMS = {
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
     "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
-        "config", "engine", "errors", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator", "view",
+        "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
+        "view",
     ],
     "cli": [
         "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
@@ -128,7 +129,7 @@ def reached(start: str) -> set[str]:
 
 
 def test_this_reads_imports_as_python_does() -> None:
-    assert "config" in own("cli.main") and "launch.swarm" in own("cli.main")  # `from shoal import`, one in a function
+    assert "config" in own("cli.run") and "launch.swarm" in own("cli.run")  # `from shoal import`, one in a function
     assert "shardcast.fetch.client" in own("shardcast.fetch.follow")
     assert "store.rollouts" in own("learner.groups")
     assert not own("files")
@@ -183,7 +184,7 @@ def test_lies_are_kept_apart_from_the_honest_code() -> None:
     assert [name for name in honest if any(room(other) == "adversary" for other in own(name))] == []
     # `shoal run` starts a liar as a process, where the config asks for one; the docstring of the role names them.
     assert {name for name in honest if "shoal.adversary" in MODULES[name].read_text()} == {
-        "launch.swarm",
+        "launch.members",
         "roles.worker",
     }
 

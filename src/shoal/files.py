@@ -8,6 +8,7 @@ folder. Every room that stores files uses this module; it imports nothing of Sho
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,14 @@ CHUNK_BYTES = 1 << 20
 class NewFile:
     """A file without its final name. `commit` gives it that name; otherwise `close` removes it, unless it is `kept`."""
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644) -> None:
         self.path = path
+        self.mode = mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
             self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, mode)
         self.kept = False
 
     @property
@@ -43,7 +45,7 @@ class NewFile:
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
 
     def commit(self, *, durable: bool = True) -> None:
         """Gives the file its final name. Shards need not be durable, because a restart verifies their hashes."""
@@ -64,16 +66,16 @@ def temporary(path: Path) -> Path:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    file = NewFile(path)
+def new_file(path: Path, *, mode: int = 0o644) -> Iterator[NewFile]:
+    file = NewFile(path, mode=mode)
     try:
         yield file
     finally:
         file.close()
 
 
-def write_file(path: Path, data: bytes) -> None:
-    with new_file(path) as file:
+def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    with new_file(path, mode=mode) as file:
         file.write(0, data)
         file.commit()
 
@@ -94,6 +96,18 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy a folder of files that never change. Both share the bytes where the file system has hard links."""
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
 def discard(folder: Path) -> None:
     """Removes a folder in one step, so that a half-removed one never has its name. A missing folder is ignored."""
     gone = folder.with_name(f".{folder.name}.gone")
@@ -111,3 +125,18 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
     for path in folder.glob(".*.gone"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Creates a file, whole or not at all. Raises FileExistsError if the path is taken, even if only just now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        write_all(fd, data, 0)
+        os.fsync(fd)
+        path.hardlink_to(unfinished)  # a rename would overwrite; a link refuses, atomically
+    finally:
+        os.close(fd)
+        unfinished.unlink()
+    fsync(path.parent)

@@ -3,11 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import get_args
 
 import pytest
 
-from shoal.cli.main import COMMANDS, DONE, FAILED, USAGE, main
+from shoal import __version__
+from shoal.cli.main import COMMANDS, DONE, FAILED, INTERRUPTED, USAGE, main
+from shoal.cli.nodes import ROLES
 from shoal.config import load
+from shoal.protocol.messages import Role
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 
@@ -15,21 +20,21 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 @pytest.fixture
 def small(tmp_path: Path) -> str:
     path = tmp_path / "small.toml"
-    path.write_text("[run]\nsteps = 3\n")
+    path.write_text("[run]\nsteps = 3\n[sampling]\nmax_tokens = 64\n")
     return str(path)
 
 
 def test_a_dry_run_prints_the_resolved_config(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=./here", "--seed", "9"]
+    overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=bundled:tiny", "--seed", "9"]
     assert main(["run", small, "--dry-run", *overrides]) == DONE
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     config = load(printed)
     assert (config.run.steps, config.run.seed) == (3, 9)
-    assert (config.learner.loss.beta, config.model.name) == (0.5, "./here")
+    assert (config.learner.loss.beta, config.model.name) == (0.5, "bundled:tiny")
 
 
-def test_files_are_laid_over_a_config_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"[validator]\nbatch = {number}\n")
     above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
@@ -41,7 +46,7 @@ def test_files_are_laid_over_a_config_in_order(small: str, tmp_path: Path, capsy
 
 def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    main(["run", small, "--dry-run"])
+    assert main(["run", small, "--dry-run"]) == DONE
     assert [path.name for path in tmp_path.iterdir()] == ["small.toml"]
 
 
@@ -51,37 +56,152 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
         (["run", "{small}", "--set", "learner.lrr=1"], USAGE, "did you mean 'learner.lr'?"),
         (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
         (["run"], USAGE, "shoal run --resume DIR"),
+        (["run", "{small}", "--seed", "-1"], USAGE, "run.seed: "),
+        (["config", "--explain", "learner.lrr"], USAGE, "did you mean 'learner.lr'?"),
+        (["config", "{small}", "--explain"], USAGE, "leave the config out"),
+        (["prepare", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
+        (["calibrate", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
+        (["status", "nowhere"], FAILED, "'nowhere' is neither a folder nor a coordinator's URL"),
+        (["status", "{small}.d"], FAILED, "is neither a folder"),
+        (["status", "ftp://pool:1"], FAILED, "write http://HOST:PORT"),
+        (["worker", "--join", "missing.file", "--dir", "w"], USAGE, "no file at missing.file"),
+        (["worker", "--join", "{small}", "--dir", "w"], USAGE, "not an invite"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
         (["verify", "nowhere.parquet", "--config", "{small}"], FAILED, "nowhere.parquet"),
         (["prepare", "{small}", "--set", "tasks.operand_max=3"], USAGE, "raise tasks.operand_max"),
         (["prepare", "{small}", "--set", "model.name=./nowhere"], FAILED, "no model at"),
         (["prepare", "{small}", "--set", "model.name=bundled:large"], FAILED, "there are 'bundled:smollm2"),
-        (["invite", "{small}.d", "--role", "worker", "--name", "w"], FAILED, "is no coordinator's folder"),
+        (["invite", "{small}.d", "--role", "worker", "--name", "w"], FAILED, "is not the folder of a coordinator"),
     ],
 )
 def test_a_failure_is_one_line_and_an_exit_status(
     small: str, arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([argument.replace("{small}", small) for argument in arguments]) == status
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith(f"shoal {arguments[0]}: ") and words in told.err
-    assert len(told.err.splitlines()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"shoal {arguments[0]}: ") and words in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+INVITE = ["invite", "x", "--role", "worker", "--name", "w"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["swim"], [], ["worker", "--dir", "x"], ["invite", "x", "--role", "king", "--name", "k"]],
+    [
+        ["swim"],
+        [],
+        ["worker", "--dir", "x"],
+        ["invite", "x", "--role", "king", "--name", "k"],
+        [*INVITE, "--days", "-1"],
+        [*INVITE, "--days", "0"],
+        [*INVITE, "--days", "nan"],
+        [*INVITE, "--days", "1e9"],
+        ["worker", "--join", "x", "--dir", "y", "--threads", "-1"],
+        ["worker", "--join", "x", "--dir", "y", "--threads", "1.5"],
+        ["coordinator", "--dir", "x", "--port", "70000"],
+        ["coordinator", "--dir", "x", "--port", "-1"],
+        ["pool", "init", "c.toml", "--dir", "x", "--url", "http://h:1", "--workers", "-1"],
+        ["pool", "init", "c.toml", "--dir", "x", "--url", "http://h:1", "--days", "-1"],
+        ["pool"],
+        ["calibrate", "c.toml", "--submissions", "0"],
+    ],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )
-def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == USAGE
-    assert "usage: shoal" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: shoal" in printed and len(printed.splitlines()) == 1
 
 
-def test_an_error_that_nobody_explained_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_out_of_range_is_named_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*INVITE, "--days", "-1"])
+    assert "--days: '-1' is not a number above 0 and at most 3650" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == DONE
+    assert capsys.readouterr().out == f"shoal {__version__}\n"
+
+
+def test_a_dry_run_prints_none_too(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", small, "--dry-run"]) == DONE
+    printed = capsys.readouterr().out
+    assert "# shard_bytes = none\n" in printed and "# lora = none\n" in printed
+
+
+def test_a_dry_run_names_each_problem_in_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--set", "model.name=./nowhere", "--set", "tasks.operand_max=3", "--set", "relays.tls_ca=no.pem"]
+    assert main(["run", small, "--dry-run", *wrong]) == USAGE
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("shoal run: ") for line in lines)
+    assert "no model at" in lines[0] and "tasks.operand_max" in lines[1] and "no.pem" in lines[2]
+    assert 'name = "./nowhere"' in printed.out, "the values are printed all the same"
+
+
+def test_the_values_of_a_config_are_printed_unchecked(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", small, "--set", "model.name=./nowhere"]) == DONE
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    config = load(tmp_path / "printed.toml")
+    assert (config.run.steps, config.model.name) == (3, "./nowhere")
+
+
+def test_a_field_a_section_or_all_fields_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--explain", "learner.lr"]) == DONE
+    one = capsys.readouterr().out
+    assert "learner.lr\n" in one and "3e-07" in one and "INTELLECT-2" in one
+    main(["config", "--explain", "learner"])
+    section = capsys.readouterr().out
+    main(["config", "--explain"])
+    assert one in section and section.strip() in capsys.readouterr().out
+
+
+def test_the_page_of_all_fields_is_printed_as_it_is_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--markdown"]) == DONE
+    assert capsys.readouterr().out == (Path(QUICKSTART).parents[1] / "docs" / "config.md").read_text()
+
+
+def test_cleaning_says_what_it_freed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = ModuleType("shoal.launch.clean")
+    module.clean_run = lambda folder: 7_600_000_000 if folder == Path("runs/x") else 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shoal.launch.clean", module)
+    assert main(["clean", "runs/x"]) == DONE
+    assert capsys.readouterr().out == "freed 7.60 GB in runs/x\n"
+
+
+def test_ctrl_c_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "status", interrupt)
+    assert main(["status", "x"]) == INTERRUPTED
+
+
+def test_every_role_of_the_protocol_has_a_command() -> None:
+    assert set(ROLES) == set(get_args(Role)) <= set(COMMANDS)
+
+
+def test_every_command_has_a_function_and_every_function_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n    {name}" not in listed] == []
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == DONE
+
+
+def test_an_unexpected_error_keeps_its_traceback(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "prepare", lambda arguments: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["prepare", small])
@@ -102,11 +222,14 @@ HELP = "import contextlib, shoal.cli\nwith contextlib.suppress(SystemExit):\n   
     [
         HELP.format(["--help"]),
         HELP.format(["coordinator", "--help"]),
+        HELP.format(["run", QUICKSTART, "--dry-run"]),
+        HELP.format(["status", "http://127.0.0.1:9"]),
+        HELP.format(["worker", "--join", "missing.file", "--dir", "w"]),
         "import shoal.cli, shoal.launch.swarm, shoal.tracking.report, shoal.view",
         "import shoal.roles.origin, shoal.roles.relay, shoal.protocol.node",
         "import shoal.coordinator.routes, shoal.coordinator.service",
     ],
-    ids=["help", "coordinator-help", "swarm", "broadcast", "coordinator"],
+    ids=["help", "coordinator-help", "dry-run", "status", "no-invite", "swarm", "broadcast", "coordinator"],
 )
 def test_a_process_that_does_not_compute_never_imports_torch(script: str) -> None:
     script += "\nimport sys\nsys.exit('torch' in sys.modules and 'torch was imported')"

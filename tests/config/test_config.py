@@ -1,4 +1,4 @@
-"""The recipe's defaults, what a config refuses and how it says so, and the way through TOML and back."""
+"""The recipe's defaults, what a config refuses and how it says so, and the round trip through TOML."""
 
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def test_an_override_wins_over_the_file_and_the_last_one_over_others(tmp_path: P
 
 
 @pytest.mark.parametrize("override", ["run.seed", "seed=3", "=3", "run.=3", ""])
-def test_an_override_of_another_form_is_refused_with_an_example(tmp_path: Path, override: str) -> None:
+def test_a_malformed_override_is_refused_with_an_example(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"write it as section\.key=value, e\.g\. learner\.lr=1e-5"):
         changed(tmp_path, override)
 
@@ -164,7 +164,7 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(tmp_path: Path, override
     assert message in str(refusal.value)
 
 
-def test_a_rule_that_does_not_apply_is_not_held(tmp_path: Path) -> None:
+def test_a_rule_that_does_not_apply_is_not_enforced(tmp_path: Path) -> None:
     config = changed(tmp_path, "tasks.heldout=8", "evaluator.n=8")  # n_between is 64, but never used
     assert config.evaluator.n_between > config.tasks.heldout
 
@@ -172,7 +172,7 @@ def test_a_rule_that_does_not_apply_is_not_held(tmp_path: Path) -> None:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_answered_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_config_lists_the_existing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").mkdir()
     written(tmp_path / "configs", "")
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,7 @@ def test_a_missing_file_is_answered_with_those_there_are(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("content", [b"[run\n", b"run = \xff", b"[run]\nseed = 1\nseed = 2"])
-def test_what_is_no_toml_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "some.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"some\.toml is not readable as TOML: "):
@@ -193,10 +193,10 @@ def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-# --- files laid over it ----------------------------------------------------------------------------------------------
+# --- overlays ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_laid_over_another_changes_what_it_names_and_no_more(tmp_path: Path) -> None:
+def test_an_overlay_changes_only_the_keys_it_names(tmp_path: Path) -> None:
     base, above, top = (tmp_path / name for name in ("base.toml", "above.toml", "top.toml"))
     base.write_text("[run]\nsteps = 3\n[learner]\nlr = 1e-5\n[learner.loss]\nbeta = 0.5\nepsilon = 0.1\n")
     above.write_text("[learner.loss]\nbeta = 0.25\n[validator]\nproof_exponent_mean = 4.5\n[run]\nsteps = 4\n")
@@ -217,7 +217,7 @@ def test_a_file_laid_over_another_changes_what_it_names_and_no_more(tmp_path: Pa
         ("[validator\n", "not readable as TOML"),
     ],
 )
-def test_a_fault_in_a_file_laid_over_is_refused_naming_it(tmp_path: Path, text: str, message: str) -> None:
+def test_a_fault_in_an_overlay_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     above = tmp_path / "limits.toml"
     above.write_text(text)
     with pytest.raises(ConfigError, match="limits.toml") as caught:
@@ -225,7 +225,7 @@ def test_a_fault_in_a_file_laid_over_is_refused_naming_it(tmp_path: Path, text: 
     assert message in str(caught.value)
 
 
-def test_a_missing_file_laid_over_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_overlay_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.toml"):
         load(written(tmp_path, ""), [], [tmp_path / "nowhere.toml"])
 

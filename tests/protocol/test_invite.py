@@ -1,11 +1,14 @@
 import base64
 import json
+import stat
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import PREFIX, Invite, InviteError, make_invite, open_payload
+from shoal.protocol.invite import PREFIX, Invite, InviteError, make_invite, open_payload, read_invite
 from shoal.protocol.messages import InvitePayload
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
@@ -100,3 +103,34 @@ def test_nonsense_instead_of_a_payload_is_an_invite_error(text: str) -> None:
 def test_a_name_must_be_harmless(name: str) -> None:
     with pytest.raises(ValueError, match="name"):
         invite(name=name)
+
+
+def test_an_invite_in_a_file_is_read_and_only_its_owner_may(tmp_path: Path) -> None:
+    made = invite()
+    made.save(tmp_path / "w.invite")
+    assert read_invite(str(tmp_path / "w.invite")) == made == read_invite(made.encode())
+    assert stat.S_IMODE((tmp_path / "w.invite").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("text", "words"), [("missing.file", "no file at missing.file"), (".", "not readable")])
+def test_a_file_that_holds_no_invite_is_named(text: str, words: str) -> None:
+    with pytest.raises(InviteError, match=words):
+        read_invite(text)
+
+
+@pytest.mark.parametrize("url", ["c:1", "ftp://c:1", "http://c:1/x", ""])
+def test_an_invite_needs_a_url_that_a_node_can_reach(url: str) -> None:
+    with pytest.raises(AddressError, match="write http://HOST:PORT"):
+        invite(url=url)
+    with pytest.raises(InviteError, match="damaged"):
+        Invite.decode(invite().model_copy(update={"url": url}).encode())
+
+
+def test_an_invite_is_checked_for_role_and_time() -> None:
+    made = invite()
+    made.check("worker", now_s=1_999_999_999)
+    made.check("worker", now_s=None)
+    with pytest.raises(InviteError, match="for the role worker, not relay"):
+        made.check("relay", now_s=None)
+    with pytest.raises(InviteError, match="the invite for w-0 has expired"):
+        made.check("worker", now_s=2_000_000_001)

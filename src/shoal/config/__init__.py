@@ -1,7 +1,8 @@
-"""The configuration of a run. The coordinator alone reads the file; all other processes get the resolved config from it.
+"""The configuration of a run. Only the coordinator reads the file; every other process gets the resolved config from it.
 
     recipe     tasks, sampling, loss, optimizer      sections   each process's own settings, and `Config`
-    loading    TOML files and overrides into a `Config`
+    loading    TOML files and overrides to a `Config` and back
+    explain    every field with its description, type, default and source
 
 Every room may import this one; it imports only `shoal.errors`.
 """

@@ -1,35 +1,68 @@
-"""Reads a config: a TOML file, files laid over it, and `section.key=value` overrides, checked as one `Config`.
+"""Reads a config: a TOML file, overlays, and `section.key=value` overrides, checked as one `Config`; and writes it.
 
-Unknown keys are refused with the nearest known name. Every error is a `ConfigError` that names the key.
+Invariant: unknown keys are refused with the nearest known name, and every error is a `ConfigError` that names the key.
+Called by `cli`, `shoal run` and every node. `explain` uses the same list of known keys.
 """
 
 import difflib
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 from pydantic import ValidationError
 
+from shoal.config.recipe import Section
 from shoal.config.sections import Config
 from shoal.errors import ShoalError
 
 
 class ConfigError(ShoalError):
-    """A config that cannot be used; the message names the key and the next step."""
+    """A config that cannot be used. The message names the key and the next step."""
 
 
 def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | None = None) -> Config:
-    """Read a TOML file, lay others over it (calibrated limits, say), apply `section.key=value` overrides.
+    """Read a TOML file, then apply overlays (calibrated limits, for example), then `section.key=value` overrides.
 
     Raises ConfigError.
     """
     values = _read(path)
     for overlay in overlays or []:
-        _lay_over(values, _read(overlay))
+        _overlay(values, _read(overlay))
     for override in overrides or []:
-        _apply(values, override)
+        _override(values, override)
     return parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
+
+
+def parse(values: dict[str, Any], source: str = "config") -> Config:
+    """A Config from plain values. Raises ConfigError, which names every faulty key."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_message(e) for e in error.errors())) from error
+
+
+def dumps(config: Config) -> str:
+    """The whole config as TOML, defaults included. TOML has no null, so `none` is written as a comment."""
+    return "\n".join(line for line in _tables(config, "")).lstrip("\n") + "\n"
+
+
+def nearest(path: list[str]) -> str:
+    """What to write in place of an unknown key: the closest name in its section, or all names there."""
+    section: Any = Config
+    for part in path[:-1]:
+        section = section_of(section.model_fields[part].annotation)
+    near = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {'.'.join([*path[:-1], near[0]])!r}?"
+    return f"known: {', '.join(section.model_fields)}"
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section a field holds, optional or not; None for a plain value."""
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -42,28 +75,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
 
 
-def _lay_over(values: dict[str, Any], above: dict[str, Any]) -> None:
+def _overlay(values: dict[str, Any], above: dict[str, Any]) -> None:
     for name, value in above.items():
         if isinstance(value, dict) and isinstance(values.get(name), dict):
-            _lay_over(values[name], value)
+            _overlay(values[name], value)
         else:
             values[name] = value
 
 
-def parse(values: dict[str, Any], source: str = "config") -> Config:
-    """A Config from plain values. Raises ConfigError that names the key, and the nearest known one if it is unknown."""
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from error
-
-
-def dumps(config: Config) -> str:
-    """The whole config as TOML, defaults included; TOML has no word for none, so what is none is left out."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
+def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *sections, field = key.strip().split(".")
     if not equals or not sections or not field:
@@ -80,14 +100,26 @@ def _apply(values: dict[str, Any], override: str) -> None:
     at[field] = value
 
 
-def _explain(error: Any) -> str:
+def _tables(section: Section, name: str) -> Iterator[str]:
+    """One section's own values, then the sections in it."""
+    inner: dict[str, Section] = {}
+    if name:
+        yield f"\n[{name}]"
+    for key in type(section).model_fields:
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            inner[f"{name}.{key}" if name else key] = value
+        elif value is None:
+            yield f"# {key} = none"
+        else:
+            yield tomli_w.dumps({key: value}).rstrip("\n")
+    for inner_name, inner_section in inner.items():
+        yield from _tables(inner_section, inner_name)
+
+
+def _message(error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     if error["type"] != "extra_forbidden":
-        message = error["msg"].removeprefix("Value error, ")
+        message = cast(str, error["msg"]).removeprefix("Value error, ")
         return f"{'.'.join(path)}: {message}" if path else message
-    section: Any = Config
-    for part in path[:-1]:
-        section = section.model_fields[part].annotation
-    near = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
-    hint = f"did you mean {'.'.join([*path[:-1], near[0]])!r}?" if near else f"known: {', '.join(section.model_fields)}"
-    return f"unknown key {'.'.join(path)!r}; {hint}"
+    return f"unknown key {'.'.join(path)!r}; {nearest(path)}"

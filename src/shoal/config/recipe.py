@@ -1,76 +1,152 @@
-"""The learning recipe as fields: tasks, sampling, loss, optimizer. Defaults are INTELLECT-2's (docs/recipe.md).
+"""The learning recipe: model, tasks, sampling, loss, optimizer. The formulas are in docs/recipe.md.
 
-Part of the configuration; the processes' own settings, and how all of it is read, are in `config`.
-Everybody may import this; it imports nobody.
+`sections` holds each process's own settings, `loading` reads files, and `explain` prints descriptions and sources.
+Every field has a description; a section's is its docstring. A default that is not Shoal's own names its source.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 Tokens = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
+# Where a default is from; a field without a source has Shoal's own default.
+PAPER: JsonDict = {"source": "INTELLECT-2 (arXiv 2505.07291)"}
+MEASURED: JsonDict = {"source": "measured by `shoal calibrate`, see docs/trust.md"}
+GSPO: JsonDict = {"source": "GSPO (arXiv 2507.18071)"}
+SCALE_RL: JsonDict = {"source": "ScaleRL (arXiv 2510.13786)"}
+PRIME_RL: JsonDict = {"source": "PRIME-RL"}
+DPPO: JsonDict = {"source": "DPPO (arXiv 2602.04879), the authors' code"}
+
 
 class Section(BaseModel):
+    """Strict: unknown keys, infinities and later changes are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
-    name: str = "bundled:smollm2-135m-instruct"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "cpu"
+    """The model that is trained, and what it is computed in."""
+
+    name: str = Field(
+        default="bundled:smollm2-135m-instruct",
+        description="bundled:smollm2-135m-instruct, bundled:tiny, a folder (./path or /path), or a Hugging Face id",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="compute dtype; auto: the faster one, measured at start"
+    )
+    device: str = Field(default="cpu", description="torch device to compute on: cpu, cuda, cuda:1")
 
 
 class TaskSection(Section):
-    kind: Literal["arithmetic", "gsm8k"] = "arithmetic"
-    path: str = Field(default="", description="gsm8k: a file of JSON lines or a folder; empty: the Hugging Face hub")
+    """The problems, and how they become prompts and rewards."""
+
+    kind: Literal["arithmetic", "gsm8k"] = Field(
+        default="arithmetic", description="arithmetic: generated sums; gsm8k: grade-school word problems"
+    )
+    path: str = Field(
+        default="", description="gsm8k: a JSON-lines file or a folder; empty: openai/gsm8k on the Hugging Face hub"
+    )
     sha256: str = Field(
-        default="", pattern=r"^([0-9a-f]{64})?$", description="gsm8k: digest that the tasks must have; empty: any"
+        default="", pattern=r"^([0-9a-f]{64})?$", description="gsm8k: required digest of all tasks; empty: any"
     )
-    operand_min: int = Field(default=0, ge=0)
-    operand_max: int = Field(default=29, ge=1)
-    operations: list[Literal["+", "-"]] = ["+"]
-    prompt: str = Field(default="{question}", description="what the user says; {question} stands for the task's own")
-    system: str = Field(default="", description="system message; empty: none is written into the chat template")
-    heldout: int = Field(default=256, ge=1, description="tasks set aside for evaluation, never trained on")
+    operand_min: int = Field(default=0, ge=0, description="arithmetic: smallest operand")
+    operand_max: int = Field(default=29, ge=1, description="arithmetic: largest operand")
+    operations: list[Literal["+", "-"]] = Field(default=["+"], description="arithmetic: operations")
+    prompt: str = Field(default="{question}", description="user message; {question} is replaced by the task's question")
+    system: str = Field(default="", description="system message; empty: none")
+    heldout: int = Field(default=256, ge=1, description="tasks reserved for evaluation and never trained on")
     length_targets: list[Tokens] = Field(
-        default=[], description="target completion lengths; one is drawn per group; empty: none"
+        default=[], description="target completion lengths in tokens, one drawn per group; empty: no length reward"
     )
-    length_penalty: float = Field(default=0.0003, ge=0, description="alpha: reward lost per token off the target")
+    length_penalty: float = Field(
+        default=0.0003,
+        ge=0,
+        description="alpha: reward lost per token of distance from the target length",
+        json_schema_extra=PAPER,
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "TaskSection":
         if self.operand_min > self.operand_max:
             raise ValueError("operand_min must not exceed operand_max")
         if self.kind == "arithmetic" and (self.path or self.sha256):
-            raise ValueError("path and sha256 are for kind = 'gsm8k'; sums are made, not read")
+            raise ValueError("path and sha256 apply only to kind = 'gsm8k'; arithmetic tasks are generated")
         if "{question}" not in self.prompt:
-            raise ValueError("prompt must contain {question}, which stands for the task's own")
+            raise ValueError("prompt must contain {question}, which is replaced by the task's question")
         return self
 
 
 class SamplingSection(Section):
-    temperature: float = Field(default=1.0, gt=0)
-    max_tokens: int = Field(default=32768, ge=1, description="of one completion")
-    group_size: int = Field(default=16, ge=2, description="G: completions of one prompt")
+    """How workers sample completions."""
+
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature", json_schema_extra=PAPER)
+    max_tokens: int = Field(
+        default=32768,
+        ge=1,
+        description="longest completion; prompt included, it must fit the model's positions",
+        json_schema_extra=PAPER,
+    )
+    group_size: int = Field(default=16, ge=2, description="G: completions per prompt", json_schema_extra=PAPER)
 
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
 
 
 class LossSection(Section):
-    kind: LossKind = "grpo"
-    epsilon: float = Field(default=0.2, gt=0, lt=1, description="grpo, dr_grpo: the ratio's clip range is 1 +- epsilon")
-    delta: float = Field(default=4.0, gt=1, description="grpo, dr_grpo, gspo: bound on the ratio where A < 0")
-    gspo_epsilon_low: float = Field(default=3e-4, gt=0, lt=1, description="of a rollout's length-normalised ratio")
-    gspo_epsilon_high: float = Field(default=4e-4, gt=0)
-    cispo_max_weight: float = Field(default=5.0, ge=1, description="importance weights are cut there")
-    dppo_threshold: float = Field(default=0.2, gt=0, lt=1, description="probability difference; beyond it: masked")
-    dppo_max_weight: float = Field(default=20.0, ge=1, description="importance weights are cut there")
-    beta: float = Field(default=0.001, ge=0, description="KL to the initial policy; 0 keeps no reference model")
-    entropy: float = Field(default=1e-4, ge=0)
-    normalize_std: bool = False
+    """The loss per token; docs/recipe.md has every formula."""
+
+    kind: LossKind = Field(default="grpo", description="loss formula", json_schema_extra=PAPER)
+    epsilon: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="grpo, dr_grpo: the ratio is clipped to 1 ± epsilon",
+        json_schema_extra=PAPER,
+    )
+    delta: float = Field(
+        default=4.0,
+        gt=1,
+        description="grpo, dr_grpo, gspo: upper bound on the ratio for negative advantages",
+        json_schema_extra=PAPER,
+    )
+    gspo_epsilon_low: float = Field(
+        default=3e-4,
+        gt=0,
+        lt=1,
+        description="gspo: lower clip distance of a rollout's length-normalised ratio",
+        json_schema_extra=GSPO,
+    )
+    gspo_epsilon_high: float = Field(
+        default=4e-4, gt=0, description="gspo: upper clip distance of the same ratio", json_schema_extra=GSPO
+    )
+    cispo_max_weight: float = Field(
+        default=5.0, ge=1, description="cispo: upper bound on importance weights", json_schema_extra=SCALE_RL
+    )
+    dppo_threshold: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="dppo: tokens whose probability moved further than this are masked",
+        json_schema_extra=PRIME_RL,
+    )
+    dppo_max_weight: float = Field(
+        default=20.0, ge=1, description="dppo: upper bound on importance weights", json_schema_extra=DPPO
+    )
+    beta: float = Field(
+        default=0.001,
+        ge=0,
+        description="weight of the KL to the initial policy; 0: no reference model is loaded",
+        json_schema_extra=PAPER,
+    )
+    entropy: float = Field(default=1e-4, ge=0, description="weight of the entropy bonus", json_schema_extra=PAPER)
+    normalize_std: bool = Field(
+        default=False,
+        description="divide advantages by the group's standard deviation of rewards",
+        json_schema_extra=PAPER,
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "LossSection":
@@ -84,54 +160,75 @@ class LossSection(Section):
 
 
 class GuardSection(Section):
-    """What is done about an update whose loss or gradient norm is no number, or whose norm is beyond a bound."""
+    """What happens to an update whose loss or gradient norm is not finite or exceeds a bound."""
 
-    max_grad_norm: float | None = Field(default=None, gt=0, description="before clipping; none: no bound")
-    action: Literal["stop", "skip"] = Field(default="stop", description="skip: leave that update out, and go on")
-    max_skips: int = Field(default=3, ge=0, description="in a row; one more stops the run")
+    max_grad_norm: float | None = Field(
+        default=None, gt=0, description="largest accepted gradient norm, before clipping; none: no bound"
+    )
+    action: Literal["stop", "skip"] = Field(
+        default="stop", description="stop: end the run; skip: omit the update and continue"
+    )
+    max_skips: int = Field(default=3, ge=0, description="skipped updates allowed in a row; one more stops the run")
 
 
 class LoraSection(Section):
-    """Low-rank adapters of linear layers, in place of training all weights."""
+    """Low-rank adapters of linear layers, trained in place of all weights."""
 
-    rank: int = Field(default=16, ge=1)
-    alpha: float = Field(default=32.0, gt=0, description="an adapter counts alpha / rank times")
+    rank: int = Field(default=16, ge=1, description="rank of each adapter")
+    alpha: float = Field(default=32.0, gt=0, description="adapters are scaled by alpha / rank")
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        description="names of the layers that get one",
+        description="names of the layers that get an adapter",
     )
 
 
 class LearnerSection(Section):
-    lr: float = Field(default=3e-7, gt=0)
-    warmup_steps: int = Field(default=25, ge=0, description="optimizer steps of linear warm-up; constant after")
-    betas: tuple[Decay, Decay] = (0.9, 0.99)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=0.1, gt=0)
-    optimizer_steps_per_step: int = Field(default=8, ge=1)
+    """The trainer: optimizer, memory, checkpoints."""
+
+    lr: float = Field(default=3e-7, gt=0, description="AdamW learning rate", json_schema_extra=PAPER)
+    warmup_steps: int = Field(
+        default=25,
+        ge=0,
+        description="optimizer steps of linear warm-up; the rate is constant afterwards",
+        json_schema_extra=PAPER,
+    )
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.99), description="AdamW decay rates of the two moments")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
+    grad_clip: float = Field(
+        default=0.1,
+        gt=0,
+        description="largest gradient norm; larger gradients are scaled down",
+        json_schema_extra=PAPER,
+    )
+    optimizer_steps_per_step: int = Field(
+        default=8, ge=1, description="optimizer steps per rollout step", json_schema_extra=PAPER
+    )
     row_tokens: int = Field(default=40960, ge=16, description="positions in one packed row, computed at once")
     activation_checkpointing: bool = Field(
-        default=False,
-        description="keep each block's input only, compute the rest again: a third more time, less memory",
+        default=False, description="recompute activations in the backward pass: about a third more time, less memory"
     )
     keep_logits: bool = Field(
         default=False,
-        description="keep a row's logits for the backward pass: no second product with the output head, for 2 or 4 bytes "
-        "a trained token and entry of the vocabulary",
+        description="keep a row's logits for the backward pass: saves one product with the output head, costs 2 or 4 "
+        "bytes per trained token and vocabulary entry",
     )
     compile: bool = Field(
-        default=False, description="torch.compile of each block; off: it needs a C++ compiler and minutes at the start"
+        default=False, description="torch.compile each block; needs a C++ compiler and minutes at start"
     )
-    checkpoint_every: int = Field(default=1, ge=1, description="steps")
+    checkpoint_every: int = Field(default=1, ge=1, description="rollout steps between checkpoints")
     keep_last: int = Field(default=2, ge=1, description="newest checkpoints kept")
-    keep_every: int = Field(default=0, ge=0, description="and each whose step is a multiple of this; 0: none")
-    keep_versions: int = Field(default=2, ge=1, description="published folders kept at the learner")
+    keep_every: int = Field(
+        default=0, ge=0, description="also keep checkpoints whose step is a multiple of this; 0: none"
+    )
+    keep_versions: int = Field(default=2, ge=1, description="newest published versions kept in the learner's folder")
     behaviour_logprobs: Literal["validated", "recomputed"] = Field(
         default="validated",
-        description="what the ratio divides by: the sampling version's logprobs as the validator computed them, or the "
-        "learner's own at the start of the step",
+        description="denominator of the ratio; validated: logprobs that the validator computed under the sampling "
+        "version; recomputed: the learner's own at the start of the step",
     )
-    lora: LoraSection | None = Field(default=None, description="train adapters (extra `lora`); none: all weights")
+    lora: LoraSection | None = Field(
+        default=None, description="train low-rank adapters (needs the extra `lora`); none: train all weights"
+    )
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
 
@@ -139,17 +236,26 @@ class LearnerSection(Section):
 class SftSection(Section):
     """Supervised fine-tuning, `shoal sft`; betas and weight decay are the learner's."""
 
-    data: str = Field(default="", description=".jsonl or .parquet file, or a hub data set: org/name, org/name:pattern")
-    epochs: int = Field(default=1, ge=1)
-    batch_tokens: int = Field(default=16384, ge=1, description="tokens in one update, at most, but one conversation")
-    batch: int | None = Field(default=None, ge=1, description="conversations in one update; none: by batch_tokens")
-    lr: float = Field(default=2e-5, gt=0)
-    warmup_steps: int = Field(default=25, ge=0, description="updates of linear warm-up; constant after")
-    grad_clip: float = Field(default=1.0, gt=0)
-    max_tokens: int = Field(
-        default=2048, ge=2, description="positions in one packed row; a conversation that is longer is dropped"
+    data: str = Field(
+        default="",
+        description="a .jsonl or .parquet file, or a Hugging Face data set: org/name or org/name:file-pattern",
     )
-    eval_frac: float = Field(default=0.05, ge=0, lt=1, description="share of conversations held out")
+    epochs: int = Field(default=1, ge=1, description="passes over the data")
+    batch_tokens: int = Field(
+        default=16384, ge=1, description="most tokens per update; a longer conversation is an update of its own"
+    )
+    batch: int | None = Field(
+        default=None, ge=1, description="conversations per update; none: as many as batch_tokens allows"
+    )
+    lr: float = Field(default=2e-5, gt=0, description="AdamW learning rate")
+    warmup_steps: int = Field(
+        default=25, ge=0, description="updates of linear warm-up; the rate is constant afterwards"
+    )
+    grad_clip: float = Field(default=1.0, gt=0, description="largest gradient norm; larger gradients are scaled down")
+    max_tokens: int = Field(
+        default=2048, ge=2, description="positions in one packed row; longer conversations are dropped"
+    )
+    eval_frac: float = Field(default=0.05, ge=0, lt=1, description="share of the conversations that is held out")
     checkpoint_every: int = Field(
-        default=100, ge=0, description="updates between checkpoints, each with the held-out loss; 0: none are kept"
+        default=100, ge=0, description="updates between checkpoints with held-out loss; 0: no checkpoints"
     )

@@ -1,14 +1,22 @@
-"""The sections of a config: one model per process, and `Config`, which holds them all and checks them together.
+"""The sections of a config: one model per process, and `Config`, which holds and cross-checks all of them.
 
-Defaults are INTELLECT-2's recipe; `configs/` holds what fits a laptop. The recipe itself (tasks, sampling, loss) is in
-`recipe`; how a file becomes a `Config` is in `loading`.
+Defaults are INTELLECT-2's recipe; `configs/` holds settings that fit a laptop. `recipe` holds tasks, sampling and loss.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shoal.config.recipe import LearnerSection, ModelSection, SamplingSection, Section, SftSection, TaskSection
+from shoal.config.recipe import (
+    MEASURED,
+    PAPER,
+    LearnerSection,
+    ModelSection,
+    SamplingSection,
+    Section,
+    SftSection,
+    TaskSection,
+)
 
 Cheat = Literal["older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"]
 
@@ -16,112 +24,186 @@ TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
 def _as_list(value: object) -> object:
-    """One lie may be written without brackets."""
+    """A single cheat may be written without brackets."""
     return [value] if isinstance(value, str) and value else value or []
 
 
 class RunSection(Section):
-    seed: int = Field(default=0, ge=0)
+    """The run as a whole."""
+
+    seed: int = Field(default=0, ge=0, description="seed of the run; another seed draws other tasks and completions")
     steps: int = Field(default=100, ge=1, description="rollout steps to train")
-    max_restarts: int = Field(default=5, ge=0, description="of one process by `shoal run` before it gives up")
-    tracker: TrackerName = Field(default="none", description="also sends the metrics there; see docs/metrics.md")
-    threads: int = Field(default=0, ge=0, description="cores to share out; 0: all that this process may use")
+    max_restarts: int = Field(default=5, ge=0, description="restarts of one process before `shoal run` gives up")
+    tracker: TrackerName = Field(default="none", description="experiment tracker that also gets the metrics")
+    threads: int = Field(default=0, ge=0, description="cores to share among the processes; 0: all available ones")
+    no_signal_groups: int = Field(
+        default=512, ge=1, description="accepted groups in a row with equal rewards after which `shoal run` stops"
+    )
     stall_s: float = Field(
-        default=900, gt=0, description="without an accepted submission or a trained step, the run is stopped"
+        default=900,
+        gt=0,
+        description="seconds without an accepted submission or a trained step after which `shoal run` stops",
     )
 
 
 class CoordinatorSection(Section):
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535, description="0: a free one")
+    """The pool's control plane."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
     async_level: int = Field(
-        default=2, ge=0, description="how many policy versions old a rollout may be when trained on"
+        default=2,
+        ge=0,
+        description="how many policy versions old a rollout may be when it is trained on",
+        json_schema_extra=PAPER,
     )
-    prompts_per_step: int = Field(default=256, ge=1, description="groups in a batch")
+    prompts_per_step: int = Field(default=256, ge=1, description="groups in a batch", json_schema_extra=PAPER)
     online_filter: bool = Field(
         default=True,
-        description="batches of groups whose rewards differ; false: of all, though the others teach nothing",
+        description="leave groups with equal rewards out of batches: they teach nothing",
+        json_schema_extra=PAPER,
     )
-    task_deadline_s: float = Field(default=600, gt=0, description="from handing out a task to its upload")
-    claim_lease_s: float = Field(default=300, gt=0, description="for a validator's verdict")
-    max_submission_bytes: int = Field(default=64 << 20, ge=1024)
-    node_timeout_s: float = Field(default=30, gt=0, description="without a heartbeat, a node counts as gone")
+    task_deadline_s: float = Field(default=600, gt=0, description="seconds from assigning work to its upload")
+    claim_lease_s: float = Field(default=300, gt=0, description="seconds a validator has for a verdict")
+    max_submission_bytes: int = Field(default=64 << 20, ge=1024, description="largest accepted submission")
+    node_timeout_s: float = Field(
+        default=30, gt=0, description="seconds without a heartbeat after which a node counts as gone"
+    )
 
 
 class OriginSection(Section):
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    shard_bytes: int | None = Field(default=None, ge=1024, description="none: a 256th of a version, 64 KiB to 16 MiB")
-    anchor_every: int = Field(default=10, ge=1, description="versions between two that can be fetched whole")
-    keep: int = Field(default=5, ge=1, description="newest versions served, with what they are deltas of")
-    quota_bytes: int | None = Field(default=None, ge=1, description="of disk; fewer versions are kept where it binds")
+    """The server that publishes the learner's weights."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on and to announce to the pool")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
+    shard_bytes: int | None = Field(
+        default=None, ge=1024, description="size of a shard; none: 1/256 of a version, between 64 KiB and 16 MiB"
+    )
+    anchor_every: int = Field(
+        default=10, ge=1, description="every how many versions a full copy is published; the others are deltas"
+    )
+    keep: int = Field(default=5, ge=1, description="newest versions served, plus the versions their deltas need")
+    quota_bytes: int | None = Field(
+        default=None, ge=1, description="disk quota; fewer versions are kept when it is reached; none: no limit"
+    )
 
 
 class RelaySection(Section):
-    """Also for the origin: who may read, and how much."""
+    """Mirrors of the origin. Reader limits and TLS also apply to the origin."""
 
-    public: bool = Field(default=False, description="serve weights to anyone, not to this run's nodes alone")
-    rate_bytes_per_s: float | None = Field(default=None, gt=0, description="for each reader; none: no limit")
-    connections: int = Field(default=64, ge=1, description="at once from one address")
-    tls_cert: str = Field(default="", description="certificate (chain) in PEM: serve https")
-    tls_key: str = Field(default="", description="its private key")
-    tls_ca: str = Field(default="", description="PEM of whom readers trust (empty: the system's authorities)")
-    count: int = Field(default=1, ge=1, description="local relays `shoal run` starts")
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    keep: int = Field(default=5, ge=1)
-    quota_bytes: int | None = Field(default=None, ge=1)
+    public: bool = Field(default=False, description="serve weights to anyone; false: only to nodes of this run")
+    rate_bytes_per_s: float | None = Field(default=None, gt=0, description="bandwidth per reader; none: no limit")
+    connections: int = Field(default=64, ge=1, description="simultaneous connections from one address")
+    tls_cert: str = Field(default="", description="PEM file with the certificate chain; empty: plain http")
+    tls_key: str = Field(default="", description="PEM file with the private key of tls_cert")
+    tls_ca: str = Field(
+        default="", description="PEM file of the authorities that readers trust; empty: the system's authorities"
+    )
+    count: int = Field(default=1, ge=1, description="relays that `shoal run` starts")
+    host: str = Field(default="127.0.0.1", description="address to listen on and to announce to the pool")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
+    keep: int = Field(default=5, ge=1, description="newest versions held, plus the versions their deltas need")
+    quota_bytes: int | None = Field(
+        default=None, ge=1, description="disk quota; fewer versions are held when it is reached; none: no limit"
+    )
 
 
 class WorkerSection(Section):
-    count: int = Field(default=2, ge=1, description="local workers `shoal run` starts")
-    groups_per_submission: int = Field(default=4, ge=1)
+    """The machines that generate rollouts."""
+
+    count: int = Field(default=2, ge=1, description="workers that `shoal run` starts")
+    groups_per_submission: int = Field(default=4, ge=1, description="groups in one submission")
     cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
-        default=[], description="for each, one more worker, which lies in this way (for tests and demonstrations)"
+        default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )
 
 
 class ValidatorSection(Section):
-    count: int = Field(default=1, ge=1, description="local validators `shoal run` starts")
+    """The limits that submissions must meet. `shoal calibrate` measures them."""
+
+    count: int = Field(default=1, ge=1, description="validators that `shoal run` starts")
     row_tokens: int = Field(
-        default=4096, ge=16, description="positions in one row of the prefill; more where one rollout needs more"
+        default=4096, ge=16, description="positions in one row of the prefill; a longer rollout gets a longer row"
     )
-    proof_exponent_mean: float = Field(default=10.0, gt=0, description="differing exponents a proof, over a submission")
-    proof_mantissa_mean: float = Field(default=2.4, gt=0, description="mantissa error, likewise")
-    logprob_error_mean: float = Field(default=0.1, gt=0, description="nats, over a submission's tokens")
-    sampling_margin: float = Field(default=0.75, gt=0, description="nats a token may score under its seed's winner")
-    sampling_mismatch_frac: float = Field(default=0.001, ge=0, description="share of tokens beyond that margin")
+    proof_exponent_mean: float = Field(
+        default=10.0,
+        gt=0,
+        description="largest mean number of differing exponents per proof, over a submission",
+        json_schema_extra=MEASURED,
+    )
+    proof_mantissa_mean: float = Field(
+        default=2.4,
+        gt=0,
+        description="largest mean mantissa error per proof, over a submission",
+        json_schema_extra=MEASURED,
+    )
+    logprob_error_mean: float = Field(
+        default=0.1,
+        gt=0,
+        description="largest mean logprob error in nats, over a submission's tokens",
+        json_schema_extra=MEASURED,
+    )
+    sampling_margin: float = Field(
+        default=0.75,
+        gt=0,
+        description="nats by which a token may score below the token its seed selects; further is a mismatch",
+        json_schema_extra=MEASURED,
+    )
+    sampling_mismatch_frac: float = Field(
+        default=0.001,
+        ge=0,
+        description="largest share of mismatches among a submission's tokens",
+        json_schema_extra=MEASURED,
+    )
     sampling_mismatches: int = Field(
-        default=2, ge=0, description="and so many more in any submission, for rare outliers"
+        default=2, ge=0, description="extra mismatches always allowed per submission", json_schema_extra=MEASURED
     )
-    sampling_margin_mean: float = Field(default=0.02, gt=0, description="nats, over a submission's tokens")
-    eos_probability: float = Field(default=0.1, ge=0, le=1)
+    sampling_margin_mean: float = Field(
+        default=0.02,
+        gt=0,
+        description="largest mean margin in nats, over a submission's tokens",
+        json_schema_extra=MEASURED,
+    )
+    eos_probability: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="a completion may end early only where the end token's probability exceeds this",
+        json_schema_extra=PAPER,
+    )
     distribution_evidence: float = Field(
         default=16.0,
         gt=0,
-        description="nats for other sampling; by chance at most e^-16 of honest submissions have more",
+        description="nats of evidence for other sampling that reject a submission; an honest one exceeds x with "
+        "probability at most e^-x",
     )
-    batch: int = Field(default=4, ge=1, description="submissions of one version prefilled together")
+    batch: int = Field(default=4, ge=1, description="submissions of one version checked in one prefill")
     check_floor: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="least share of a trusted worker's submissions that are prefilled; 1: all. Where it is less, the"
-        " others' logprobs are the worker's own claim",
+        description="smallest share of a trusted worker's submissions that are prefilled; 1: all. Below 1, the learner "
+        "uses the worker's own logprobs for the others",
     )
-    trust_after: int = Field(default=32, ge=1, description="submissions found honest, in a row, that halve the share")
+    trust_after: int = Field(
+        default=32, ge=1, description="honest submissions in a row that halve the share that is prefilled"
+    )
 
 
 class EvaluatorSection(Section):
+    """Held-out accuracy of published versions."""
+
     every: int = Field(
-        default=0, ge=0, description="versions between evaluations during the run; 0: only first and last"
+        default=0, ge=0, description="versions between evaluations during the run; 0: only the first and last version"
     )
     n: int = Field(default=256, ge=1, description="held-out tasks of the first and last evaluation")
-    n_between: int = Field(default=64, ge=1)
+    n_between: int = Field(default=64, ge=1, description="held-out tasks of the evaluations between them")
     batch: int = Field(default=64, ge=1, description="completions decoded together")
 
 
 class Config(Section):
+    """A run: one section per process, and the learning recipe."""
+
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: TaskSection = TaskSection()

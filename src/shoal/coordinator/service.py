@@ -1,37 +1,56 @@
-"""The coordinator as a process: listens, answers until told to stop; and the invites its operator makes.
+"""The coordinator as a process: listens and answers until it is stopped; and the invites that its operator makes.
 
-Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store; `coordinator.json` there
-says where it listens, for `shoal invite`. It is the one owner of the run's metrics: it writes their files and feeds the
-tracker.
+Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store, and its URL in
+`coordinator.json`, for `shoal invite` and `shoal status`. It is the one owner of the run's metrics: it writes their files
+and feeds the tracker.
 """
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from pathlib import Path
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from shoal.config import Config
 from shoal.coordinator.routes import Coordinator
-from shoal.protocol.identity import Identity
+from shoal.protocol.address import FILE as ADDRESS
+from shoal.protocol.address import Address, AddressError
+from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
-from shoal.protocol.messages import Role
+from shoal.protocol.messages import Role, Status
 from shoal.tracking.record import Record
+from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker
 
 POLL_S = 0.1
 RECORD_S = 2.0
-KEY, ADDRESS = "identity.pem", "coordinator.json"
+LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
+READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
+KEY = "identity.pem"
+__all__ = ["ADDRESS", "KEY", "invite_from", "serve_forever"]
+
+log = logging.getLogger(__name__)
 
 
 def serve_forever(
-    config: Config, run: str, folder: Path, port: int, stop: threading.Event, *, record_to: Path | None = None
+    config: Config,
+    run: str,
+    folder: Path,
+    port: int,
+    stop: threading.Event,
+    *,
+    record_to: Path | None = None,
+    url: str = "",
+    reports: bool = True,
 ) -> None:
     """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
 
-    Raises OSError where the port is taken, TrackerError where the tracker does not start.
+    `url` is how nodes reach it (default: where it listens). `reports`: when the run has finished, write summary and picture
+    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start.
     """
     identity = Identity.load_or_create(folder / KEY)
     coordinator = Coordinator(config, run, identity, folder)
@@ -39,21 +58,37 @@ def serve_forever(
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
     try:
-        asyncio.run(_serve(coordinator, folder, port, stop, record))
+        asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
         _catch_up(record, coordinator)
         record.close()
 
 
-async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record) -> None:
+async def _serve(
+    coordinator: Coordinator,
+    folder: Path,
+    port: int,
+    stop: threading.Event,
+    record: Record,
+    url: str,
+    *,
+    reports: bool,
+) -> None:
     host = coordinator.config.coordinator.host
-    runner = web.AppRunner(coordinator.app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        coordinator.app(),
+        access_log=None,
+        shutdown_timeout=1.0,
+        lingering_time=LINGER_S,
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        bound = int(runner.addresses[0][1])
-        address = {"url": f"http://{host}:{bound}", "run": coordinator.run}
-        (folder / ADDRESS).write_text(json.dumps(address))
+        address = Address(url=url or f"http://{host}:{int(runner.addresses[0][1])}", run=coordinator.run)
+        address.write(folder)
+        log.info("run %s: listening at %s", coordinator.run, address.url)
         recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
@@ -62,8 +97,22 @@ async def _serve(coordinator: Coordinator, folder: Path, port: int, stop: thread
                 # In a thread: a tracker may wait for its own server, and members must not.
                 await asyncio.to_thread(record.take, news)
                 recorded_s = time.monotonic()
+                if reports and (status := coordinator.pool.status()).state == "finished":
+                    _catch_up(record, coordinator)
+                    await asyncio.to_thread(_report, coordinator.config, status, record)
+                    reports = False
     finally:
         await runner.cleanup()
+
+
+def _report(config: Config, status: Status, record: Record) -> None:
+    """Write the finished run's summary and picture, unless they are there from an earlier start."""
+    path = record.folder / SUMMARY
+    if path.exists() and json.loads(path.read_text())["steps"] >= status.trained:
+        return
+    wall_s = status.now_s - status.started_s
+    summary = write_report(record.folder, config=config, status=status, history=record.history, wall_s=wall_s)
+    log.info("the run has finished its %d steps; %s and %s are in %s", summary["steps"], SUMMARY, CURVE, record.folder)
 
 
 def _catch_up(record: Record, coordinator: Coordinator) -> None:
@@ -72,18 +121,15 @@ def _catch_up(record: Record, coordinator: Coordinator) -> None:
 
 
 def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float) -> Invite:
-    """An invite by the coordinator whose folder this is."""
+    """An invite by the coordinator that uses this folder. Raises InviteError."""
     try:
-        address = json.loads((folder / ADDRESS).read_text())
-    except (OSError, ValueError) as error:
+        address, identity = Address.read(folder), Identity.load(folder / KEY)
+    except (AddressError, IdentityError) as error:
         raise InviteError(
-            f"{folder} is no coordinator's folder; start `shoal coordinator --dir {folder}` first"
+            f"{folder} is not the folder of a coordinator; make one with `shoal pool init CONFIG --dir {folder} --url URL`"
         ) from error
-    return make_invite(
-        Identity.load(folder / KEY),
-        url=url or address["url"],
-        run=address["run"],
-        role=role,
-        name=name,
-        expires_s=int(time.time() + days * 86_400),
-    )
+    expires_s = int(time.time() + days * 86_400)
+    try:
+        return make_invite(identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s)
+    except ValidationError as error:
+        raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error

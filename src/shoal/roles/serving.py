@@ -4,7 +4,9 @@ Called by the roles `origin` and `relay`.
 """
 
 import asyncio
+import logging
 import ssl
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from shoal.shardcast.tls import server_context
 
 WATCH_S = 0.1
 
+log = logging.getLogger(__name__)
+
 
 async def serve_store(
     invite: Invite,
@@ -28,6 +32,7 @@ async def serve_store(
     host: str,
     port: int,
     live: Callable[[Node], Awaitable[str]],
+    stop: threading.Event,
 ) -> str:
     """Serves the store to the pool's nodes, joins with the address, and runs `live`."""
     guard = Guard(
@@ -41,7 +46,8 @@ async def serve_store(
     runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
     try:
         url = f"{'https' if tls else 'http'}://{host}:{bound}"
-        node = await asyncio.to_thread(Node.join, invite, folder, url=url)
+        log.info("listening at %s", url)
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heart():
             banning = asyncio.create_task(_ban(node, guard))
             try:

@@ -33,6 +33,8 @@ class BadData(SourceError):
 class FetchError(ShoalError):
     """What could not be fetched, from which servers, and the next step."""
 
+    restart_helps = True  # relays come and go
+
 
 class NoRouteError(FetchError):
     """No server offers the parent of a delta yet."""

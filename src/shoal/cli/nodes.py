@@ -1,0 +1,128 @@
+"""The six node commands: `shoal learner`, `origin`, `relay`, `worker`, `validator`, `evaluator`, each with an invite.
+
+Invariant: the invite is checked before anything heavy is imported. Origin and relay also run without a pool (`shardcast`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli import shardcast
+from shoal.cli.arguments import Commands, UsageError, need, takes_threads
+
+if TYPE_CHECKING:
+    from shoal.protocol.invite import Invite
+    from shoal.protocol.messages import Role
+
+EVICTED = 3
+ROLES: dict[Role, str] = {
+    "learner": "trains on accepted rollouts and publishes policy versions",
+    "origin": "cuts published versions into shards and serves them",
+    "relay": "mirrors the origin for workers",
+    "worker": "generates rollouts",
+    "validator": "checks submissions",
+    "evaluator": "measures held-out accuracy",
+}
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    for role, what in ROLES.items():
+        parser = commands.add_parser(role, help=what)
+        alone = role in ("origin", "relay")
+        parser.add_argument("--join", required=not alone, metavar="INVITE", help="an invite, or a file that holds one")
+        parser.add_argument("--dir", type=Path, required=not alone, help="this node's own folder: key, cache, state")
+        takes_threads(parser)
+        if role == "origin":
+            parser.add_argument("--watch", type=Path, help="with --join: the learner's folder of versions")
+            shardcast.origin_arguments(parser)
+        elif role == "relay":
+            shardcast.relay_arguments(parser)
+
+
+def node(arguments: argparse.Namespace) -> int:
+    """Join a pool and do the role's work until the run ends."""
+    role: Role = arguments.command_name
+    need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
+    invite = _checked_invite(role, arguments)
+    stop = begin(role, arguments)
+    from shoal.protocol.node import StoppedError
+
+    try:
+        ended = _work(role, invite, arguments, stop)
+    except StoppedError:
+        return 0
+    logging.getLogger(__name__).info("ended: %s", ended)
+    return EVICTED if ended == "evicted" else 0
+
+
+def origin(arguments: argparse.Namespace) -> int:
+    if arguments.join:
+        return node(arguments)
+    need(arguments, ["path"], "no --join")
+    shardcast.run_origin(arguments, begin("origin", arguments))
+    return 0
+
+
+def relay(arguments: argparse.Namespace) -> int:
+    if arguments.join:
+        return node(arguments)
+    need(arguments, ["upstream", "key"], "no --join")
+    shardcast.run_relay(arguments, begin("relay", arguments))
+    return 0
+
+
+def begin(name: str, arguments: argparse.Namespace) -> threading.Event:
+    """Set this process up as a server; returns the event that a signal sets."""
+    from shoal.launch import process
+
+    os.umask(0o077)
+    return process.begin(name, threads=arguments.threads)
+
+
+def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
+    """Raises UsageError: starting the same command again does not help."""
+    from shoal.protocol.invite import InviteError, read_invite
+
+    joined_before = (arguments.dir / "identity.pem").exists()  # such a node may return after its invite has expired
+    try:
+        invite = read_invite(arguments.join)
+        invite.check(role, None if joined_before else time.time())
+    except InviteError as error:
+        raise UsageError(str(error)) from error
+    return invite
+
+
+def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
+    """Returns how the run ended. Only the role's own modules are imported."""
+    folder: Path = arguments.dir
+    match role:
+        case "learner":
+            from shoal.roles.learner import run_learner
+
+            return run_learner(invite, folder, arguments.threads, stop)
+        case "origin":
+            from shoal.roles.origin import run_origin
+
+            return run_origin(invite, folder, arguments.watch, stop)
+        case "relay":
+            from shoal.roles.relay import run_relay
+
+            return run_relay(invite, folder, stop)
+        case "worker":
+            from shoal.roles.worker import run_worker
+
+            return run_worker(invite, folder, arguments.threads, stop)
+        case "validator":
+            from shoal.roles.validator import run_validator
+
+            return run_validator(invite, folder, arguments.threads, stop)
+        case "evaluator":
+            from shoal.roles.evaluator import run_evaluator
+
+            return run_evaluator(invite, folder, arguments.threads, stop)

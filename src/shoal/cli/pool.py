@@ -1,0 +1,128 @@
+"""Commands of a pool's operator: `shoal pool init`, `shoal coordinator`, `shoal invite`, `shoal status`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shoal.cli.arguments import Commands, UsageError, days, port, read_config, takes_config, takes_threads, whole
+from shoal.cli.nodes import ROLES, begin
+
+NODES = whole(0, 1000)
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    pool = commands.add_parser("pool", help="set up a pool of several machines")
+    init = pool.add_subparsers(required=True, metavar="ACTION").add_parser(
+        "init", help="make the coordinator's folder and an invite for every node"
+    )
+    takes_config(init)
+    init.add_argument("--dir", type=Path, required=True, help="the coordinator's new folder")
+    init.add_argument("--url", required=True, help="how nodes reach the coordinator: http://HOST:PORT")
+    init.add_argument("--run", default="", help="name of the run (default: the config's name)")
+    init.add_argument("--workers", type=NODES, help="invites for workers (default: workers.count)")
+    init.add_argument("--relays", type=NODES, help="invites for relays (default: relays.count)")
+    init.add_argument("--validators", type=NODES, help="invites for validators (default: validator.count)")
+    init.add_argument(
+        "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
+    )
+    init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
+
+    coordinator_ = commands.add_parser("coordinator", help="the pool's control plane")
+    takes_config(coordinator_, required=False)
+    coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
+    coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
+    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
+    coordinator_.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
+    coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
+    takes_threads(coordinator_)
+
+    invite_ = commands.add_parser("invite", help="make an invite for one node")
+    invite_.add_argument("dir", type=Path, help="the coordinator's folder")
+    invite_.add_argument("--role", required=True, choices=list(ROLES))
+    invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
+    invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
+    invite_.add_argument("--days", type=days, default=7.0, help="until the invite expires (default: 7)")
+    invite_.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
+    )
+
+    status_ = commands.add_parser("status", help="show the state of any pool")
+    status_.add_argument("pool", metavar="URL|DIR", help="the coordinator's URL, or the folder of a run or coordinator")
+    status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
+
+
+def init(arguments: argparse.Namespace) -> None:
+    config = read_config(arguments)
+    from shoal.coordinator.founding import Members, found_pool
+    from shoal.launch.check import check_length
+
+    check_length(config)
+    members = Members(
+        workers=config.workers.count if arguments.workers is None else arguments.workers,
+        relays=config.relays.count if arguments.relays is None else arguments.relays,
+        validators=config.validator.count if arguments.validators is None else arguments.validators,
+        evaluator=arguments.evaluator,
+    )
+    name = arguments.run or arguments.config.stem
+    steps = found_pool(arguments.dir, config, name, arguments.url, members, days=arguments.days)
+    sys.stdout.write("\n".join(steps) + "\n")
+
+
+def coordinator(arguments: argparse.Namespace) -> None:
+    stop = begin("coordinator", arguments)
+    from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
+    from shoal.coordinator.service import serve_forever
+    from shoal.launch.check import check_length
+
+    url = ""
+    if arguments.config is None:
+        if arguments.overrides or arguments.overlays or arguments.run:
+            raise UsageError(f"the pool in {arguments.dir} has its config and name: edit {arguments.dir / CONFIG}")
+        try:
+            config, address = open_pool(arguments.dir)
+        except PoolFolderError as error:
+            raise UsageError(str(error)) from error
+        name, url = address.run, address.url
+    elif (arguments.dir / CONFIG).exists():
+        raise UsageError(
+            f"{arguments.dir} has a config of its own; start it with: shoal coordinator --dir {arguments.dir}"
+        )
+    else:
+        config, name = read_config(arguments), arguments.run or arguments.config.stem
+    check_length(config)
+    serving = config.coordinator.port if arguments.port is None else arguments.port
+    serve_forever(
+        config,
+        name,
+        arguments.dir,
+        serving,
+        stop,
+        record_to=arguments.record,
+        url=url,
+        reports=not arguments.no_report,
+    )
+
+
+def invite(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.service import invite_from
+
+    made = invite_from(arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days)
+    if arguments.out:
+        made.save(arguments.out)
+    else:
+        sys.stdout.write(made.encode() + "\n")
+
+
+def status(arguments: argparse.Namespace) -> None:
+    import httpx
+    from rich.console import Console
+
+    from shoal.protocol.address import find_coordinator
+    from shoal.protocol.watch import PoolWatch
+    from shoal.view.pool import show, watch
+
+    with httpx.Client(timeout=5) as client:
+        look = watch if arguments.watch else show
+        look(PoolWatch(find_coordinator(arguments.pool), client), Console())

@@ -1,0 +1,78 @@
+"""Commands for a whole run on this machine: `shoal run`, `shoal prepare`, `shoal clean`.
+
+Each imports the heavy modules it needs once its arguments are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from shoal import config as config_module
+from shoal.cli.arguments import USAGE, Commands, UsageError, read_config, takes_config, takes_threads
+from shoal.config import Config
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    run_ = commands.add_parser("run", help="run everything on this machine")
+    takes_config(run_, required=False)
+    run_.add_argument("--resume", type=Path, metavar="DIR", help="resume the run in DIR (instead of a config)")
+    run_.add_argument("--seed", type=int, help="overrides run.seed")
+    run_.add_argument("--out", type=Path, help="folder of this run (default: runs/CONFIG-TIME)")
+    run_.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config, check it on this machine, and stop"
+    )
+
+    prepare_ = commands.add_parser("prepare", help="fetch the model and measure the dtype; prints both as JSON")
+    takes_config(prepare_)
+    takes_threads(prepare_)
+
+    clean_ = commands.add_parser("clean", help="free the disk space that a stopped run no longer needs")
+    clean_.add_argument("dir", type=Path, metavar="DIR", help="the run's folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if bool(arguments.resume) == bool(arguments.config):
+        raise UsageError("name a config, or the folder of a run to resume: shoal run --resume DIR")
+    if arguments.resume:
+        arguments.config = arguments.resume / "config.toml"
+    if arguments.seed is not None:
+        arguments.overrides.append(f"run.seed={arguments.seed}")
+    config = read_config(arguments)
+    if arguments.dry_run:
+        return _dry_run(config)
+    from shoal.launch.swarm import Swarm, stopped_run
+
+    if arguments.resume:
+        name, address = stopped_run(arguments.resume)
+        return Swarm(config, name, arguments.resume, address).run()
+    name = arguments.config.stem
+    out = arguments.out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Swarm(config, f"{name}-{config.run.seed}", out).run()
+
+
+def _dry_run(config: Config) -> int:
+    from shoal.launch.check import problems
+
+    sys.stdout.write(config_module.dumps(config))
+    found = problems(config)
+    sys.stderr.writelines(f"shoal run: {line}\n" for line in found)
+    return USAGE if found else 0
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    config = read_config(arguments)
+    from shoal.launch.prepare import prepare as prepare_run
+    from shoal.model.threads import compute_on
+
+    compute_on(arguments.threads)
+    sys.stdout.write(json.dumps(prepare_run(config)) + "\n")
+
+
+def clean(arguments: argparse.Namespace) -> None:
+    from shoal.launch.clean import clean_run
+
+    sys.stdout.write(f"freed {clean_run(arguments.dir) / 1e9:.2f} GB in {arguments.dir}\n")

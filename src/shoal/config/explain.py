@@ -1,0 +1,123 @@
+"""Every field of a config with its description, type, default and source: `shoal config --explain`, docs/config.md.
+
+Invariant: all of it is read from the models, so text and code cannot disagree. Called by `cli`.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from shoal.config.loading import ConfigError, nearest, section_of
+from shoal.config.recipe import Section
+from shoal.config.sections import Config
+
+OWN = "Shoal"
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+HEAD = """\
+# Every config field
+
+Look up what a field means, what it may be, and where its default is from. This page is generated:
+`shoal config --markdown > docs/config.md`. At a shell, `shoal config --explain learner.lr` prints one field,
+`shoal config --explain learner` a section, and `shoal config CONFIG` the resolved values of a file.
+
+A config is a TOML file with these sections, see `configs/`. `--set learner.lr=1e-5` overrides one key, and
+`--with FILE` applies another file on top. TOML has no null: leave a key out to get `none`.
+"""
+
+
+@dataclass(frozen=True)
+class Field:
+    key: str  # with its sections, as in learner.loss.beta
+    description: str
+    type: str
+    default: str
+    source: str  # of the default
+
+
+def fields(key: str = "") -> list[Field]:
+    """All fields, those of the section `key`, or the one field `key`. Raises ConfigError for an unknown key."""
+    at: type[Section] | None = Config
+    known: list[str] = []
+    for part in key.split(".") if key else []:
+        if at is None or part not in at.model_fields:
+            hint = f"{'.'.join(known)} is a field" if at is None else nearest([*known, part])
+            raise ConfigError(f"unknown key {key!r}; {hint}")
+        known.append(part)
+        at = section_of(at.model_fields[part].annotation)
+    everything = [field for _, _, own in _sections(Config, "") for field in own]
+    return [field for field in everything if not key or field.key == key or field.key.startswith(f"{key}.")]
+
+
+def text(found: list[Field]) -> str:
+    """A paragraph per field, for a terminal."""
+    return "\n\n".join(
+        f"{each.key}\n    {each.description}\n    type {each.type}; default {each.default}; source: {each.source}"
+        for each in found
+    )
+
+
+def markdown() -> str:
+    """docs/config.md: a table per section."""
+    lines = [HEAD]
+    for name, section, own in _sections(Config, ""):
+        if own:
+            lines += [f"## {name}\n\n{(section.__doc__ or '').strip()}\n"]
+            lines += ["| field | meaning | type | default | source |\n| --- | --- | --- | --- | --- |"]
+            lines += [
+                f"| `{each.key.removeprefix(f'{name}.')}` | {each.description} | {each.type} | `{each.default}` "
+                f"| {each.source} |"
+                for each in own
+            ]
+            lines += [""]
+    return "\n".join(lines)
+
+
+def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Section], list[Field]]]:
+    """Every section below this one, itself first: its name, its model, and its own fields."""
+    prefix = f"{name}." if name else ""
+    inner = {key: found for key, info in section.model_fields.items() if (found := section_of(info.annotation))}
+    own = [key for key, info in section.model_fields.items() if key not in inner or info.default is None]
+    yield name, section, [_field(f"{prefix}{key}", section.model_fields[key]) for key in own]
+    for key, found in inner.items():
+        yield from _sections(found, f"{prefix}{key}")
+
+
+def _field(key: str, info: FieldInfo) -> Field:
+    extra = info.json_schema_extra
+    source = str(extra["source"]) if isinstance(extra, dict) else OWN
+    limits = [_limit(rule) for rule in info.metadata]
+    kind = ", ".join([_type(info.annotation), *filter(None, limits)])
+    return Field(key, info.description or "", kind, _value(info.default), source)
+
+
+def _type(annotation: Any) -> str:
+    arguments = get_args(annotation)
+    if section_of(annotation) is not None:
+        return "section or none"
+    if get_origin(annotation) is Literal:
+        return " or ".join(json.dumps(each) for each in arguments)
+    if get_origin(annotation) is list:
+        return (
+            f"list of ({_type(arguments[0])})" if len(get_args(arguments[0])) > 2 else f"list of {_type(arguments[0])}"
+        )
+    if get_origin(annotation) is tuple:
+        return f"{len(arguments)} × {_type(arguments[0])}"
+    if type(None) in arguments:
+        return f"{_type(arguments[0])} or none"
+    if hasattr(annotation, "__metadata__"):  # Annotated: its constraints are Field(...)
+        rules = [_limit(rule) for info in annotation.__metadata__ for rule in getattr(info, "metadata", [])]
+        return " ".join([_type(annotation.__origin__), *filter(None, rules)])
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+
+
+def _limit(rule: Any) -> str:
+    found = [f"{word} {getattr(rule, name):g}" for name, word in LIMITS.items() if hasattr(rule, name)]
+    return found[0] if found else ""
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)

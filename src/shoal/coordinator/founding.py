@@ -1,0 +1,118 @@
+"""`shoal pool init`: a coordinator's folder with all that a pool needs before its first process starts.
+
+    DIR/identity.pem       the coordinator's key           DIR/config.toml          the resolved config
+    DIR/coordinator.json   the pool's URL and run name     DIR/invites/NAME.invite  one per node, mode 0600
+
+Invariant: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shoal import config as config_module
+from shoal.config import Config
+from shoal.coordinator.service import KEY
+from shoal.errors import ShoalError
+from shoal.files import write_file
+from shoal.protocol.address import Address, coordinator_url
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import make_invite
+from shoal.protocol.messages import Role
+
+CONFIG, INVITES = "config.toml", "invites"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class PoolFolderError(ShoalError):
+    """A folder that cannot become, or is not, a pool's; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The nodes that get an invite, besides one learner and one origin."""
+
+    workers: int
+    relays: int
+    validators: int
+    evaluator: bool
+
+    def roles(self) -> dict[str, Role]:
+        """Every node's role by its name, in the order to start them."""
+        counted: dict[Role, int] = {"relay": self.relays, "validator": self.validators, "worker": self.workers}
+        named: dict[str, Role] = {"learner": "learner", "origin": "origin"}
+        named |= {f"{role}-{number}": role for role, count in counted.items() for number in range(count)}
+        return named | ({"evaluator": "evaluator"} if self.evaluator else {})
+
+
+def found_pool(folder: Path, config: Config, run: str, url: str, members: Members, *, days: float) -> list[str]:
+    """Make a pool's folder. Returns what to do next, line by line. Raises PoolFolderError, AddressError."""
+    address = Address(url=coordinator_url(url), run=run)
+    settings = _reachable(config, address.url)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PoolFolderError(
+            f"{folder} is not empty; choose another --dir, or add a node to the pool there: shoal invite {folder}"
+        )
+    expires_s = int(time.time() + days * 86_400)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)  # the key is in it
+    (folder / INVITES).mkdir()
+    identity = Identity.load_or_create(folder / KEY)
+    roles = members.roles()
+    for name, role in roles.items():
+        invite = make_invite(identity, url=address.url, run=run, role=role, name=name, expires_s=expires_s)
+        invite.save(folder / INVITES / f"{name}.invite")
+    write_file(folder / CONFIG, config_module.dumps(settings).encode())
+    address.write(folder)
+    return _next_steps(folder, settings, address, roles)
+
+
+def open_pool(folder: Path) -> tuple[Config, Address]:
+    """Config and address of the pool that `found_pool` made in `folder`. Raises PoolFolderError, ConfigError."""
+    if not (folder / CONFIG).exists():
+        raise PoolFolderError(
+            f"{folder} holds no pool; make one with `shoal pool init CONFIG --dir {folder} --url URL`"
+        )
+    return config_module.load(folder / CONFIG), Address.read(folder)
+
+
+def _reachable(config: Config, url: str) -> Config:
+    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host."""
+    parts, section = urlsplit(url), config.coordinator
+    changed: dict[str, int | str] = {}
+    if not section.port:
+        if parts.scheme == "https":
+            raise PoolFolderError(
+                f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.port=PORT, where it listens"
+            )
+        changed["port"] = parts.port or 80
+    if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
+        changed["host"] = "0.0.0.0"
+    return config.model_copy(update={"coordinator": section.model_copy(update=changed)})
+
+
+def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str, Role]) -> list[str]:
+    """The commands that start the pool, and what the config lacks for nodes elsewhere."""
+    lines = [
+        f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
+        "",
+    ]
+    lines += ["here:", f"  shoal coordinator --dir {folder}", "", "on each node's machine, with its invite:"]
+    for name, role in roles.items():
+        more = " --watch learner/versions" if role == "origin" else ""
+        lines.append(f"  shoal {role} --join {name}.invite --dir {name}{more}")
+    lines += ["", "from anywhere:", f"  shoal status {address.url}"]
+    local = urlsplit(address.url).hostname in LOOPBACK
+    unreachable = [
+        f"{key}.host"
+        for key, section in (("origin", config.origin), ("relays", config.relays))
+        if section.host in LOOPBACK and not local
+    ]
+    if unreachable:
+        lines += [
+            "",
+            f"{' and '.join(unreachable)} announce 127.0.0.1: set them in {folder / CONFIG} to addresses that",
+        ]
+        lines += ["other machines reach, before the coordinator starts."]
+    return lines

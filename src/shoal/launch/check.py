@@ -1,0 +1,148 @@
+"""What can be known before a run starts: does its config fit this machine, the model, the tasks and the network ports?
+
+Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
+torch is imported only for a device other than the CPU. Called by `shoal run --dry-run`; `check_length` also by every
+command that has a config and may have the model. Left out: the memory of rollouts, which depends on their lengths.
+"""
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal import tasks
+from shoal.config import Config, ConfigError
+from shoal.launch.cores import available_cores
+from shoal.model import sources
+from shoal.model.sources import ModelNotFoundError
+
+TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
+
+
+def problems(config: Config) -> list[str]:
+    """What would stop a run of this config on this machine, one line each."""
+    checks = (_model, _tasks, _device, _ports, _files, _packages, _cores, _memory)
+    return [line for check in checks for line in check(config)]
+
+
+def check_length(config: Config, *, fetch: bool = False) -> None:
+    """Raise ConfigError if completions of `sampling.max_tokens` exceed the model's positions.
+
+    Nothing is checked if the model is not on this machine (unless `fetch`: a hub model's config.json is downloaded).
+    Raises ModelNotFoundError.
+    """
+    _check_positions(config, sources.read_config(config.model.name, fetch=fetch))
+
+
+def _check_positions(config: Config, model: Mapping[str, Any]) -> None:
+    positions = model.get("max_position_embeddings") or (model.get("text_config") or {}).get("max_position_embeddings")
+    if isinstance(positions, int) and config.sampling.max_tokens >= positions:
+        raise ConfigError(
+            f"sampling.max_tokens = {config.sampling.max_tokens} does not fit {config.model.name}: prompt and completion "
+            f"share its {positions} positions; lower sampling.max_tokens"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    try:
+        check_length(config, fetch=True)
+    except (ConfigError, ModelNotFoundError) as error:
+        yield str(error)
+
+
+def _tasks(config: Config) -> Iterator[str]:
+    try:
+        tasks.load(config.tasks)
+    except ValueError as error:
+        yield str(error)
+
+
+def _device(config: Config) -> Iterator[str]:
+    if config.model.device == "cpu":
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=config.model.device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA fails an assertion
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        yield f'model.device = "{config.model.device}" is not available: {first_line}'
+
+
+def _ports(config: Config) -> Iterator[str]:
+    wanted = {
+        "coordinator.port": (config.coordinator.host, config.coordinator.port, 1),
+        "origin.port": (config.origin.host, config.origin.port, 1),
+        "relays.port": (config.relays.host, config.relays.port, config.relays.count),
+    }
+    taken: dict[tuple[str, int], str] = {}
+    for key, (host, port, count) in wanted.items():
+        if port and count > 1:
+            yield f"{key} = {port} cannot serve relays.count = {count} on one machine; set {key} = 0"
+        elif port and (host, port) in taken:
+            yield f"{key} = {port} is also {taken[host, port]}; choose another port, or 0 for a free one"
+        elif reason := _cannot_bind(host, port):
+            yield f"{key}: cannot listen on {host}:{port} ({reason}); choose another port, or 0 for a free one"
+        taken[host, port] = key
+
+
+def _cannot_bind(host: str, port: int) -> str:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left is free
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _files(config: Config) -> Iterator[str]:
+    for key in ("tls_cert", "tls_key", "tls_ca"):
+        path = getattr(config.relays, key)
+        if path and not Path(path).is_file():
+            yield f"relays.{key}: no file at {path}"
+
+
+def _packages(config: Config) -> Iterator[str]:
+    tracker = config.run.tracker
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        yield f"run.tracker = \"{tracker}\" needs a package: pip install 'shoal[{tracker}]'"
+    if config.learner.lora is not None and importlib.util.find_spec("peft") is None:
+        yield "learner.lora needs a package: pip install 'shoal[lora]'"
+
+
+def _cores(config: Config) -> Iterator[str]:
+    available = available_cores(0)
+    if config.run.threads > available:
+        yield f"run.threads = {config.run.threads}, but this process may use {available} cores; lower it, or 0 for all"
+
+
+def _memory(config: Config) -> Iterator[str]:
+    """A lower bound for the learner: what is on this machine is known by the size of its weights."""
+    if config.model.device != "cpu" or config.learner.lora is not None:
+        return
+    try:
+        folder = _local_folder(config.model.name)
+        stored = sources.read_config(config.model.name, fetch=False)
+    except ModelNotFoundError:
+        return  # _model names it
+    if folder is None:
+        return
+    each_bytes = 4 if "float32" in (stored.get("dtype"), stored.get("torch_dtype")) else 2
+    parameters = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // each_bytes
+    needed, there = parameters * TRAINED_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        yield (
+            f"{config.model.name} has {parameters / 1e9:.1f} billion parameters: training them takes at least "
+            f"{needed / 1e9:.0f} GB of memory, this machine has {there / 1e9:.0f} GB; set [learner.lora], or use a "
+            "smaller model"
+        )
+
+
+def _local_folder(name: str) -> Path | None:
+    if name in (sources.SMOLLM2, sources.TINY):
+        return sources.smollm2_dir() if name == sources.SMOLLM2 else sources.tiny_dir()
+    return sources.resolve(name) if name.startswith((".", "/", "~")) else None

@@ -1,0 +1,48 @@
+"""A run as anyone sees it: its state now and its history so far, fetched from the coordinator's open routes.
+
+Invariant: the history is fetched by cursor, so every look costs only what is new. Called by `shoal run` and
+`shoal status`. Left out: waiting and drawing, which the callers do.
+"""
+
+import httpx
+from pydantic import ValidationError
+
+from shoal.errors import ShoalError
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import History, Status
+
+MAX_PAGES = 1000  # of history in one look: a server that invents news for ever is left to the next look
+
+
+class UnreachableError(ShoalError):
+    """No coordinator answered; the message names the address."""
+
+
+class PoolWatch:
+    """`client` is shared by all looks: making one takes 20 ms."""
+
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.url = url
+        self.client = client
+        self.history = RunHistory()
+
+    def look(self) -> Status:
+        """The state now; `history` then holds everything up to it. Raises UnreachableError."""
+        try:
+            status = Status.model_validate_json(self._get("/v1/status", {}))
+            for _ in range(MAX_PAGES):
+                if not self.history.add(self._news()):
+                    break
+            return status
+        except httpx.TransportError as error:
+            raise UnreachableError(
+                f"no coordinator answers at {self.url} ({error or type(error).__name__}); is it running and reachable?"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
+            raise UnreachableError(f"what answers at {self.url} is not a Shoal coordinator of this version") from error
+
+    def _news(self) -> History:
+        return History.model_validate_json(self._get("/v1/history", {"after": self.history.cursor}))
+
+    def _get(self, path: str, query: dict[str, int]) -> bytes:
+        return self.client.get(f"{self.url}{path}", params=query).raise_for_status().content

@@ -1,0 +1,292 @@
+"""A pool's operator at a shell: a folder with all invites, a coordinator started from it, its state from anywhere."""
+
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import DONE, FAILED, USAGE, main
+from shoal.config import load
+from shoal.protocol.address import Address
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, make_invite, open_payload
+
+URL = "http://10.1.2.3:8700"
+SMALL = '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[workers]\ncount = 3\n'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "sums.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+def init(config: str, folder: Path, *more: str, url: str = URL) -> int:
+    return main(["pool", "init", config, "--dir", str(folder), "--url", url, *more])
+
+
+def invites(folder: Path) -> dict[str, Invite]:
+    return {path.stem: Invite.decode(path.read_text()) for path in (folder / "invites").glob("*.invite")}
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# --- shoal pool init --------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Path) -> None:
+    assert init(config, tmp_path / "pool", "--workers", "2", "--relays", "2") == DONE
+    made = invites(tmp_path / "pool")
+    key = Identity.load(tmp_path / "pool" / "identity.pem").public
+    roles = {}
+    for name, invite in made.items():
+        payload = open_payload(invite.signed.model_dump_json(), key, "sums")
+        assert (invite.url, invite.run, payload.name) == (URL, "sums", name)
+        roles[name] = payload.role
+    assert roles == {
+        "learner": "learner",
+        "origin": "origin",
+        "relay-0": "relay",
+        "relay-1": "relay",
+        "validator-0": "validator",
+        "worker-0": "worker",
+        "worker-1": "worker",
+        "evaluator": "evaluator",
+    }
+
+
+def test_the_config_says_how_many_nodes_and_flags_override_it(config: str, tmp_path: Path) -> None:
+    assert init(config, tmp_path / "pool", "--no-evaluator", "--validators", "0", "--run", "mine") == DONE
+    assert set(invites(tmp_path / "pool")) == {"learner", "origin", "relay-0", "worker-0", "worker-1", "worker-2"}
+    assert Address.read(tmp_path / "pool") == Address(url=URL, run="mine")
+
+
+def test_only_the_owner_reads_invites_and_key(config: str, tmp_path: Path) -> None:
+    init(config, tmp_path / "pool")
+    secret = [*(tmp_path / "pool" / "invites").iterdir(), tmp_path / "pool" / "identity.pem"]
+    assert {mode(path) for path in secret} == {0o600}
+    assert mode(tmp_path / "pool") == 0o700
+
+
+def test_it_prints_the_commands_that_start_the_pool(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "pool")
+    printed = capsys.readouterr().out
+    assert f"shoal coordinator --dir {tmp_path / 'pool'}\n" in printed
+    assert "shoal worker --join worker-0.invite --dir worker-0\n" in printed
+    assert "shoal origin --join origin.invite --dir origin --watch learner/versions\n" in printed
+    assert f"shoal status {URL}\n" in printed
+    assert "origin.host and relays.host announce 127.0.0.1" in printed, "others could not fetch weights"
+
+
+def test_the_coordinator_listens_where_the_url_says(config: str, tmp_path: Path) -> None:
+    init(config, tmp_path / "pool")
+    found = load(tmp_path / "pool" / "config.toml").coordinator
+    assert (found.host, found.port) == ("0.0.0.0", 8700)
+
+
+@pytest.mark.parametrize(
+    ("url", "more", "host", "port"),
+    [
+        ("http://127.0.0.1:8700", (), "127.0.0.1", 8700),
+        (URL, ("--set", "coordinator.host=10.1.2.3", "--set", "coordinator.port=9"), "10.1.2.3", 9),
+        ("https://pool.example.org", ("--set", "coordinator.port=9"), "0.0.0.0", 9),
+        ("http://pool.example.org", (), "0.0.0.0", 80),
+    ],
+)
+def test_where_it_listens_can_differ_from_the_url(
+    url: str, more: tuple[str, ...], host: str, port: int, config: str, tmp_path: Path
+) -> None:
+    assert init(config, tmp_path / "pool", *more, url=url) == DONE
+    found = load(tmp_path / "pool" / "config.toml").coordinator
+    assert (found.host, found.port) == (host, port)
+    assert Address.read(tmp_path / "pool").url == url
+
+
+def test_a_second_init_is_refused_and_changes_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "pool")
+    before = {path: path.read_bytes() for path in (tmp_path / "pool").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert init(config, tmp_path / "pool", "--workers", "9") == FAILED
+    printed = capsys.readouterr()
+    assert (
+        "is not empty; choose another --dir" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "pool").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("url", "more", "status", "words"),
+    [
+        ("10.1.2.3:8700", (), FAILED, "is not a coordinator's URL: write http://HOST:PORT"),
+        ("http://10.1.2.3:99999", (), FAILED, "is not a coordinator's URL"),
+        ("http://h:1/pool", (), FAILED, "is not a coordinator's URL"),
+        ("https://h", (), FAILED, "--set coordinator.port=PORT"),
+        (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
+        (URL, ("--set", "model.name=./nowhere"), FAILED, "no model at"),
+    ],
+)
+def test_a_pool_that_could_not_work_is_not_made(
+    url: str,
+    more: tuple[str, ...],
+    status: int,
+    words: str,
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert init(config, tmp_path / "pool", *more, url=url) == status
+    printed = capsys.readouterr().err
+    assert words in printed and len(printed.splitlines()) == 1
+    assert not (tmp_path / "pool").exists()
+
+
+# --- shoal coordinator, shoal status ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A coordinator that was started from its folder alone; the folder's address says where it listens."""
+    init(config, tmp_path / "pool", "--set", "coordinator.port=0", url="http://127.0.0.1:1")
+    settings = tmp_path / "pool" / "config.toml"
+    settings.write_text(settings.read_text().replace("port = 1\n", "port = 0\n"))
+    (tmp_path / "pool" / "coordinator.json").unlink()
+    Address(url="", run="sums").write(tmp_path / "pool")  # as if no URL had been given: the bound port is found there
+    stop = threading.Event()
+    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: stop)
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(main(["coordinator", "--dir", str(tmp_path / "pool")])))
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while not Address.read(tmp_path / "pool").url:
+        assert thread.is_alive() and time.monotonic() < deadline_s, "the coordinator did not listen"
+        time.sleep(0.05)
+    yield tmp_path / "pool"
+    stop.set()
+    thread.join(30)
+    assert statuses == [DONE]
+
+
+def test_a_coordinator_starts_from_its_folder_and_status_shows_it(
+    running: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for where in (Address.read(running).url, str(running)):
+        assert main(["status", where]) == DONE
+        assert "sums" in capsys.readouterr().out
+
+
+def test_the_url_of_the_pool_outlasts_the_start_of_its_coordinator(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init(config, tmp_path / "pool", url="http://127.0.0.1:8700")
+    stop = threading.Event()
+    stop.set()  # it listens, then ends
+    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: stop)
+    assert main(["coordinator", "--dir", str(tmp_path / "pool"), "--port", "0"]) == DONE
+    assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run="sums")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["{config}"], "start it with: shoal coordinator --dir"),
+        (["--run", "other"], "has its config and name"),
+        (["--set", "run.steps=3"], "has its config and name"),
+    ],
+)
+def test_the_folder_of_a_pool_takes_no_second_config(
+    more: list[str], words: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "pool")
+    arguments = [argument.replace("{config}", config) for argument in more]
+    assert main(["coordinator", *arguments, "--dir", str(tmp_path / "pool")]) == USAGE
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_without_a_pool_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coordinator", "--dir", str(tmp_path)]) == USAGE
+    assert "shoal pool init CONFIG" in capsys.readouterr().err
+
+
+def test_an_unreachable_pool_is_one_line_with_its_address(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "pool", url="http://127.0.0.1:9")
+    capsys.readouterr()
+    for where in ("http://127.0.0.1:9", str(tmp_path / "pool")):
+        for more in ([], ["--watch"]):
+            assert main(["status", where, *more]) == FAILED
+            printed = capsys.readouterr().err
+            assert "no coordinator answers at http://127.0.0.1:9" in printed and len(printed.splitlines()) == 1
+
+
+# --- shoal invite, and nodes that join --------------------------------------------------------------------------------
+
+
+def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init(config, tmp_path / "pool")
+    capsys.readouterr()
+    invite = ["invite", str(tmp_path / "pool"), "--role", "worker", "--name", "worker-9"]
+    assert main(invite) == DONE
+    assert Invite.decode(capsys.readouterr().out).url == URL
+    assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == DONE
+    assert capsys.readouterr().out == ""
+    assert Invite.decode((tmp_path / "nine.invite").read_text()).run == "sums"
+    assert mode(tmp_path / "nine.invite") == 0o600
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--name", "w", "--url", "10.1.2.3:8700"], "write http://HOST:PORT"),
+        (["--name", "w", "--url", "pool.example.org"], "write http://HOST:PORT"),
+        (["--name", "Bad Name"], "'Bad Name' is not a node's name"),
+    ],
+)
+def test_an_invite_that_nobody_could_use_is_not_made(
+    more: list[str], words: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "pool")
+    capsys.readouterr()
+    assert main(["invite", str(tmp_path / "pool"), "--role", "worker", *more]) == FAILED
+    printed = capsys.readouterr()
+    assert words in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("role", "expires_s", "words"),
+    [("validator", 2**40, "for the role validator, not worker"), ("worker", 1, "has expired; ask for a new one")],
+)
+def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int, words: str, tmp_path: Path) -> None:
+    identity = Identity.generate()
+    made = make_invite(identity, url="http://127.0.0.1:9", run="r", role=role, name="n", expires_s=expires_s)  # type: ignore[arg-type]
+    made.save(tmp_path / "invite")
+    script = (
+        "import sys; from shoal.cli import main\n"
+        f"status = main(['worker', '--join', {str(tmp_path / 'invite')!r}, '--dir', {str(tmp_path / 'w')!r}])\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == USAGE and words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "w").exists()
+
+
+def test_an_invite_signed_by_another_key_than_it_names_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=2**40)
+    made.model_copy(update={"key": Identity.generate().public}).save(tmp_path / "invite")
+    assert main(["worker", "--join", str(tmp_path / "invite"), "--dir", str(tmp_path / "w")]) == USAGE
+    assert "not signed by this coordinator" in capsys.readouterr().err
