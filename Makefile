@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
+TEST_PROCESSES ?= 2
 BENCHMARKS ?= benchmarks/asynchrony.py benchmarks/validation_speed.py benchmarks/fuzz.py
 
 # Which torch build: `cpu` or `cuda` (`make setup TORCH=cuda`; later targets keep the last choice).
@@ -31,7 +32,7 @@ run: $(STAMP)  ## train a small model with every role on this machine; ARGS="...
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)
 
 test: $(STAMP)  ## run the tests, except slow ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)  ## run the slow tests (each takes minutes)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -1,12 +1,12 @@
-"""The paper's asynchrony ablation in small: training on rollouts that are exactly 0, 1, 2 and 4 versions old.
+"""The paper's asynchrony ablation at a small scale: training on rollouts that are exactly 0, 1, 2 and 4 versions old.
 
     python benchmarks/async_levels.py [--steps 40] [--seeds 0 1 2] [--levels 0 1 2 4]
 
-`bundled:tiny` on two-digit sums in one process, with the recipe of configs/tiny.toml: step s trains on the batch that
-version s - level sampled (version 0 until then), as in the paper, where a run would allow younger ones too. Seeds draw the
-tasks and the samples. The claim that is checked: no measurable loss of reward up to level 4 (INTELLECT-2, arXiv 2505.07291,
-section 4; there with larger models on mathematics). Measured: the reward of each version's own samples, its mean over the
-last ten versions, held-out greedy accuracy at the end; their differences to level 0 over the seeds with 95 % intervals
+`bundled:tiny` on two-digit sums in one process, with the recipe of configs/tiny.toml. Step s trains on the batch that
+version s - level sampled (version 0 at first), as in the paper; a run would also allow younger ones. Seeds determine the
+tasks and the samples. The claim under test: no measurable loss of reward up to level 4 (INTELLECT-2, arXiv 2505.07291,
+section 4, with larger models on mathematics). Measured: the reward of each version's own samples, its mean over the last
+ten versions, and held-out greedy accuracy at the end; their differences to level 0 over the seeds with 95 % intervals
 (Welch's t). Levels take turns within each seed. Writes benchmarks/results/async_levels.json and
 docs/images/async-levels.png.
 """
@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 CONFIG = load(HERE.parent / "configs" / "tiny.toml")
 PROMPTS, GROUP = 32, 8
 PATH, PICTURE = HERE / "results" / "async_levels.json", HERE.parent / "docs" / "images" / "async-levels.png"
-LAST = 10  # steps whose mean reward is compared
+LAST = 10  # final steps whose mean reward is compared
 COLORS = {0: "#555555", 1: "#1f6fb4", 2: "#2a9d8f", 4: "#d1495b"}
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
 
@@ -56,8 +56,8 @@ def main() -> None:
         for level in arguments.levels:
             result["runs"].append(Run(seed, level).figures(arguments.steps))
             PATH.write_text(json.dumps(result, indent=1) + "\n")
-            told = {name: value for name, value in result["runs"][-1].items() if not isinstance(value, list)}
-            sys.stdout.write(f"{told}\n")
+            figures = {name: value for name, value in result["runs"][-1].items() if not isinstance(value, list)}
+            sys.stdout.write(f"{figures}\n")
             sys.stdout.flush()
     result["levels"] = [compare(result["runs"], level) for level in arguments.levels]
     PATH.write_text(json.dumps(result, indent=1) + "\n")
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 class Sampled(NamedTuple):
-    groups: list[Group]  # those whose rewards differ
+    groups: list[Group]  # with different rewards
     reward: float  # of all
 
 
@@ -86,9 +86,9 @@ class Run:
         for step in range(steps):
             waiting.append(self.sample(number=step, version=step))
             rewards.append(waiting[-1].reward)
-            told = self.train(waiting.popleft().groups)
-            norms.append(told["optim/grad_norm"])
-            drift.append(told["policy/mismatch_kl"])
+            figures = self.train(waiting.popleft().groups)
+            norms.append(figures["optim/grad_norm"])
+            drift.append(figures["policy/mismatch_kl"])
         return {
             "async_level": self.level,
             "seed": self.seed,
@@ -102,7 +102,7 @@ class Run:
         }
 
     def sample(self, *, number: int, version: int) -> Sampled:
-        """A batch by the policy as it is now."""
+        """A batch sampled by the current policy."""
         chosen = self.draw.sample(self.tasks.train, k=PROMPTS)
         prompts = [prompt_tokens(self.policy.tokenizer, CONFIG.tasks, task, 0) for task in chosen]
         seeds = [
@@ -124,8 +124,8 @@ class Run:
         rows = micro_batches(groups, row_tokens=settings.row_tokens, normalize_std=settings.loss.normalize_std)
         n_tokens = sum(group.n_tokens for group in groups)
         over = denominator(settings.loss.kind, n_tokens, len(groups) * GROUP, CONFIG.sampling.max_tokens)
-        told = self.policy.update(rows, over)
-        return told | {"policy/mismatch_kl": told["policy/mismatch_kl"] / n_tokens}
+        figures = self.policy.update(rows, over)
+        return figures | {"policy/mismatch_kl": figures["policy/mismatch_kl"] / n_tokens}
 
     def heldout(self) -> float:
         """Greedy accuracy on the held-out tasks."""
@@ -152,7 +152,7 @@ def compare(runs: list[dict[str, Any]], level: int) -> dict[str, Any]:
 
 
 def half_interval(a: list[float], b: list[float]) -> float:
-    """Half the width of the 95 % interval of mean(a) - mean(b), with variances of their own (Welch)."""
+    """Half the width of the 95 % interval of mean(a) - mean(b), with separate variances (Welch)."""
     errors = [statistics.variance(sample) / len(sample) for sample in (a, b)]
     total = sum(errors)
     if total == 0:

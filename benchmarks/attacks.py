@@ -1,15 +1,15 @@
 """The attack matrix: what a validator finds in honest work and in every lie of `shoal.adversary.attacks`.
 
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
-    python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some, beside what the results hold
+    python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some; keeps other results
     python benchmarks/attacks.py configs/tiny.toml --plot                        docs/images/trust.png
 
 DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
 (`shoal run CONFIG --set learner.keep_versions=100`); the validator judges by the newest. The same workers and tasks are
-given to every attack. Each submission goes through the whole pipeline; then every check is run by itself, whatever the
+given to every attack. Each submission goes through the whole pipeline; then every check runs by itself, whatever the
 others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
 
-Writes benchmarks/results/<label>.json after each attack, and the table as .md beside it. Exit status 1 if honest work was
+Writes benchmarks/results/<label>.json after each attack, and the table next to it as .md. Exit status 1 if honest work was
 rejected.
 """
 
@@ -41,8 +41,8 @@ from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import CHEAP, DEAR
-from shoal.validator.judge import Judge
+from shoal.validator.checks import ALL
+from shoal.validator.judge import Examined, Judge
 
 HERE = Path(__file__).parent
 WORKERS = 8
@@ -124,21 +124,23 @@ class Tally:
     alone: Counter[str] = field(default_factory=Counter)  # each check by itself
     evidence: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, judge: Judge, cases: Sequence[Case], findings: Sequence[Finding | None]) -> None:
+    def add(self, judge: Judge, examined: Sequence[Examined]) -> None:
         """Take the pipeline's findings, then run every check on every case by itself."""
         assert judge.rules is not None
-        unseen = [case for case in cases if case.prefill is None]  # the cheap checks had settled these
-        if unseen:
-            judge.prefill(unseen)
-        for case, finding in zip(cases, findings, strict=True):
-            fired = [check.__name__ for check in (*CHEAP, *DEAR) if check(judge.rules, case)]
+        unseen = {n: judge.grade(one.case) for n, one in enumerate(examined) if one.case.prefill is None}
+        computed = dict(zip(unseen, judge.prefill(list(unseen.values())), strict=True))
+        for n, one in enumerate(examined):
+            case = computed.get(n, one.case)
+            outcomes = {check.__name__: check(judge.rules, case) for check in ALL}
+            fired = [name for name, outcome in outcomes.items() if outcome.finding]
             self.alone.update(fired)
             self.alone.update(by_thresholds(case))
-            if finding is not None:
-                self.reasons[finding.reason] += 1
+            if one.finding is not None:
+                self.reasons[one.finding.reason] += 1
                 self.first[fired[0]] += 1
-            for name, value in case.evidence.items():
-                self.evidence.setdefault(name, []).append(value)
+            for outcome in outcomes.values():
+                for name, value in outcome.evidence.items():
+                    self.evidence.setdefault(name, []).append(value)
 
 
 def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[str, Any]:
@@ -155,9 +157,9 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[st
             tally.reasons[finding.reason] += 1
             tally.first["open"] += 1
         begun = time.perf_counter()
-        findings = judge.examine(cases)
+        examined = judge.examine(cases)
         judging_s += time.perf_counter() - begun
-        tally.add(judge, cases, findings)
+        tally.add(judge, examined)
     return {
         "n": n,
         "rejected": sum(tally.reasons.values()),

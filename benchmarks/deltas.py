@@ -1,29 +1,28 @@
-"""Deltas between published versions of real training: what they save and cost, and what other ways would.
+"""Measures deltas between versions of real training: their size and cost, compared with other encodings.
 
     python benchmarks/deltas.py --versions 3e-7=runs/a/learner/versions --versions 2e-5=runs/b/learner/versions
 
-A folder holds v000000, v000001, ...; --most consecutive pairs of each label (of many, pairs that lie evenly) are
-measured, on one thread and with both versions in the page cache. Writes benchmarks/results/deltas.json after each label:
-every pair, and medians. Seconds are on the clock and of the CPU (the first count what else the machine does).
+Each folder holds v000000, v000001, .... At most --most consecutive pairs per label, evenly spaced, are measured on one
+thread with both versions in the page cache. Writes every pair and the medians to benchmarks/results/deltas.json after each
+label. Times are wall-clock and CPU seconds; only the first depend on other load.
 
     files     shoal.shardcast.format.delta as a node uses it: two folders to a delta, and a folder and the delta to a folder
-    links     encode, the delta's transfer and apply, against the transfer of the whole version (bf16, a tokenizer)
-    a model   in bf16 that holds the old version gets the new one: from the new folder, as engines do, or by the delta's
-              changes, decoded and then written in place
-    ways      every fourth pair, in memory, on the pieces that the module cuts, in an order that turns from pair to pair
+    links     encode, transfer of the delta and apply, against the transfer of the full version (bf16, a tokenizer)
+    a model   in bf16 that holds the old version is updated: from the new folder, as engines do, or in place from the
+              decoded delta
+    ways      every fourth pair, in memory, on the same pieces as the module, in an order that rotates from pair to pair
 
-Every way must give back the new words; in all of them planes of bytes are compressed by themselves, with zstd unless
-that gains nothing.
+Every way must reproduce the new words. All of them compress each byte plane separately with zstd, unless that is larger.
 
-    shoal                  the module's: gaps, difference, zstd 1
-    xor                    the words of both versions
-    bitmask, difference    a bit per word; for changed words, new minus old as integers
-    gaps, xor              the unchanged words before each changed one; xor of changed words
-    gaps, difference       differences as the integers that the words are (mostly +1 and -1, in zigzag)
-    gaps, ordered          differences of integers in the order of the numbers, so across zero too
-    grouped, difference    words of exponents that change often (small ones: an update moves all words about as far)
-                           sorted by exponent, which a reader can do too, before gaps are taken; `pays_below_mb_s` is
-                           the link on which fewer bytes make up for its CPU seconds, by whole pairs
+    shoal                  the module's encoding: gaps, difference, zstd 1
+    xor                    xor of all words of both versions
+    bitmask, difference    one bit per word; for changed words, new minus old as integers
+    gaps, xor              the number of unchanged words before each changed one; xor of changed words
+    gaps, difference       differences of the words as integers (mostly +1 and -1, in zigzag)
+    gaps, ordered          differences of integers in numeric order, so also across zero
+    grouped, difference    words sorted by exponent before gaps are taken, which the reader can repeat (small exponents
+                           change often, because an update moves all words about equally far); `pays_below_mb_s` is the
+                           link speed at which the saved bytes make up for the CPU seconds, over all pairs
 """
 
 import argparse
@@ -55,9 +54,9 @@ Pairs = list[tuple[Any, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what deltas between versions save and cost")
+    parser = argparse.ArgumentParser(description="size and cost of deltas between versions")
     parser.add_argument("--versions", action="append", required=True, metavar="LABEL=DIR")
-    parser.add_argument("--most", type=int, default=20, help="pairs of each label")
+    parser.add_argument("--most", type=int, default=20, help="pairs per label")
     arguments = parser.parse_args()
     labels = {label: Path(folder) for label, folder in (given.split("=", 1) for given in arguments.versions)}
 

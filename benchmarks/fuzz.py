@@ -1,10 +1,10 @@
-"""A million damaged inputs for what reads bytes from strangers: proofs, submissions, requests to the coordinator.
+"""A million damaged inputs for code that reads bytes from strangers: proofs, submissions, requests to the coordinator.
 
     python benchmarks/fuzz.py [--proofs 900000] [--files 100000] [--requests 20000] [--seed 0]
 
-Fails where anything but the documented refusals happens, where a case takes longer than DEADLINE_S, or where a part's
-memory grows by more than GROWTH_BYTES after its first tenth. Writes benchmarks/results/fuzz.json. A part's seed is a hash of
-`--seed` and its name, so one part alone meets the same cases, but for keys, nonces and the clock.
+Fails if anything but the documented refusals happens, if a case takes longer than DEADLINE_S, or if a part's memory grows
+by more than GROWTH_BYTES after its first tenth. Writes benchmarks/results/fuzz.json. A part's seed is a hash of `--seed` and
+its name, so one part alone runs the same cases, except for keys, nonces and the clock.
 """
 
 import argparse
@@ -24,14 +24,15 @@ import torch
 from machine import describe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the fuzzers are test code
-from tests.fuzzing.fuzz import CRASH, Note, fuzz_proofs  # noqa: E402
-from tests.fuzzing.fuzz_files import fuzz_files  # noqa: E402
-from tests.fuzzing.fuzz_http import fuzz_requests  # noqa: E402
+from tests.fuzzing.coordinator import fuzz_requests  # noqa: E402
+from tests.fuzzing.damage import CRASH, Note  # noqa: E402
+from tests.fuzzing.files import fuzz_files  # noqa: E402
+from tests.fuzzing.proofs import fuzz_proofs  # noqa: E402
 
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0  # without a case ending: the stack is printed and the process ends
 GROWTH_BYTES = 64 << 20
-MOST_CRASHES = 100  # written out; all are counted
+MAX_REPORTED = 100  # crashes written out; all are counted
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    memory = Path("/dev/shm")  # the databases are synced to disk at every request, and no disk is tested here
+    memory = Path("/dev/shm")  # databases are synced to disk at every request, and the disk is not what is tested
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         parts: dict[str, tuple[int, Callable[[Random, int, Note], None]]] = {
             "proofs": (arguments.proofs, fuzz_proofs),
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def run(name: str, random: Random, cases: int, part: Callable[[Random, int, Note], None]) -> dict[str, Any]:
-    """How the cases of one part ended, how fast, and what memory this process held after a tenth of them and after all."""
+    """How the cases of one part ended, how fast, and this process's memory after a tenth of them and after all."""
     outcomes: Counter[str] = Counter()
     crashes: list[str] = []
     watched_s = warm_bytes = done = 0.0
@@ -99,7 +100,7 @@ def run(name: str, random: Random, cases: int, part: Callable[[Random, int, Note
         "rss_bytes_after_a_tenth": int(warm_bytes),
         "rss_bytes_at_the_end": end_bytes,
         "grew": end_bytes > warm_bytes + GROWTH_BYTES,
-        "first_crashes": crashes[:MOST_CRASHES],
+        "first_crashes": crashes[:MAX_REPORTED],
     }
     grown_mib = (end_bytes - warm_bytes) / 2**20
     sys.stdout.write(

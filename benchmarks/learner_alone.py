@@ -1,19 +1,19 @@
-"""The learner alone against plain transformers loops with padding: forward, backward and optimizer step on the same rows.
+"""The learner alone against plain transformers loops with padding: forward, backward and optimizer step on the same data.
 
     python benchmarks/learner_alone.py [--rounds 2] [--dtypes bfloat16]
     python benchmarks/learner_alone.py --rounds 1 --dtypes float32 --lengths 512 --label float32
 
-SmolLM2-135M on all cores, batches of sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths
-uniform from an eighth of that to all of it, seed 0). They take turns. Both train every token after the first with
--advantage * logp and step once.
+SmolLM2-135M on all cores, with sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths uniform from
+an eighth of that to all of it, seed 0). The systems take turns. Each trains every token after the first with
+-advantage * logp and makes one optimizer step.
 
-    shoal     Policy.update: fp32 masters, computed wholly in the dtype, trees packed into rows without padding
+    shoal     Policy.update: fp32 masters, all computation in the dtype, trees packed into rows without padding
     autocast  AutoModelForCausalLM with fp32 weights under torch.autocast, which trains the same: right-padded batches in the
-              given order, labels -100 where padded, its own loss; torch.optim.AdamW(fused=True)
-    rounded   the same with weights and moments in bf16: no masters to move, but an update smaller than a bf16 step is lost
+              given order, labels -100 for padding, its own loss; torch.optim.AdamW(fused=True)
+    rounded   the same with weights and moments in bf16: no masters, but updates smaller than a bf16 step are lost
 
 Tokens per second count real tokens. MFU: FLOPs of real tokens (learner/metrics.py: no padding, no recomputation) over
-seconds and the peak, which is the fastest of some square matrix products in that dtype here, measured before and after.
+seconds and peak. The peak is the fastest of several square matrix products in that dtype, measured before and after.
 Writes benchmarks/results/learner_alone.json.
 """
 
@@ -40,7 +40,7 @@ from shoal.learner.policy import Policy
 from shoal.model.sources import SMOLLM2, resolve
 
 PATH = Path(__file__).parent / "results" / "learner_alone.json"
-ROW_TOKENS = 4096  # computed at once, by both
+ROW_TOKENS = 4096  # computed at once by each system
 BATCHES = {512: (8, 8), 4096: (1, 2)}  # sequences in one update, equal and ragged, by their length
 LR = 1e-6
 
@@ -117,7 +117,7 @@ def pad(sequences: list[list[int]]) -> dict[str, Tensor]:
 
 
 def take_turns(systems: dict[str, System], sequences: list[list[int]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each system in each round, after one that doesn't count."""
+    """Seconds of each system in each round, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds + 1):
         for name, system in systems.items():
@@ -129,7 +129,7 @@ def take_turns(systems: dict[str, System], sequences: list[list[int]], rounds: i
 
 
 def matmul_peak(dtype: torch.dtype) -> float:
-    """GFLOP/s of the fastest square product of some sizes."""
+    """GFLOP/s of the fastest square matrix product of several sizes."""
     best = 0.0
     for size in (512, 1024, 2048):
         a = torch.randn(size, size).to(dtype)

@@ -1,19 +1,19 @@
-"""What SHARDCAST costs a machine: CPU seconds per GiB against nginx, curl and b3sum; and memory against the size.
+"""Measures what SHARDCAST costs a machine: CPU seconds per GiB against nginx, curl and b3sum, and memory by file size.
 
     python benchmarks/loopback.py [--rounds 5] [--size-mb 1024] [--sizes-mb 64 512 2048 8192]
 
-Linux, with nginx, curl and b3sum; all over loopback, in turns. User and system seconds of each process:
+Needs Linux, nginx, curl and b3sum. Everything runs over loopback, in turns. User and system seconds of each process:
 
-    origin   `shoal origin` while one client fetches; its publishing is counted apart
-    relay    `shoal relay` receives a version, checks it, then serves it to one client
+    origin   `shoal origin` while one client fetches; publishing is counted separately
+    relay    `shoal relay` receives a version, verifies it, then serves it to one client
     client   `shoal fetch` from the origin, from the relay, and from nginx over the origin's store
     plain    nginx (one worker, sendfile) serves the same file; curl writes it to disk; b3sum reads it back, one thread
 
-A relay made by hand costs the sum of the last three. All is done with a version of 1 KiB, too, which is what processes
-cost before they move a byte: `net` is without it. A ratio is the median of the rounds' ratios.
+A relay built from plain tools costs the sum of the last three. Each measurement is repeated with a version of 1 KiB, which
+gives the cost of starting the processes; `net` is without it. A ratio is the median of the rounds' ratios.
 
-Memory: VmRSS over time and its peak, for versions of several sizes. So that free disk of one version's size (TMPDIR) is
-enough, a version is many names of one random file, and a store keeps each distinct shard once.
+Memory: VmRSS over time and its peak, for versions of several sizes. To need free disk (TMPDIR) of only one version's size,
+a version is many hard links to one random file, and a store keeps each distinct shard once.
 
 Writes benchmarks/results/loopback.json after each measurement.
 """
@@ -41,14 +41,14 @@ SHOAL = str(Path(sys.executable).with_name("shoal"))
 GIB, MIB = 1 << 30, 1 << 20
 BLOCK_BYTES = 64 * MIB
 TINY_BYTES = 1 << 10
-FREE_BYTES = 2 << 30  # left to others on the disk
+FREE_BYTES = 2 << 30  # kept free on the disk
 MOST_RATIO, MOST_SPREAD_MB = 1.3, 50
 DEADLINE_S = 600.0
 LOOK_AGAIN_S = 0.02
 NGINX = """daemon off; pid {0}/nginx.pid; error_log {0}/nginx.log; user root; worker_processes 1; events {{}}
 http {{ sendfile on; access_log off; server {{ listen 127.0.0.1:{1}; root {0}; }} }}
 """
-Processes = list[tuple[str, str]]  # a way, and whose seconds in it
+Processes = list[tuple[str, str]]  # (way, process)
 CURL_B3SUM: Processes = [("plain", "curl"), ("plain", "b3sum")]
 ROWS: dict[str, tuple[Processes, Processes]] = {
     "origin / nginx": ([("direct", "origin")], [("plain", "nginx")]),
@@ -62,10 +62,12 @@ ROWS: dict[str, tuple[Processes, Processes]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of the CPU measurement")
-    parser.add_argument("--size-mb", type=int, default=1024, help="of its file")
-    parser.add_argument("--sizes-mb", type=int, nargs="*", default=[64, 512, 2048, 8192], help="for memory")
-    parser.add_argument("--port", type=int, default=18470, help="for nginx")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the CPU measurement")
+    parser.add_argument("--size-mb", type=int, default=1024, help="size of its file")
+    parser.add_argument(
+        "--sizes-mb", type=int, nargs="*", default=[64, 512, 2048, 8192], help="sizes of the memory measurement"
+    )
+    parser.add_argument("--port", type=int, default=18470, help="port of nginx")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe()}
     result |= {"size_bytes": arguments.size_mb * MIB, "publish_s": {}, "rounds": [], "memory": []}
@@ -132,7 +134,7 @@ class Turn:
         self.publish_s = round(cpu_s(self.origin.pid) - had_s, 4)
 
     def take(self, first: int) -> dict[str, dict[str, float]]:
-        """CPU seconds of each process; another way comes first in each round."""
+        """CPU seconds of each process. Each round starts with another way."""
         ways = [self.direct, self.through_relay, self.over_nginx, self.plain]
         taken = {}
         for way in ways[first % len(ways) :] + ways[: first % len(ways)]:
@@ -172,7 +174,7 @@ class Turn:
         b3sum_s, told = run(["b3sum", "--num-threads", "1", "--no-names", str(out)])
         out.unlink()
         if told.strip() != self.hash:
-            raise SystemExit("what curl wrote is not the file that nginx has")
+            raise SystemExit("curl did not write the file that nginx serves")
         return {"nginx": nginx_s, "curl": curl_s, "b3sum": b3sum_s}
 
     def fetch(self, url: str) -> float:
@@ -180,13 +182,13 @@ class Turn:
         self.settle()
         seconds, _ = run([SHOAL, "fetch", url, "--key", self.key, "--out", str(out)])
         if (out / "v000000" / "file").stat().st_size != self.size_bytes:
-            raise SystemExit("what came is not what was published")
+            raise SystemExit("the fetched file is not the published one")
         shutil.rmtree(out)
         return seconds
 
     def settle(self) -> None:
-        """The same start for everyone who will write a version: nothing of others to be synced with theirs, and as much
-        memory just freed, because memory that a virtual machine has to get from its host first costs it seconds."""
+        """Gives every writer of a version the same start: no dirty pages of others, and as much memory just freed. A
+        virtual machine needs seconds to get new memory from its host."""
         os.sync()
         with tempfile.TemporaryFile(dir=self.folder) as file:
             for _ in range(self.size_bytes // BLOCK_BYTES):
@@ -194,7 +196,7 @@ class Turn:
 
 
 def summary(rounds: Sequence[dict[str, Any]], size_bytes: int) -> dict[str, Any]:
-    """CPU seconds per GiB, with what a tiny version costs and `net` of it, and their ratio."""
+    """CPU seconds per GiB and their ratio: gross, and net of what a tiny version costs."""
 
     def both(processes: Processes) -> dict[str, list[float]]:
         full, tiny = (
@@ -225,9 +227,9 @@ def cpu_line(name: str, row: dict[str, Any]) -> str:
 
 
 def memory(folder: Path, size_mb: int) -> dict[str, Any]:
-    """A version goes from its origin to a relay, and from there, when it is whole, to a client."""
+    """Sends a version from its origin to a relay and, when it is complete there, to a client."""
     if shutil.disk_usage(folder).free < size_mb * MIB + FREE_BYTES:
-        return {"size_mb": size_mb, "skipped": f"{folder} has not {size_mb} MB and {FREE_BYTES // MIB} MB free"}
+        return {"size_mb": size_mb, "skipped": f"{folder} has less than {size_mb + FREE_BYTES // MIB} MB free"}
     (folder / "source").mkdir()
     first = folder / "source" / "0000"
     first.write_bytes(os.urandom(min(size_mb * MIB, BLOCK_BYTES)))
@@ -267,9 +269,9 @@ def memory(folder: Path, size_mb: int) -> dict[str, Any]:
 
 
 class Watched(threading.Thread):
-    """Looks at a process's memory until it ends."""
+    """Samples a process's memory until it ends."""
 
-    EVERY_S, LOOKS = 0.5, 20  # a point of the course, and looks at the peak in that time
+    EVERY_S, LOOKS = 0.5, 20  # seconds between stored points, and samples of the peak in that time
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -296,7 +298,7 @@ class Watched(threading.Thread):
 
 
 def share(store: Path) -> None:
-    """Shards of the same bytes become names of one file."""
+    """Replaces shards of the same bytes by hard links to one file."""
     firsts: dict[str, Path] = {}
     for shard in sorted(store.glob("v*/*/*.shard")):
         first = firsts.setdefault(blake3(shard.read_bytes()).hexdigest(), shard)

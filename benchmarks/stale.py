@@ -1,13 +1,13 @@
-"""What delta prevents: two-sided clipping against PPO's one-sided clip, on data that is many updates old.
+"""What delta prevents: two-sided clipping against PPO's one-sided clip, on data many updates old.
 
     OMP_NUM_THREADS=1 python benchmarks/stale.py [--seeds 3] [--updates 80] [--age 16] [--lr 2e-4] [--label NAME]
 
 Trains `bundled:tiny` on sums in one process, once with delta = 4 and once with a delta that is never reached, from the same
-weights and the same tasks. Every update's rollouts are sampled by the policy as it was `age` updates before (the first `age`
-updates all have the first policy's first batch): 16 is async level 2 at the recipe's 8 updates a step. Each update also
-takes the gradient that the other arm's loss has at the same weights and data, so that the two compare free of where each run
-has got to. Writes benchmarks/results/stale.json and docs/images/stale.png, and prints a table. The rewards are those of the
-rollouts when they are sampled: the policy's own at that update.
+weights and tasks. Each update's rollouts are sampled by the policy of `age` updates before (the first `age` updates use the
+first policy's first batch). 16 is async level 2 at the recipe's 8 updates per step. Each update also computes the gradient
+of the other arm's loss at the same weights and data, so the two losses are compared independently of each run's progress.
+Writes benchmarks/results/stale.json and docs/images/stale.png, and prints a table. Rewards are those of the rollouts at
+sampling: the policy's own at that update.
 """
 
 import argparse
@@ -41,12 +41,12 @@ HERE = Path(__file__).parent
 TASKS = load(HERE.parent / "configs" / "tiny.toml").tasks
 PROMPTS, GROUP, MAX_TOKENS = 16, 8, 6
 ARMS = {"delta 4": 4.0, "delta off": 1e9}
-BEYOND = 4.0  # what counts as a huge ratio, in both arms
+BEYOND = 4.0  # a larger ratio counts as huge, in both arms
 SPIKE = 10.0  # times the run's median gradient norm
 
 
 class Stored(NamedTuple):
-    """One update's rollouts: what the loss needs of them, and the mean reward."""
+    """One update's rollouts: the inputs of the loss, and the mean reward."""
 
     trees: list[Tree]
     behaviour_N: Tensor
@@ -74,8 +74,8 @@ def main() -> None:
         for arm in ARMS:
             updates = run(seed, ARMS[arm], arguments.age, arguments.lr, arguments.updates)
             result["runs"].append({"arm": arm, "seed": seed} | figures(updates) | {"updates": updates})
-            told = {name: value for name, value in result["runs"][-1].items() if name != "updates"}
-            sys.stdout.write(f"{time.monotonic() - started_s:.0f} s {told}\n")
+            found = {name: value for name, value in result["runs"][-1].items() if name != "updates"}
+            sys.stdout.write(f"{time.monotonic() - started_s:.0f} s {found}\n")
             sys.stdout.flush()
     pooled = {arm: [u for one in result["runs"] if one["arm"] == arm for u in one["updates"]] for arm in ARMS}
     result["all seeds"] = {arm: figures(updates) for arm, updates in pooled.items()}
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[dict[str, float]]:
-    """One training run. Returns each update's figures; fewer than asked for where it diverged or has nothing to train on."""
+    """One training run. Returns each update's figures; fewer than requested if it diverged or has nothing to train on."""
     loss = LossSection(delta=delta, beta=0.0, entropy=0.0, normalize_std=True)
     policy = Policy(resolve(TINY), LearnerSection(lr=lr, warmup_steps=0, loss=loss), "float32", "cpu", temperature=1.0)
     engine = TorchEngine("float32")
@@ -99,7 +99,7 @@ def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[di
     updates: list[dict[str, float]] = []
     for update in range(n_updates):
         fresh = sample(engine, policy, draw, seed, update)
-        if len(fresh.behaviour_N):  # else the online filter left nothing: the waiting data is trained on meanwhile
+        if len(fresh.behaviour_N):  # otherwise the online filter left nothing, and the queued data is used
             waiting.append(fresh)
         if not waiting:
             return updates
@@ -112,7 +112,7 @@ def run(seed: int, delta: float, age: int, lr: float, n_updates: int) -> list[di
 
 
 def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, update: int) -> Stored:
-    """Rollouts of random tasks by the policy as it is now."""
+    """Rollouts of random tasks by the current policy."""
     task_set = tasks.load(TASKS)
     chosen = draw.sample(task_set.train, k=PROMPTS)
     prompts = [prompt_tokens(policy.tokenizer, TASKS, task, 0) for task in chosen]
@@ -133,15 +133,15 @@ def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, 
 
 
 def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]:
-    """One update on one batch. Returns its figures, and the gradient norm that the other arm's loss has here."""
+    """One update on one batch. Returns its figures, and the gradient norm of the other arm's loss here."""
     n_tokens = len(stored.behaviour_N)
-    told: dict[str, float] = {}
+    found: dict[str, float] = {}
 
     def value(batch: Stored) -> Tensor:
         logp_N, _ = policy.logprobs(pack(batch.trees), with_entropy=False)
         ratio_N = torch.exp(logp_N.detach() - batch.behaviour_N)
-        told["ratio_max"] = float(ratio_N.max())
-        told["beyond"] = float(((ratio_N > BEYOND) & (batch.advantage_N < 0)).sum()) / n_tokens
+        found["ratio_max"] = float(ratio_N.max())
+        found["beyond"] = float(((ratio_N > BEYOND) & (batch.advantage_N < 0)).sum()) / n_tokens
         over = denominator(loss.kind, n_tokens, PROMPTS * GROUP, MAX_TOKENS)
         losses = {
             delta: policy_loss(
@@ -155,15 +155,15 @@ def train(policy: Policy, stored: Stored, loss: LossSection) -> dict[str, float]
         }
         (other,) = set(ARMS.values()) - {loss.delta}
         gradients = torch.autograd.grad(losses[other], list(policy.model.parameters()), retain_graph=True)
-        told["grad_norm_other"] = float(torch.nn.utils.get_total_norm(gradients))
+        found["grad_norm_other"] = float(torch.nn.utils.get_total_norm(gradients))
         return losses[loss.delta]
 
     step = policy.step(value, [stored])
-    return told | {"loss": step["loss"], "grad_norm": step["optim/grad_norm"]}
+    return found | {"loss": step["loss"], "grad_norm": step["optim/grad_norm"]}
 
 
 def figures(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Of one run or several together: gradient norms, and the reward over the last quarter of the updates."""
+    """Gradient norms, and the reward over the last quarter of the updates, of one or several runs."""
     norms = [update["grad_norm"] for update in updates]
     median = statistics.median(norms)
     late = 0.75 * max(update["update"] for update in updates)
@@ -182,7 +182,7 @@ def figures(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def same_weights(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Gradient norm without delta over that with it, update by update at the same weights and data, over all runs."""
+    """Gradient norm without delta over that with delta, per update, at the same weights and data, over all runs."""
     factors = []
     for one in runs:
         for update in one["updates"]:
@@ -198,7 +198,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line a run, then one an arm, as Markdown."""
+    """One line per run, then one per arm, as Markdown."""
     columns = {
         "grad_norm_median": "median",
         "grad_norm_p99": "99th percentile",
@@ -216,7 +216,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Gradient norm, huge ratios and reward by update; one line a seed."""
+    """Gradient norm, huge ratios and reward by update; one line per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Proofs per second: shoal.toploc against the public package toploc 0.1.6, in turn on the same hidden states.
+"""Proofs per second: shoal.toploc against the public package toploc 0.1.6, in turns on the same hidden states.
 
     python benchmarks/toploc_speed.py --public PATH
 
@@ -7,16 +7,16 @@ PATH is a folder with the public package, compiled against this torch (about 25 
     pip download toploc==0.1.6 --no-binary :all: --no-deps
     pip wheel --no-build-isolation --no-deps toploc-0.1.6.tar.gz && python -m zipfile -e toploc-0.1.6-*.whl PATH
 
-Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. One
-process per number of threads, confined to as many cores before it imports anything, for the public package starts a
-thread per core that it sees. Its fastest ways are taken: whole chunks given to build (also, as its documentation
-has it, one token at a time), one tensor to verify. OpenMP's threads wait without spinning (OMP_WAIT_POLICY=passive):
-torch's wait for each other at every operation, and with spinning a busy neighbour makes two threads many times slower
-than one, our many small operations above all.
+Writes benchmarks/results/toploc_speed.json: milliseconds of every round, medians, and the ratio of each round. There is one
+process per number of threads. It is confined to as many cores before it imports anything, because the public package starts
+a thread per visible core. The public package is called in its fastest ways: whole chunks for build (also one token at a
+time, as in its documentation), one tensor for verify. OpenMP's threads wait without spinning (OMP_WAIT_POLICY=passive):
+torch's threads wait for each other at every operation, and with spinning a busy neighbour makes two threads many times
+slower than one, most of all for our many small operations.
 
-The hidden states are real but for their width: SmolLM2-135M's (576 wide), after the final norm, of 1024 tokens of this
-repository's source. A row of 4096 is what eight neighbouring layers make of one token, side by side; four such groups
-of layers give 4096 rows. At 576 it's the outputs of the last four layers.
+The hidden states are real except for their width: SmolLM2-135M's (576 wide), after the final norm, of 1024 tokens of this
+repository's source. A row of 4096 joins the outputs of eight neighbouring layers for one token; four such groups of layers
+give 4096 rows. At 576 they are the outputs of the last four layers.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def make_states(path: Path) -> None:
-    """{width: (4096, width) bfloat16} into a file."""
+    """Write {width: (4096, width) bfloat16} to a file."""
     import torch
 
     from shoal.model.load import load_model, load_tokenizer

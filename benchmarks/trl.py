@@ -7,18 +7,18 @@
     a   prompt-heavy: small sums, prompts of 46 tokens, completions of at most 16
     b   completion-heavy: GSM8K, prompts of about 120 tokens, completions of at most 256
 
-Eight prompts of eight completions and one optimizer step a step. Three systems take turns in each round:
+A step is eight prompts of eight completions and one optimizer step. Three systems take turns in each round:
 
-    shoal run    all of it: a worker, proofs, validation, training, SHARDCAST, the ledger
-    shoal loop   generation and training in one process, nothing checked (against_trl/loop.py)
-    trl          GRPOTrainer with settings that --tune found fastest (against_trl/settings.py says which, and why two)
+    shoal run    the whole system: a worker, proofs, validation, training, SHARDCAST, the ledger
+    shoal loop   generation and training in one process, without verification (against_trl/loop.py)
+    trl          GRPOTrainer with the settings that --tune found fastest (against_trl/settings.py lists and explains them)
 
-All sides generate the same number of completions: `shoal run` takes groups whose rewards are all equal, too, in place
-of sampling anew (`coordinator.online_filter = false`); no side saves checkpoints or recomputes activations. Held-out
-accuracy (a) is that of the bf16 weights after each few steps, written off the clock, read by one engine and graded by
-one function after the run. Seconds to an accuracy count from the launch of the first process. Memory is the most that
-all processes of a system held at one moment (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run`
-with the published version; its last steps do not count, since nothing is generated beside them.
+All systems generate the same number of completions: `shoal run` also takes groups of equal rewards instead of sampling
+again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy (a) is that
+of the bf16 weights every few steps, written while the clock is stopped, and measured after the run by one engine and one
+grader. Seconds to an accuracy count from the launch of the first process. Memory is the peak of all processes of a system
+together (Pss). TRL's `seconds` end with its optimizer step, those of `shoal run` with the published version; the last steps
+of `shoal run` do not count, because nothing is generated during them.
 
 Writes benchmarks/results/trl.json after every run: commands, machine, versions, every step, every setting tried.
 """
@@ -117,19 +117,21 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=[*WORKLOADS, "both"], default="both")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--steps", type=int, help="of each run (default: 16 in a, 8 in b; 3 with --tune or --smoke)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of each run (default: 16 in a, 8 in b; 3 with --tune or --smoke)"
+    )
     parser.add_argument("--every", type=int, default=2, help="steps between two measurements of held-out accuracy")
     parser.add_argument(
         "--target", type=float, nargs=2, default=(0.85, 0.6), help="held-out accuracy, greedy and sampled"
     )
-    parser.add_argument("--threads", type=int, default=2, help="of each side: one process's, or all of `shoal run`'s")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="Shoal's")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each system together")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="Shoal's dtype")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of GSM8K's files")
-    parser.add_argument("--limit-s", type=float, default=3600, help="of one run; what takes longer counts as failed")
-    parser.add_argument("--tune", action="store_true", help="try TRL's settings in place of the measurement")
-    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), help="these of TRL's settings")
-    parser.add_argument("--set", nargs="+", default=[], help="Shoal's fields, over those of the workload")
-    parser.add_argument("--smoke", action="store_true", help="one short round of both, to see that it works")
+    parser.add_argument("--limit-s", type=float, default=3600, help="limit of one run; a longer run counts as failed")
+    parser.add_argument("--tune", action="store_true", help="try TRL's settings instead of measuring")
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), help="only these of TRL's settings")
+    parser.add_argument("--set", nargs="+", default=[], help="fields of Shoal's config, which override the workload's")
+    parser.add_argument("--smoke", action="store_true", help="one short round, to test the script")
     parser.add_argument("--label", help="name of the results file")
     arguments = parser.parse_args()
     arguments.dtype, _ = dtype.pick(arguments.dtype)
@@ -139,7 +141,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def turns(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
-    """Workload, system, TRL's settings and seed of every run, in order."""
+    """Workload, system, TRL settings and seed of every run, in order."""
     workloads = list(WORKLOADS) if arguments.workload == "both" else [arguments.workload]
     if arguments.tune:
         return [(workload, "trl", name, 0) for workload in workloads for name in arguments.only or SETTINGS]
@@ -155,14 +157,14 @@ def turns(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
 def one_run(
     arguments: argparse.Namespace, workload: str, system: str, settings: str, seed: int, folder: Path
 ) -> dict[str, Any]:
-    """One system's steps, memory and accuracy; `failed` says why where it did not end well."""
+    """One system's steps, memory and accuracy; `failed` is the reason if it failed."""
     asked = WORKLOADS[workload]
     steps = arguments.steps or (3 if arguments.smoke or arguments.tune else asked.steps)
     more = [*asked.overrides, *(asked.smoke if arguments.smoke else ())]
     if asked.config == "gsm8k":
         more.append(f"tasks.path={arguments.data.resolve()}")
     more += arguments.set
-    # The run's own evaluator takes one task only: accuracy is measured after it, of all versions, off the clock.
+    # The run's own evaluator gets a single task. Accuracy of all versions is measured after the run.
     more += [f"run.steps={steps}", f"run.threads={arguments.threads}", f"run.seed={seed}", "evaluator.every=0"]
     more += [
         f"model.dtype={arguments.dtype}",
@@ -179,9 +181,9 @@ def one_run(
         launched_s = time.time()
     else:
         versions_in = folder / "versions"
-        told_more = {"threads": arguments.threads, "dtype": arguments.dtype, "save_every": arguments.every}
-        told_more["settings"] = SETTINGS.get(settings)
-        launched_s = write_job(folder, config, model, versions_in if keeps else None, **told_more)
+        options = {"threads": arguments.threads, "dtype": arguments.dtype, "save_every": arguments.every}
+        options["settings"] = SETTINGS.get(settings)
+        launched_s = write_job(folder, config, model, versions_in if keeps else None, **options)
         python = arguments.peer / "bin" / "python" if system == "trl" else sys.executable
         script = HERE / "against_trl" / ("peer.py" if system == "trl" else "loop.py")
         argv = [str(python), str(script), str(folder / "job.json")]
@@ -201,7 +203,7 @@ def one_run(
 
 
 def execute(argv: list[str], arguments: argparse.Namespace, log: Path) -> tuple[int, str]:
-    """Run it to its end. Returns the most bytes that it and its children held, and why it failed ("": it did not)."""
+    """Run it to its end. Returns the peak bytes of it and its children, and why it failed (empty if it did not)."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(arguments.threads),
         "PYTHONPATH": str(ROOT / "src"),
@@ -223,11 +225,13 @@ def execute(argv: list[str], arguments: argparse.Namespace, log: Path) -> tuple[
 
 
 def read_run(out: Path, launched_s: float) -> dict[str, Any]:
-    """A `shoal run`'s steps as the others tell them; a step lasts from the report of the one before to its own."""
+    """A `shoal run`'s steps in the others' format. A step lasts from the previous report to its own."""
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     completions = summary["config"]["coordinator"]["prompts_per_step"] * summary["config"]["sampling"]["group_size"]
-    level = summary["config"]["coordinator"]["async_level"]  # the last steps' rollouts were made during earlier ones
+    level = summary["config"]["coordinator"][
+        "async_level"
+    ]  # the rollouts of the last steps were made during earlier ones
     starts = [launched_s, *(step["time_s"] for step in metrics)]
     names = {
         "train_s": "perf/busy_s",
@@ -259,12 +263,12 @@ def versions(peer: Path) -> dict[str, str]:
 
 
 def counted(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps whose times count: not the first, nor those of a `shoal run` that nothing was generated beside."""
+    """The steps whose times count: not the first, and not those of a `shoal run` without generation meanwhile."""
     return [step for step in run["steps"] if step.get("counted", step["step"] > 1)]
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Over all rounds of each system: seconds and tokens of the steps that count, and memory."""
+    """Medians over all rounds of each system: seconds and tokens of the steps that count, and memory."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if "failed" not in run:

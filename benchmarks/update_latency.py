@@ -1,16 +1,16 @@
-"""How long from an optimizer step to the new weights in a worker's engine.
+"""Measures the time from an optimizer step to the new weights in a worker's engine.
 
     python benchmarks/update_latency.py --versions DIR [--count 20] [--threads 1]
 
-DIR holds published versions v000000, v000001, ... of a real run (`shoal run CONFIG --set learner.keep_versions=100`, its
-`learner/versions`). `shoal origin`, `shoal relay` and `shoal fetch --follow` run as processes on loopback; one version after
-the other is put into the origin's folder. Of each:
+DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
+learner.keep_versions=100`). `shoal origin`, `shoal relay` and `shoal fetch --follow` run as processes on loopback. The
+versions are moved into the origin's folder one after the other. Measured for each:
 
     write_s    the learner writes it (save_model, from the weights in memory)
-    reach_s    from its appearance until the client has it whole and checked (encode, relay, fetch, apply, verify)
-    load_s     its weights copied into the engine's model
+    reach_s    from its appearance until the client has verified it (encode, relay, fetch, apply, verify)
+    load_s     its weights are copied into the engine's model
 
-and whether it came as a delta. Writes benchmarks/results/update_latency.json with every timing.
+and whether it was sent as a delta. Writes every timing to benchmarks/results/update_latency.json.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main() -> None:
 
 @contextmanager
 def processes(folder: Path) -> Iterator[tuple[Path, IO[str]]]:
-    """The origin's folder, and what the client prints: the path of each version that has come."""
+    """The origin's folder, and the client's output: the path of each version that arrives."""
     watched = folder / "watched"
     watched.mkdir()
     started: list[subprocess.Popen[str]] = []

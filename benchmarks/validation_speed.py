@@ -2,15 +2,15 @@
 
     python benchmarks/validation_speed.py [configs/quickstart.toml] [--rounds 5] [--long 200] [--rows 1 16 64]
 
-One thread, everything of a shape in turns, medians of the rounds. Tokens are completion tokens throughout.
+One thread; the ways of one shape run in turns; medians over the rounds. "Tokens" are completion tokens throughout.
 
     validator   every check of opened submissions: the forward, noise and evidence of every token, proofs, rewards
     plain       transformers' forward of each prompt and completion, right-padded, logits of all positions
-    packed      the forward that the validator does, and the logits: what is left of `validator` are the checks
+    packed      the validator's forward and the logits; the rest of `validator` is the checks
     generation  `TorchEngine`, completions of a fixed length
 
-Two shapes: submissions as the config asks for them, several at once; and completions of `--long` tokens. Also the share
-of a worker's time that its proofs take. Writes benchmarks/results/validation_speed.json with every timing.
+Two shapes: several submissions of the config's size at once, and completions of `--long` tokens. It also measures which
+share of a worker's time its proofs take. Writes benchmarks/results/validation_speed.json with every timing.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from shoal.protocol.identity import Identity
 from shoal.rollout.produce import Producer
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
-from shoal.validator.checks import CHEAP, DEAR, endings
+from shoal.validator.checks import EXPENSIVE, FILE, GRADED, endings
 from shoal.validator.judge import Judge
 from shoal.validator.prefill import VOCABULARY_ROWS, hidden_states
 
@@ -81,7 +81,7 @@ def as_configured(settings: Config, dtype: DtypeName, engine: TorchEngine, round
         cases = [made(judge, producer, number) for number in range(settings.validator.batch)]
 
         def examine() -> None:
-            if findings := [finding for finding in judge.examine(cases) if finding]:
+            if findings := [one.finding for one in judge.examine(cases) if one.finding]:
                 raise SystemExit(f"honest work was rejected: {findings}")
 
         return compare(judge, cases, examine, rounds) | worker_shares(producer)
@@ -101,12 +101,14 @@ def long_completions(
         case = made(judge, producer, 0)
         rules = judge.rules
 
-        def examine() -> None:  # what `Judge.examine` does of an honest case, which an end token would stop here
+        def examine() -> None:  # as `Judge.examine`, without the check that an end token ends each completion
             assert rules is not None
-            findings = [check(rules, case) for check in CHEAP if check is not endings]
-            judge.prefill([case])
-            findings += [check(rules, case) for check in DEAR]
-            if any(findings):
+            outcomes = [check(rules, case) for check in FILE if check is not endings]
+            graded = judge.grade(case)
+            outcomes += [check(rules, graded) for check in GRADED]
+            computed = judge.prefill([graded])[0]
+            outcomes += [check(rules, computed) for check in EXPENSIVE]
+            if findings := [outcome.finding for outcome in outcomes if outcome.finding]:
                 raise SystemExit(f"honest work was rejected: {findings}")
 
         measured = compare(judge, [case], examine, rounds, also={"generation": lambda: again(producer, judge)})
@@ -117,7 +119,7 @@ def long_completions(
 
 
 class Timed(Producer):
-    """Notes how long generating and proving take."""
+    """Records the time of generating and proving."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -165,7 +167,7 @@ def again(producer: Producer, judge: Judge) -> None:
 
 @torch.inference_mode()
 def plain(model: Any, sequences: Sequence[Sequence[int]], rows: int) -> None:
-    """The forward that anybody would write: the longest first, so that little is padding, and every logit."""
+    """The obvious forward: padded batches, longest first so that little is padding, and every logit."""
     ordered = sorted(sequences, key=len, reverse=True)
     for start in range(0, len(ordered), rows):
         part = ordered[start : start + rows]

@@ -1,22 +1,21 @@
-"""Seconds until a file from one origin is whole and checked at every client of an emulated wide-area network.
+"""Measures the seconds until every client of an emulated wide-area network has verified a file from one origin.
 
     python -m venv PEERS && PEERS/bin/pip install shardcast==0.3.2 libtorrent==2.1.1
     python benchmarks/wan.py --peers PEERS --rounds 2 --scale 0.25 [--loss 0.5] [--kill-relay --throttle-relay]
 
-Needs root on Linux and, as Debian calls them, gcc, iproute2, iputils-ping, nginx-light, curl, aria2, wget and b3sum. The
+Needs root on Linux and the Debian packages gcc, iproute2, iputils-ping, nginx-light, curl, aria2, wget and b3sum. The
 systems take turns, each time in fresh network namespaces (wan/network.py) joined by an emulator (wan/link.c): an origin
-of 100 Mb/s, 4 relays of 1 Gb/s, 16 clients of 200 Mb/s, 50 ms there and back between any two. `--scale 0.25` takes a
-quarter of every rate and of the file, so that times stay and the CPU has less to do. What can run before there is a file
-does; time counts from the moment the origin is told of the file until a client has checked it. This program checks each
-client's file again, off the clock.
+of 100 Mb/s, 4 relays of 1 Gb/s, 16 clients of 200 Mb/s, a round trip of 50 ms between any two. `--scale 0.25` uses a
+quarter of every rate and of the file's size, so that times stay the same with less CPU. Everything that can start before
+the file exists does. The clock runs from the moment when the origin gets the file until a client has verified it. This
+program verifies each client's file again, off the clock.
 
-The bound: every byte leaves the origin once and reaches a client, whichever is slower, plus two hops of latency. Frames of
-1500 bytes carry 1448 of payload, so nothing over TCP is below 1.036 times the bound.
+The bound: the slower of sending every byte once from the origin and receiving it at a client, plus two hops of latency.
+Frames of 1500 bytes carry 1448 of payload, so nothing over TCP is below 1.036 times the bound.
 
-Writes benchmarks/results/wan-LABEL.json after every transfer: each client's seconds, what went wrong, bytes that each
-node sent and received, lost and dropped packets, the idle share of all cores, and `late`: packets that the emulator,
-for want of CPU, handed over more than 5 ms after their time. Files are in memory (three times the file's size for each
-node).
+Writes benchmarks/results/wan-LABEL.json after every transfer: each client's seconds, errors, bytes that each node sent
+and received, lost and dropped packets, the idle share of all cores, and `late`: packets that the emulator delivered more
+than 5 ms late for lack of CPU. Files are in memory (three times the file's size for each node).
 """
 
 import argparse
@@ -46,22 +45,24 @@ def main() -> int:
     parser.add_argument("--skip-slow", action="store_true", help=f"without {', '.join(SLOW)}")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="Python environment with the public packages")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all rates and the file's size")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for all rates and the file's size")
     parser.add_argument("--size", type=float, default=256, help="MB")
-    parser.add_argument("--origin", type=float, default=100, help="Mb/s, as all rates, and each way")
+    parser.add_argument("--origin", type=float, default=100, help="Mb/s in each direction, like all rates")
     parser.add_argument("--relay", type=float, default=1000)
     parser.add_argument("--client", type=float, default=200)
     parser.add_argument("--relays", type=int, default=4)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--rtt", type=float, default=50, help="ms between any two nodes")
+    parser.add_argument("--rtt", type=float, default=50, help="round-trip ms between any two nodes")
     parser.add_argument("--loss", type=float, default=0, help="percent of all packets")
-    parser.add_argument("--queue", type=float, default=100, help="ms that a link may be behind before it drops")
+    parser.add_argument("--queue", type=float, default=100, help="ms of queue before a link drops packets")
     parser.add_argument("--congestion", default="cubic", help="TCP congestion control")
     parser.add_argument("--kill-relay", action="store_true", help="kill -9 the first relay at half of the bound")
     parser.add_argument(
         "--throttle-relay", action="store_true", help="the second relay to a tenth at half of the bound"
     )
-    parser.add_argument("--watchdog", type=float, default=40, help="bounds after which a transfer is given up")
+    parser.add_argument(
+        "--watchdog", type=float, default=40, help="gives up a transfer after this many times the bound"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--label", default="default", help="results/wan-LABEL.json")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
@@ -104,7 +105,7 @@ def main() -> int:
 def transfer(
     name: str, plan: Plan, size_bytes: int, bound_s: float, number: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One system's; `seconds` is None where a client did not get the file, or a wrong one."""
+    """One system's transfer. `seconds` is None if a client did not get the file, or got a wrong one."""
     data = random.Random(arguments.seed + number).randbytes(size_bytes)
     digest = blake3(data).hexdigest()
     folder = FOLDER / "transfer"
@@ -134,8 +135,8 @@ def transfer(
 
 
 def waited(stage: Stage, began_s: float, bound_s: float, arguments: argparse.Namespace) -> list[tuple[float, int, int]]:
-    """Until every client is done or has ended, or there is no hope; on the way, what happens to relays. Returns the course:
-    twice a second the time, bytes the origin had sent, and those that all clients together had received."""
+    """Waits until every client is done or has ended, or the watchdog's time is over, and harms relays meanwhile. Returns,
+    twice a second, the time, the bytes sent by the origin, and the bytes received by all clients together."""
     events = []
     course: list[tuple[float, int, int]] = []
     first = stage.network.stats()["nodes"]
@@ -165,7 +166,7 @@ def verdict(stage: Stage, began_s: float) -> dict[str, Any]:
         if not done.exists():
             errors[name] = f"not done: {stage.log(name)}"
         elif blake3(file.read_bytes()).hexdigest() != stage.digest:
-            errors[name] = "another file than was published"
+            errors[name] = "not the published file"
         else:
             clients[name] = done.stat().st_mtime - began_s
     seconds = None if errors else max(clients.values())
@@ -173,7 +174,7 @@ def verdict(stage: Stage, began_s: float) -> dict[str, Any]:
 
 
 def cpu() -> tuple[int, int]:
-    """Ticks that all cores together were idle, and all ticks."""
+    """Idle ticks of all cores, and all ticks."""
     ticks = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]))
     return ticks[3] + ticks[4], sum(ticks)
 

@@ -3,6 +3,7 @@
 The session-scoped models are shared by many tests: none may change their weights.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal.model.load import load_model, load_tokenizer, save_model
 from shoal.model.sources import SMOLLM2, resolve
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: one thread each, as small models want
+    torch.set_num_threads(1)
 
 TINY_CHARS = "\n 0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,:;?!()<>[]'\"#%"
 TINY_SPECIALS = ["<pad>", "<eos>", "<user>", "<assistant>"]

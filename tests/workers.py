@@ -1,4 +1,4 @@
-"""Producers without coordinator or network, on a tiny random llama: what tests of workers, liars and validators share."""
+"""Producers without coordinator or network, on a tiny random llama; shared by tests of workers, attacks and validators."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ RUN, GROUPS = "test-0", 2
 
 
 def config(**sections: Any) -> Config:
-    """Sums that a character tokenizer can write, and submissions of two groups; `sections` say the rest."""
+    """Sums that a character tokenizer can write, and submissions of two groups; `sections` override the rest."""
     base: dict[str, Any] = {
         "tasks": {"heldout": 16, "prompt": "{question}="},
         "workers": {"groups_per_submission": GROUPS},
@@ -32,7 +32,7 @@ def config(**sections: Any) -> Config:
 
 @dataclass
 class FakeNode:
-    """As much of a `Node` as a worker or a validator touches; keeps what was put."""
+    """The part of a `Node` that workers and validators use; it keeps uploads."""
 
     identity: Identity = ALICE
     invite: Any = field(default_factory=lambda: SimpleNamespace(run=RUN))
@@ -73,20 +73,20 @@ def make_producer(
     dtype: DtypeName = "float32",
     version: int = 0,
 ) -> Any:
-    """A producer of `kind` that holds the weights in `folder`, told that they are `version`."""
+    """A producer of `kind` that has loaded the weights in `folder` as `version`."""
     producer = kind(settings, RUN, identity, TorchEngine(dtype))
     producer.load(folder, version)
     return producer
 
 
 def produced(producer: Producer, asked: Assignment) -> list[Rollout]:
-    """The rows of what it would hand in for `asked`, before they are signed."""
+    """The rows that it would submit for `asked`, before they are signed."""
     plans = producer.plan(asked)
     groups = producer.complete([producer.prompt(plan) for plan in plans], [plan.seeds for plan in plans])
     return producer.rollouts(plans, groups)
 
 
 def signed(producer: Producer, asked: Assignment, rows: list[Rollout]) -> bytes:
-    """The file of these rows for `asked`, which names the prompts that `asked` has, whatever the producer worked on."""
+    """These rows, signed for `asked` and its prompts, even if the producer used others."""
     honest = Producer.plan(producer, asked)
     return producer.sign(asked, [producer.prompt(plan) for plan in honest], rows)

@@ -1,4 +1,4 @@
-"""Held-out accuracy of weights that either side wrote: one engine, one grade, off the clock. Called by `trl.py`."""
+"""Held-out accuracy of either system's weights: one engine, one grader, after the run. Called by `trl.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from shoal.tasks.prompt import completion_text, prompt_tokens
 def measure(
     config: Config, dtype: DtypeName, model: Path, versions: Path, steps: list[dict[str, Any]], every: int
 ) -> list[dict[str, float]]:
-    """Greedy and sampled accuracy of `model` and of each `every`-th version, with the seconds until it was there."""
+    """Greedy and sampled accuracy of `model` and of each `every`-th version, with the seconds until it existed."""
     engine = TorchEngine(dtype)
     curve = []
     for version in range(0, len(steps) + 1, every):
-        engine.folder = None  # read all the weights, whoever wrote them
+        engine.folder = None  # read all the weights, whichever system wrote them
         engine.load(versions / f"v{version:06d}" if version else model)
         point = {"version": version, "since_launch_s": steps[version - 1]["since_launch_s"] if version else 0.0}
         for name, temperature in (("greedy", 0.0), ("sampled", config.sampling.temperature)):
@@ -31,7 +31,7 @@ def measure(
 
 
 def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Path) -> float:
-    """The share of the first held-out tasks that are answered right; `model` is the folder of the tokenizer."""
+    """The share of correct answers on the first held-out tasks. `model` is the folder of the tokenizer."""
     found, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
     right = 0.0
     for start in range(0, n, config.evaluator.batch):
@@ -44,7 +44,7 @@ def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Pat
 
 
 def first_at(curve: list[dict[str, float]], targets: dict[str, float]) -> dict[str, float | None]:
-    """Seconds from launch until each accuracy was first met; None where it never was."""
+    """Seconds from launch until each accuracy was first met; None if it never was."""
     return {
         name: next((point["since_launch_s"] for point in curve if point[name] >= target), None)
         for name, target in targets.items()

@@ -1,4 +1,4 @@
-"""What both sides are given: the prompts of every step, and the job that peer.py and loop.py read. Called by `trl.py`."""
+"""The input of both systems: the prompts of every step, and the job for peer.py and loop.py. Called by `trl.py`."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from shoal.tasks.prompt import prompt_tokens
 
 
 def write_job(folder: Path, config: Config, model: Path, versions: Path | None, **more: Any) -> float:
-    """Write job.json and prompts.jsonl into `folder`; `versions` is where weights go. Returns the time of launch.
+    """Write job.json and prompts.jsonl into `folder`; `versions` is the folder for weights. Returns the time of launch.
 
     `more` is passed on: threads, dtype, save_every, settings.
     """
@@ -48,7 +48,7 @@ def write_job(folder: Path, config: Config, model: Path, versions: Path | None, 
 
 
 def export(config: Config, model: Path, path: Path) -> None:
-    """The prompts of every step, as text and as the tokens that the text must become."""
+    """The prompts of every step, as text and as the tokens that the text must encode to."""
     tokenizer, train = load_tokenizer(model), tasks.load(config.tasks).train
     with path.open("w") as file:
         for step in range(config.run.steps):
@@ -60,5 +60,5 @@ def export(config: Config, model: Path, path: Path) -> None:
 
 
 def target_length(config: Config) -> int:
-    """The one length target that a workload has; 0: none."""
+    """The workload's only length target; 0 for none."""
     return (config.tasks.length_targets or [0])[0]

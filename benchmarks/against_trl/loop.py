@@ -1,10 +1,10 @@
-"""Shoal without validation: one process that generates, grades, trains and takes its own weights. Started by `trl.py`.
+"""Shoal without verification: one process that generates, grades and trains with its own weights. Started by `trl.py`.
 
     python benchmarks/against_trl/loop.py JOB.json
 
-No run works like this; it shows what generation and training cost by themselves, on the prompts that TRL gets.
-JOB.json is that of `peer.py`, but for TRL's settings. The engine is `shoal run`'s, packing and update are its learner's;
-weights go from one to the other in memory.
+No real run works like this. It shows the cost of generation and training alone, on TRL's prompts. JOB.json is that of
+`peer.py` without TRL's settings. The engine is that of `shoal run`; packing and update are its learner's. Weights pass from
+one to the other in memory.
 """
 
 import json

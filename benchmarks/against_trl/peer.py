@@ -2,10 +2,10 @@
 
     PYTHONPATH=src PEER/bin/python benchmarks/against_trl/peer.py JOB.json
 
-JOB.json (written by `trl.py`) names the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, the
-functions that Shoal's own side uses; of the package only those are imported, so Shoal's patches and pins stay outside.
-Writes each step's seconds, tokens and rewards to the job's `out`, and, where `versions` names a folder, the bf16 weights
-after each `save_every` steps, off the clock. The prompts are checked to be the tokens that Shoal gives its engine.
+JOB.json (written by `trl.py`) holds the model, prompts, recipe and TRL's settings. Rewards come from `shoal.tasks`, as on
+Shoal's side. Nothing else of the package is imported, so the peer's environment keeps its own versions. Writes each step's
+seconds, tokens and rewards to the job's `out`, and, if `versions` is a folder, the bf16 weights every `save_every` steps,
+while the clock is stopped. It checks that the prompts encode to the tokens that Shoal gives its engine.
 """
 
 import json
@@ -46,7 +46,7 @@ def main() -> None:
     now: dict[str, Any] = {}
 
     def graded(completion_ids: list[list[int]], task: list[str], answer: list[str], **_: Any) -> list[float]:
-        """Called once a step, on the whole batch."""
+        """Called once per step, on the whole batch."""
         grades = [
             grade(tasks.Task(name, "", right), completion_text(tokenizer, ids))
             for ids, name, right in zip(completion_ids, task, answer, strict=True)
@@ -64,10 +64,10 @@ def main() -> None:
         ]
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Times each step; what is written for the evaluation does not count."""
+        """Times each step, without the time to write weights for the evaluation."""
 
         def __init__(self) -> None:
-            self.off_s = 0.0  # not counted so far
+            self.off_s = 0.0  # seconds that do not count
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             now.update(started_s=time.time(), started_cpu_s=time.process_time())
@@ -115,7 +115,7 @@ def main() -> None:
             epsilon=recipe["epsilon"],
             delta=recipe["delta"],
             beta=0.0,
-            loss_type="dapo",  # over tokens, one denominator for the whole batch, as Shoal's
+            loss_type="dapo",  # over tokens, with one denominator for the whole batch, as in Shoal
             scale_rewards="group" if recipe["normalize_std"] else "none",
             lr_scheduler_type="constant",
             warmup_steps=0,
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """The weights in bf16, under the names of the folder they were loaded from."""
+    """Save the weights in bf16, with the names of the folder they were loaded from."""
     folder.mkdir(parents=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()

@@ -1,7 +1,7 @@
-"""TRL's settings to choose from: what `trl.py --tune` tries, and what the measurement uses.
+"""TRL's settings: those that `trl.py --tune` tries, and those that the measurement uses.
 
-Each is laid over the shared recipe (`peer.py`). `weights` is the dtype the model is loaded in, `attention` its
-implementation; the rest are fields of GRPOConfig. `bf16` there means autocast, which bfloat16 weights do without.
+Each overrides the shared recipe (`peer.py`). `weights` is the dtype in which the model is loaded, `attention` its
+implementation. The others are fields of GRPOConfig. `bf16` there means autocast, which bfloat16 weights do not need.
 """
 
 from typing import Any
@@ -25,6 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 x16 liger": BF16 | {"per_device_train_batch_size": 16, "use_liger_kernel": True},
     "bf16 x16 untruncated": BF16 | {"per_device_train_batch_size": 16, "mask_truncated_completions": True},
 }
-# The fastest, and the fastest that keeps the weights in float32 as Shoal's learner does: at these learning rates much of
-# an update is smaller than a step of bfloat16, and is lost where the weights themselves are rounded.
+# The fastest, and the fastest with float32 weights, as in Shoal's learner. At these learning rates much of an update is
+# smaller than a bf16 step, and is lost if the weights themselves are bf16.
 CHOSEN = ("bf16 x8", "autocast x8")

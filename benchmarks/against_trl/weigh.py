@@ -1,6 +1,6 @@
-"""The most memory that a process and all its descendants held at one moment, pages that several map counted once.
+"""Peak memory of a process and all its descendants together. Pages mapped by several are counted once.
 
-Sampled from Linux's /proc (smaps_rollup, Pss); called by `trl.py`, the same for both sides.
+Sampled from Linux's /proc (smaps_rollup, Pss). Called by `trl.py` for both systems.
 """
 
 import threading
@@ -10,7 +10,7 @@ SAMPLE_S = 0.5  # reading a process's figure takes the kernel milliseconds a gig
 
 
 class Scales:
-    """Weighs while the `with` block runs: `together_bytes` is the peak, `samples` how often it was looked at."""
+    """Samples while the `with` block runs: `together_bytes` is the peak, `samples` the number of samples."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -34,7 +34,7 @@ class Scales:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and every process that descends from it, now."""
+    """`pid` and all its current descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -49,7 +49,7 @@ def family(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    """What a process holds in memory, its share of what others hold too; 0 where it has just ended."""
+    """A process's memory, with its share of shared pages; 0 if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""What benchmarks/wan.py runs on and runs: an emulated network, and a class for each system that sends a file over it."""
+"""The emulated network of benchmarks/wan.py, and a class for each system that sends a file over it."""

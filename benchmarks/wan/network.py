@@ -1,8 +1,8 @@
 """One namespace per node, joined by the emulated network of link.c.
 
-Invariant: everything made here is inside the mount, process and network namespaces that `enter` moves this program into,
-and ends with it, however it ends; nothing reaches the network outside.
-Called by benchmarks/wan.py, once per transfer, so that no system meets what the one before it left.
+Invariant: everything is created inside the mount, process and network namespaces that `enter` moves this program into,
+and ends with it. Nothing reaches the network outside.
+Called by benchmarks/wan.py, once per transfer, so that no system is affected by the one before.
 """
 
 import json
@@ -28,7 +28,7 @@ route add 10.77.0.0/24 dev wan0 src {address} congctl {plan.congestion}
 
 
 def enter(peers: Path) -> None:
-    """Starts this program again, in namespaces of its own, with the peers' Python environment at FOLDER/peers."""
+    """Restarts this program in its own namespaces, with the peers' Python environment at FOLDER/peers."""
     if INSIDE not in sys.argv:
         apart = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         again = ["setpriv", "--pdeathsig", "KILL", *apart, sys.executable, *sys.argv, INSIDE]
@@ -44,7 +44,7 @@ def enter(peers: Path) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rates in bits a second of IP packets, headers included."""
+    """Rates in bits per second of IP packets, headers included."""
 
     origin_bps: float
     relay_bps: float
@@ -87,7 +87,7 @@ class Network:
         return [name for name in self.nodes if name.startswith("client")]
 
     def start(self, name: str, argv: Sequence[str | Path], log: Path, **more: Any) -> subprocess.Popen[str]:
-        """A process on that node; what it prints goes to `log`."""
+        """Starts a process on that node; its output goes to `log`."""
         with log.open("ab") as out:
             return subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{name}", *map(str, argv)],
@@ -101,7 +101,7 @@ class Network:
     def kill(self, name: str) -> None:
         """Kills all processes of that node, at once."""
         for pid in run("ip", "netns", "pids", name).split():
-            with suppress(ProcessLookupError):  # it ended in between
+            with suppress(ProcessLookupError):  # already ended
                 os.kill(int(pid), signal.SIGKILL)
 
     def slow(self, name: str, factor: float) -> None:
@@ -109,13 +109,13 @@ class Network:
         self._say(f"rate {self.nodes.index(name) + 1} {rate} {rate}")
 
     def stats(self) -> dict[str, Any]:
-        """What link.c counted, per node."""
+        """The counters of link.c, per node."""
         self._say("stats")
         stats: dict[str, Any] = json.loads(self._answer())
         return stats | {"nodes": dict(zip(self.nodes, stats["nodes"], strict=True))}
 
     def rtt_ms(self) -> float:
-        """Between the first two clients, idle: the least of five."""
+        """The round trip between the first two clients, idle: the minimum of five."""
         first, second = self.clients()[:2]
         ping = ["ping", "-q", "-c", "5", "-i", "0.2", self.address(second)]
         said = run("nsenter", f"--net=/run/netns/{first}", *ping)

@@ -1,6 +1,6 @@
 """nginx at the origin, alone or under a tree of caches.
 
-Both kinds of client look for the file five times a second, and check its BLAKE3 at the end.
+Both kinds of client poll for the file five times a second, and verify its BLAKE3 hash at the end.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ http {{
 """
 ORIGIN = "server {{ listen {address}:80; root {folder}/public; }}"
 
-# A relay's port 80 answers clients: it keeps slices, and has each from the one relay that the slice belongs to, whose
-# port 81 has it from the origin. So each slice leaves the origin once, however many ask for it at the same time.
+# A relay's port 80 serves clients. It caches slices and fetches each from the relay that owns the slice, whose port 81
+# fetches it from the origin. So each slice leaves the origin once, however many clients ask for it at the same time.
 RELAY = """
   proxy_cache_path {folder}/edge keys_zone=edge:16m inactive=1h use_temp_path=off;
   proxy_cache_path {folder}/inner keys_zone=inner:16m inactive=1h use_temp_path=off;
@@ -60,7 +60,7 @@ META4 = """<?xml version="1.0" encoding="UTF-8"?>
 
 
 class Star:
-    """Every client has the whole file from the origin with curl: what one does without a tree, 16 times the bound."""
+    """Every client fetches the file from the origin with curl, as one does without a tree: 16 times the bound."""
 
     def start(self, stage: Stage) -> None:
         serve(stage, "origin", ORIGIN)
@@ -72,9 +72,9 @@ class Star:
 
 
 class Tree:
-    """Caching relays as a CDN has them (RELAY) with slices of 1 MiB times the scale, and aria2 with 16 connections over all
-    relays (its defaults: 1 per server, 5 parts). The origin publishes a Metalink with a SHA-256 of each slice: without
-    it, where a relay dies, nginx goes on with the next slice in the middle of one, and the file is wrong."""
+    """Caching relays like a CDN's (RELAY) with slices of 1 MiB times the scale, and aria2 with 16 connections over all
+    relays (its defaults: 1 per server, 5 parts). The origin publishes a Metalink with the SHA-256 of each slice. Without
+    it, when a relay dies, nginx continues with the next slice in the middle of one, and the file is wrong."""
 
     def start(self, stage: Stage) -> None:
         serve(stage, "origin", ORIGIN)

@@ -1,7 +1,7 @@
-"""A client or the origin of the public package shardcast, run by the peers' Python in a folder that holds a copy of it.
+"""A client or the origin of the public package shardcast, run by the peers' Python in a folder with a copy of it.
 
 shardcast_node.py origin SHARD_BYTES     reads the file's name from standard input
-shardcast_node.py client URL...          downloads the first version there is, and leaves `done`
+shardcast_node.py client URL...          downloads the first published version, and creates `done`
 """
 
 import sys
@@ -14,8 +14,8 @@ POLL_S = 0.2
 
 
 class Client(shardcast.ClientNode):
-    """Keeps to the first listing that it gets. The package asks again twice, any server; one that is behind says that there
-    is nothing, and the client is then busy for ever with ten shards that don't exist."""
+    """Keeps the first listing. The package asks any server twice more; if one that is behind answers that there is nothing,
+    the client retries ten nonexistent shards for ever."""
 
     listed: dict[str, str] | None = None
 

@@ -1,4 +1,4 @@
-"""One transfer's network, folders and file, as a system sees them."""
+"""The network, folders and file of one transfer."""
 
 import subprocess
 import time
@@ -15,8 +15,8 @@ LOOK_AGAIN_S = 0.02
 
 @dataclass
 class Stage:
-    """Each node has a folder and works in it. A client's holds `sum`, which `b3sum -c` reads; the client leaves the file
-    as `file` and then, once it knows that it is right, makes `done`."""
+    """Each node works in its own folder. A client's folder holds `sum`, for `b3sum -c`. The client writes the file as
+    `file`, verifies it, and then creates `done`."""
 
     network: Network
     folder: Path
@@ -44,7 +44,7 @@ class Stage:
         return process
 
     def wait(self, names: Sequence[str], mark: str, holds: str = "") -> None:
-        """Until all of these nodes have a file `mark` that holds this text, which says that they are ready."""
+        """Waits until each of these nodes has a file `mark` that contains the text `holds`."""
         deadline_s = time.monotonic() + READY_S
         while missing := [name for name in names if not self._holds(name, mark, holds)]:
             ended = [name for name in missing if self.started[name].poll() is not None]
@@ -53,11 +53,11 @@ class Stage:
             time.sleep(LOOK_AGAIN_S)
 
     def wait_asking(self) -> None:
-        """Until all clients have sent a packet, so that none is still loading."""
+        """Waits until all clients have sent a packet, so that none is still starting."""
         deadline_s = time.monotonic() + READY_S
         while silent := [name for name, sent in self._sent().items() if sent == self.sent[name]]:
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"{', '.join(silent)} did not ask for anything: {self.log(silent[0])}")
+                raise RuntimeError(f"{', '.join(silent)} sent no request: {self.log(silent[0])}")
             time.sleep(LOOK_AGAIN_S)
 
     def _holds(self, name: str, mark: str, text: str) -> bool:
@@ -76,7 +76,7 @@ class Stage:
 
 class System(Protocol):
     def start(self, stage: Stage) -> None:
-        """Starts all that can run before there is a file, and waits until it does."""
+        """Starts everything that can run before the file exists, and waits until it does."""
 
     def publish(self, stage: Stage) -> None:
-        """Tells the origin of the file; what it has to do then (hashing, cutting) is part of the time."""
+        """Gives the file to the origin. What the origin then does (hashing, cutting) counts as transfer time."""

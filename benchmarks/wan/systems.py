@@ -1,4 +1,4 @@
-"""The systems that benchmarks/wan.py compares, each with the best settings found for it, and by which name it's called."""
+"""The systems that benchmarks/wan.py compares, by name, each with the best settings found for it."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ PEERS_PYTHON = FOLDER / "peers" / "bin" / "python"
 
 
 class Shoal:
-    """SHARDCAST of this project, all settings default. The origin watches an empty folder, relays have it and each other as
-    upstreams, clients have all relays; `shoal fetch` prints a path once it has checked what is there."""
+    """SHARDCAST of this project with default settings. The origin watches an empty folder. Relays have the origin and each
+    other as upstreams; clients have all relays. `shoal fetch` prints a path once it has verified the version."""
 
     def start(self, stage: Stage) -> None:
         relays = stage.network.relays()
@@ -45,16 +45,16 @@ class Shoal:
         stage.start(name, ["sh", "-c", f"{sys.executable} -m shoal {line}"])
 
     def announced(self, stage: Stage, name: str) -> dict[str, str]:
-        """The line of JSON that a server prints once it listens."""
+        """The JSON line that a server prints once it listens."""
         stage.wait([name], "log", holds="{")
         return json.loads(next(line for line in stage.log(name).splitlines() if line.startswith("{")))
 
 
 class Shardcast:
-    """The public package shardcast 0.3.2, but for what shardcast_node.py says. Middle nodes look for a version every second
-    (its default: 30 s) and have the origin alone as upstream: a sibling that lacks a shard would cost them waits of 2 s,
-    then 15 s. Shards of 10 MB times the scale, which took 5.5 to 7 times the bound where its default of 50 MB took 9. It
-    keeps a temporary file in /tmp and one beside itself, hence a copy of the package and a /tmp for each node."""
+    """The public package shardcast 0.3.2, with the change in shardcast_node.py. Middle nodes look for a version every second
+    (default: 30 s) and have only the origin as upstream: a sibling without a shard would cost them waits of 2 s, then 15 s.
+    Shards of 10 MB times the scale took 5.5 to 7 times the bound, the default of 50 MB took 9. The package writes temporary
+    files to /tmp and to its own folder, so each node has its own copy of it and its own /tmp."""
 
     def start(self, stage: Stage) -> None:
         (package,) = (FOLDER / "peers" / "lib").glob("python3*/site-packages/shardcast")
@@ -87,9 +87,9 @@ class Shardcast:
 
 
 class BitTorrent:
-    """libtorrent, TCP alone, nobody choked; all peers, relays too, are told of each other instead of by a tracker. The
-    origin is a super seed, which took 1.6 to 1.7 times the bound where a plain one took 2.0 to 2.5 and
-    `high_performance_seed` 2.8; libtorrent's sends nothing for the first 10 s."""
+    """libtorrent over TCP only, without choking. All peers, including relays, get each other's addresses instead of a
+    tracker. The origin is a super seed, which took 1.6 to 1.7 times the bound; a plain seed took 2.0 to 2.5 and
+    `high_performance_seed` 2.8. libtorrent sends nothing for the first 10 s."""
 
     def start(self, stage: Stage) -> None:
         nodes = stage.network.nodes

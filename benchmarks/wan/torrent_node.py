@@ -1,7 +1,7 @@
 """A BitTorrent peer, run by the peers' Python: torrent_node.py OWN ORIGIN SCALE PEER...   (addresses)
 
-The origin reads the file's name from standard input, cuts it, seeds it, and answers HTTP with the torrent; the others ask
-for that five times a second, connect to all peers, and go on seeding once they are `done`, each piece's hash checked.
+The origin reads the file's name from standard input, cuts and seeds it, and serves the torrent over HTTP. The others poll
+for the torrent five times a second, connect to all peers, verify each piece, create `done`, and keep seeding.
 """
 
 import functools
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def cut(path: Path) -> bytes:
-    """The torrent of `path`, which becomes `file` here: pieces of 1 MiB times the scale, SHA-1 (version 1)."""
+    """The torrent of `path`, which is renamed to `file`: pieces of 1 MiB times the scale, SHA-1 (version 1)."""
     path.rename("file")
     files = libtorrent.file_storage()
     files.add_file("file", Path("file").stat().st_size)

@@ -1,8 +1,30 @@
-"""The base of every error that its message explains.
+"""The base of every error that its message explains, and which errors a restart may mend.
 
 `cli` prints a `ShoalError`, or an `OSError`, as one line. Any other exception is a bug and keeps its traceback.
 """
 
+import errno
+import os
+
+LASTING = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE, errno.EADDRNOTAVAIL}
+)  # of OSError: a full or read-only disk, a missing permission, an address in use
+
 
 class ShoalError(Exception):
-    """The message names what failed and the next step."""
+    """The message names what failed and the next step. `restart_helps`: the same command may succeed later."""
+
+    restart_helps: bool = False
+
+
+def restart_helps(error: Exception) -> bool:
+    """Whether the process that ended with `error` may succeed when it is started again unchanged."""
+    if isinstance(error, ShoalError):
+        return error.restart_helps
+    return not (isinstance(error, OSError) and (error.errno in LASTING or disk_is_full(error)))
+
+
+def disk_is_full(error: Exception) -> bool:
+    """Whether a full disk caused the error. Some libraries pass on the system's message without its number."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)

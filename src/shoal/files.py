@@ -8,6 +8,7 @@ folder. Every room that stores files uses this module; it imports nothing of Sho
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class NewFile:
-    """A file that has no final name yet: it gets one by `commit`, or is gone, or is `kept` to be taken up later."""
+    """A file without its final name. `commit` gives it that name; otherwise `close` removes it, unless it is `kept`."""
 
     def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644) -> None:
         self.path = path
@@ -25,7 +26,7 @@ class NewFile:
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
-            self.temporary.unlink(missing_ok=True)  # who reads the old one sees that it ended
+            self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
         self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, mode)
         self.kept = False
 
@@ -40,14 +41,14 @@ class NewFile:
         return os.pread(self._fd, size_bytes, offset_bytes)
 
     def truncate(self) -> None:
-        """Forget what was written: under a new file, so that who reads the old one sees that it ended."""
+        """Discards what was written and starts a new file, so that readers of the old one see that it ended."""
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
         self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
 
     def commit(self, *, durable: bool = True) -> None:
-        """Shards need not be durable: a restart looks at their hashes."""
+        """Gives the file its final name. Shards need not be durable, because a restart verifies their hashes."""
         if durable:
             os.fsync(self._fd)
         self.temporary.rename(self.path)
@@ -87,7 +88,7 @@ def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Return once this file's content, or this folder's list of names, is on disk. Raises OSError."""
+    """Returns once this file's content, or this folder's list of names, is on disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -95,8 +96,20 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy a folder of files that never change. Both share the bytes where the file system has hard links."""
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
 def discard(folder: Path) -> None:
-    """Removes a folder such that a half-removed one is never taken for a version."""
+    """Removes a folder in one step, so that a half-removed one never has its name. A missing folder is ignored."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     try:
@@ -107,8 +120,23 @@ def discard(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What a killed process left: temporary files and half-removed folders."""
+    """Removes what a killed process left: temporary files and half-removed folders."""
     for path in folder.glob(".*.tmp"):
         path.unlink(missing_ok=True)
     for path in folder.glob(".*.gone"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Creates a file, whole or not at all. Raises FileExistsError if the path is taken, even if only just now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        write_all(fd, data, 0)
+        os.fsync(fd)
+        path.hardlink_to(unfinished)  # a rename would overwrite; a link refuses, atomically
+    finally:
+        os.close(fd)
+        unfinished.unlink()
+    fsync(path.parent)

@@ -1,4 +1,4 @@
-"""Every attack of the matrix lies, and what no model can hide is found for the reason that it should be."""
+"""Every attack of the matrix lies, and attacks that show with any model are found for the right reason."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +29,9 @@ CONFIG = parse(
     }
 )
 ASKED = offline_assignment(CONFIG, ALICE.public, 0)
-FOUND = {  # whatever the model, but for weights that hardly differ and sampling that hardly matters
+FOUND = {  # with any model; weights or sampling that differ little are left out
     "honest": None,
-    "previous_version": Reason.PROOF,  # of other weights altogether here
+    "previous_version": Reason.PROOF,  # here: entirely other weights
     "version_5_steps_ago": Reason.PROOF,
     "other_model": Reason.PROOF,
     "other_system_prompt": Reason.PROOF,
@@ -70,7 +70,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def files(tiny_folders: tuple[Path, Path]) -> dict[str, bytes]:
-    """What each attacker hands in for the same task."""
+    """Each attacker's file for the same task."""
     newest, other = tiny_folders
     lab, engine = Lab([other] * 6 + [newest], BOB), TorchEngine("float32")
     made = {}
@@ -93,26 +93,26 @@ def read(data: bytes) -> RolloutFile:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "honest"])
-def test_every_attack_hands_in_something_else_under_its_own_signature(files: dict[str, bytes], name: str) -> None:
+def test_every_attack_submits_other_rows_under_its_own_signature(files: dict[str, bytes], name: str) -> None:
     lied, honest = read(files[name]), read(files["honest"])
     assert lied.header.signer == lied.header.worker == ALICE.public
     assert lied.rows != honest.rows
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "replayed"])
-def test_every_attack_claims_what_was_asked_for(files: dict[str, bytes], name: str) -> None:
+def test_every_attack_claims_the_assigned_tasks(files: dict[str, bytes], name: str) -> None:
     lied, honest = read(files[name]), read(files["honest"])
     assert lied.header.prompts == honest.header.prompts
     assert lied.header.submission == ASKED.number
-    told = [[(row.group, row.task, row.target_length, row.seed) for row in file.rows] for file in (lied, honest)]
-    assert told[0] == told[1]
+    claims = [[(row.group, row.task, row.target_length, row.seed) for row in file.rows] for file in (lied, honest)]
+    assert claims[0] == claims[1]
 
 
 @pytest.mark.parametrize("name", list(FOUND))
-def test_what_no_model_can_hide_is_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
+def test_attacks_that_show_with_any_model_are_found(files: dict[str, bytes], judge: Judge, name: str) -> None:
     case = judge.open(ASKED, ALICE.public, files[name])
     assert isinstance(case, Case), case
-    [finding] = judge.examine([case])
+    finding = judge.examine([case])[0].finding
     assert (finding and finding.reason) == FOUND[name], finding
 
 
@@ -120,7 +120,7 @@ def test_what_no_model_can_hide_is_found(files: dict[str, bytes], judge: Judge, 
 def test_other_sampling_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
     case = judge.open(ASKED, ALICE.public, files[name])
     assert isinstance(case, Case), case
-    [finding] = judge.examine([case])
+    finding = judge.examine([case])[0].finding
     assert finding and finding.reason in {Reason.SAMPLING, Reason.TERMINATION}, finding
 
 

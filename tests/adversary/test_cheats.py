@@ -1,4 +1,4 @@
-"""Each kind of liar differs from the honest worker in exactly what it says."""
+"""Each lying worker differs from the honest one in exactly what its docstring says."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -43,16 +43,17 @@ def test_it_prints_the_folder_of_a_model_that_loads(
     assert (tmp_path / "out" / "checkpoints" / "step-000004").is_dir()
 
 
-def test_stopped_it_says_how_to_go_on(
+def test_a_stopped_training_says_how_to_resume(
     small: str, stop: threading.Event, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop.set()
     out = str(tmp_path / "out")
     assert main(["sft", small, "--out", out]) == FAILED
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.endswith(f"stopped before the last epoch's end; add --out {out} to go on\n")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith(f"stopped before the end of the last epoch; add --out {out} to resume\n")
     assert main(["sft", small, "--set", "sft.checkpoint_every=0", "--out", out]) == FAILED
-    assert "no checkpoint to go on from" in capsys.readouterr().err
+    assert "no checkpoint to resume from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -15,6 +16,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from shoal.cli import main
+from shoal.cli.arguments import command_line
+from shoal.cli.shardcast import run_origin
+from shoal.shardcast import PublishError
 
 Started = Callable[..., dict[str, Any]]
 
@@ -82,6 +86,30 @@ def test_over_https_with_a_certificate_of_ones_own(tmp_path: Path, started: Star
     fetch = ["fetch", origin["url"], "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "1"]
     assert main(fetch) == 1, "nobody trusts it"
     assert main([*fetch, "--ca", str(certificate), "--wait", "20"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "the store shardcast lies inside"),
+        (["--store", "../store"], "the key file origin.pem lies inside"),
+        (["--store", "../store", "--key-file", "../link/origin.pem"], "the key file ../link/origin.pem lies inside"),
+        (["--store", "../store", "--key-file", "../k", "--tls-key", "tls.pem"], "the key file tls.pem lies inside"),
+    ],
+    ids=["store", "key", "key through a link", "tls key"],
+)
+def test_origin_makes_no_key_and_no_store_inside_of_what_it_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str
+) -> None:
+    here = model(tmp_path / "model")
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(PublishError, match=reason):
+        run_origin(command_line().parse_args(["origin", ".", *options]), stopped)
+    assert sorted(path.name for path in here.iterdir()) == ["config.json", "weights"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "model"]
 
 
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:

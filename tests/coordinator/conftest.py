@@ -1,10 +1,10 @@
 import pytest
 
-from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Desk, open_pool
+from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 
 
 @pytest.fixture
-def desk() -> Desk:
+def harness() -> Harness:
     """Two workers, two validators, version 0."""
     found = open_pool()
     for key in (ALICE, BOB):

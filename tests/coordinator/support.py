@@ -1,16 +1,16 @@
 """The pool without HTTP, what the other processes would say to it, and a clock that tests set."""
 
-import re
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.config import Config, parse
 from shoal.coordinator.pool import Pool
-from shoal.ledger.chain import Ledger
+from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import (
     Assignment,
@@ -38,7 +38,7 @@ class Clock:
 
 
 @dataclass
-class Desk:
+class Harness:
     """A pool and what the other processes would say to it."""
 
     pool: Pool
@@ -112,7 +112,7 @@ def verdict(id: str, reason: Reason | None, useful: tuple[bool, ...], content: s
     return Verdict(
         submission=id,
         reason=reason,
-        detail="",
+        detail="the proof is of other weights" if reason is Reason.PROOF else "",
         evidence={},
         content=content,
         accepted_hash=accepted_hash,
@@ -134,41 +134,26 @@ def config(*, validator: dict[str, Any] | None = None, **coordinator: Any) -> Co
     )
 
 
-def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Desk:
+def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Harness:
     connection = sqlite3.connect(path, isolation_level=None)
     clock = clock or Clock()
-    ledger = Ledger(connection, COORDINATOR, clock=clock)
-    return Desk(Pool(connection, ledger, config(**settings), "r", clock), clock)
+    ledger = SqliteLedger(connection, COORDINATOR, clock=clock)
+    return Harness(Pool(connection, ledger, config(**settings), "r", clock), clock)
 
 
-def advance(desk: Desk, steps: int, version: int = 0) -> None:
+def advance(harness: Harness, steps: int, version: int = 0) -> None:
     """Fill the batches of `steps` steps with rollouts of one version."""
     for _ in range(steps):
-        desk.accepted(version=version)
-        desk.accepted(version=version)
-
-
-HELP = re.compile(r"# HELP (shoal_[a-z_]+) [^\n]+")
-TYPE = re.compile(r"# TYPE (shoal_[a-z_]+) (gauge|counter)")
-LABEL = r'[a-z_]+="[^"\\\n]*"'
-SAMPLE = re.compile(r"((shoal_[a-z_]+)(?:\{LABEL(?:,LABEL)*\})?) (\S+)".replace("LABEL", LABEL))
+        harness.accepted(version=version)
+        harness.accepted(version=version)
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Every sample by its name and labels. Fails on a line that is not Prometheus' text format."""
-    assert text.endswith("\n")
+    """Every sample by its name and labels, as Prometheus reads them."""
     found: dict[str, float] = {}
-    known = ""
-    helped = ""
-    for line in text.splitlines():
-        if match := HELP.fullmatch(line):
-            helped = match[1]
-        elif match := TYPE.fullmatch(line):
-            assert match[1] == helped != known, f"its help comes first, and it comes once: {line}"
-            assert (match[2] == "counter") == match[1].endswith("_total")
-            known = match[1]
-        else:
-            match = SAMPLE.fullmatch(line)
-            assert match and match[2] == known and match[1] not in found, line
-            found[match[1]] = float(match[3])
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found

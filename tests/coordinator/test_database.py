@@ -1,33 +1,71 @@
+import re
 import sqlite3
 import time
 from pathlib import Path
 
 import pytest
 
+from shoal.coordinator import database as database_module
 from shoal.coordinator.database import FORMAT, Database, PoolError
-from shoal.ledger.chain import Ledger
+from shoal.coordinator.tables.connection import DatabaseFullError
+from shoal.ledger import sqlite as sqlite_module
+from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
 
 from .support import ALICE, BOB, open_pool, payload
 
 
 def test_a_transaction_inside_another_is_undone_with_it() -> None:
-    desk = open_pool()
-    with pytest.raises(RuntimeError), desk.pool.db.transaction():
-        desk.pool.members.register(ALICE, payload("alice"), None)
+    harness = open_pool()
+    with pytest.raises(RuntimeError), harness.pool.db.transaction():
+        harness.pool.members.register(ALICE, payload("alice"), None)
         raise RuntimeError
-    assert desk.pool.members.role(ALICE) is None and desk.kinds() == []
+    assert harness.pool.members.role(ALICE) is None and harness.kinds() == []
 
 
 def test_an_error_inside_the_inner_one_undoes_the_outer_too() -> None:
-    desk = open_pool()
-    with pytest.raises(RuntimeError), desk.pool.db.transaction():
-        desk.pool.members.register(ALICE, payload("alice"), None)
-        with desk.pool.db.transaction():
+    harness = open_pool()
+    with pytest.raises(RuntimeError), harness.pool.db.transaction():
+        harness.pool.members.register(ALICE, payload("alice"), None)
+        with harness.pool.db.transaction():
             raise RuntimeError
-    assert desk.pool.members.role(ALICE) is None
-    desk.pool.members.register(BOB, payload("alice"), None)
-    assert desk.pool.members.role(BOB) == "worker", "and no transaction is left open"
+    assert harness.pool.members.role(ALICE) is None
+    harness.pool.members.register(BOB, payload("alice"), None)
+    assert harness.pool.members.role(BOB) == "worker", "and no transaction is left open"
+
+
+def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
+    harness = open_pool(tmp_path / "pool.sqlite")
+    sqlite = harness.pool.db.connection.sqlite
+    sqlite.execute(f"PRAGMA max_page_count = {sqlite.execute('PRAGMA page_count').fetchone()[0]}")
+    with pytest.raises(DatabaseFullError, match=r"the disk of .*pool.sqlite is full: free space there"):
+        for number in range(100):
+            harness.join(f"{number:032x}" * 2, name=f"w-{number}")
+    joined = len(harness.pool.status().nodes)
+    assert harness.kinds() == ["registered"] * joined
+    sqlite.execute("PRAGMA max_page_count = 100000")
+    harness.join(ALICE)
+    assert len(harness.pool.status().nodes) == joined + 1
+
+
+SQL = re.compile(r"\b(SELECT|INSERT|UPDATE|DELETE FROM|CREATE|PRAGMA|BEGIN|COMMIT|ROLLBACK)\b")
+SQLITE_ONLY = re.compile(
+    r"\b(rowid|INSERT OR|REPLACE INTO|json_extract|last_insert_rowid|AUTOINCREMENT|PRAGMA|sqlite_master|REAL)\b",
+    re.IGNORECASE,
+)
+COORDINATOR = Path(database_module.__file__).parent
+TABLES = sorted((COORDINATOR / "tables").glob("*.py"))
+
+
+def test_sql_is_in_the_tables_and_in_the_ledgers_backend_only() -> None:
+    ledger = Path(sqlite_module.__file__)
+    others = [*COORDINATOR.glob("*.py"), *(path for path in ledger.parent.glob("*.py") if path != ledger)]
+    assert len(others) > 15 and len(TABLES) > 7
+    assert [path.name for path in others if SQL.search(path.read_text())] == []
+
+
+def test_tables_use_no_sql_that_only_sqlite_has() -> None:
+    assert [path.name for path in TABLES if SQLITE_ONLY.search(path.read_text())] == ["connection.py"]
 
 
 def test_a_run_that_another_version_began_is_named_and_left_as_it_is(tmp_path: Path) -> None:
@@ -35,7 +73,7 @@ def test_a_run_that_another_version_began_is_named_and_left_as_it_is(tmp_path: P
 
     def opened() -> sqlite3.Connection:
         connection = sqlite3.connect(path, isolation_level=None)
-        Database(connection, Ledger(connection, Identity.generate(), clock=time.time), time.time)
+        Database(connection, SqliteLedger(connection, Identity.generate(), clock=time.time), time.time)
         return connection
 
     opened().close()
@@ -43,7 +81,7 @@ def test_a_run_that_another_version_began_is_named_and_left_as_it_is(tmp_path: P
     again.execute(f"PRAGMA user_version = {FORMAT - 1}")
     again.execute("DROP TABLE groups")
     again.close()
-    with pytest.raises(PoolError, match=rf"{path} is of a run in format {FORMAT - 1}.*start a new one"):
+    with pytest.raises(PoolError, match=rf"{path} belongs to a run in format {FORMAT - 1}.*start a new run"):
         opened()
     with sqlite3.connect(path) as untouched:
         assert untouched.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone() is None

@@ -5,21 +5,21 @@ import pytest
 from shoal.coordinator.database import PoolError
 from shoal.protocol.messages import Evaluation, Policy, StepReport
 
-from .support import CAROL, VALIDATOR, Desk
+from .support import CAROL, VALIDATOR, Harness
 
 
-def test_a_version_is_published_once_with_one_digest(desk: Desk) -> None:
-    desk.publish(0)
+def test_a_version_is_published_once_with_one_digest(harness: Harness) -> None:
+    harness.publish(0)
     with pytest.raises(PoolError, match="another digest"):
-        desk.pool.learning.published(Policy(version=0, digest="7" * 64, size_bytes=1))
-    assert desk.kinds().count("policy") == 1
+        harness.pool.learning.published(Policy(version=0, digest="7" * 64, size_bytes=1))
+    assert harness.kinds().count("policy") == 1
 
 
-def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(desk: Desk) -> None:
-    desk.accepted(useful=(True, False))
+def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(harness: Harness) -> None:
+    harness.accepted(useful=(True, False))
     for loss in (1.0, 2.0):  # a learner that was killed reports the step again
-        desk.pool.learning.trained(StepReport(step=0, metrics={"loss": loss}, trained=["b", "a", "a"]))
-    (metrics,) = desk.pool.history.after(0).metrics
+        harness.pool.learning.trained(StepReport(step=0, metrics={"loss": loss}, trained=["b", "a", "a"]))
+    (metrics,) = harness.pool.history.after(0).metrics
     assert metrics == {
         "step": 0.0,
         "time_s": 1_000.0,
@@ -27,7 +27,7 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(desk: Desk) 
         "reward/mean": 0.5,
         "reward/zero_std_frac": 0.5,
     }
-    (entry,) = desk.pool.db.ledger.entries(kind="trained")
+    (entry,) = harness.pool.db.ledger.entries(kind="trained")
     assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"]}
 
 
@@ -35,20 +35,20 @@ def evaluation(version: int, *, final: bool) -> Evaluation:
     return Evaluation(version=version, greedy=0.5, sampled=None, n=4, final=final)
 
 
-def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(desk: Desk) -> None:
-    desk.join(CAROL, "relay")
-    desk.pool.learning.evaluated(evaluation(0, final=False))
-    desk.publish(6)
-    assert desk.beat(version=0).state == "finished" and desk.beat(VALIDATOR, 0).state == "finished"
-    assert desk.beat(CAROL, 0).state == "running" and desk.pool.status().state == "running"
-    desk.pool.learning.evaluated(evaluation(6, final=True))
-    assert desk.beat(CAROL, 0).state == "finished" and desk.pool.status().state == "finished"
-    assert [e.version for e in desk.pool.history.after(0).evaluations] == [0, 6]
+def test_workers_end_with_the_last_version_and_the_run_with_its_evaluation(harness: Harness) -> None:
+    harness.join(CAROL, "relay")
+    harness.pool.learning.evaluated(evaluation(0, final=False))
+    harness.publish(6)
+    assert harness.beat(version=0).state == "finished" and harness.beat(VALIDATOR, 0).state == "finished"
+    assert harness.beat(CAROL, 0).state == "running" and harness.pool.status().state == "running"
+    harness.pool.learning.evaluated(evaluation(6, final=True))
+    assert harness.beat(CAROL, 0).state == "finished" and harness.pool.status().state == "finished"
+    assert [e.version for e in harness.pool.history.after(0).evaluations] == [0, 6]
 
 
-def test_the_status_counts_what_validators_counted(desk: Desk) -> None:
-    desk.accepted(useful=(True, False))
-    status = desk.pool.status()
+def test_the_status_counts_what_validators_counted(harness: Harness) -> None:
+    harness.accepted(useful=(True, False))
+    status = harness.pool.status()
     alice = next(node for node in status.nodes if node.name == "worker-a")
     assert (alice.accepted, alice.rejected, status.tokens_generated, status.have) == (1, 0, 20, 1)
     assert (status.step, status.steps, status.newest_version, status.started_s) == (0, 6, 0, 1_000.0)

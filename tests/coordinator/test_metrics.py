@@ -1,12 +1,12 @@
 """`/metrics`: every line is one that Prometheus reads, and the figures are the pool's."""
 
-from shoal.protocol.messages import Heartbeat, Reason, Stats
+from shoal.protocol.messages import Evaluation, Heartbeat, Reason, Stats, StepReport
 
-from .support import ALICE, BOB, VALIDATOR, Desk, metrics_of, open_pool
+from .support import ALICE, BOB, VALIDATOR, Harness, metrics_of, open_pool
 
 
-def test_every_line_of_a_new_pool_is_valid(desk: Desk) -> None:
-    found = metrics_of(desk.pool.metrics())
+def test_every_line_of_a_new_pool_is_valid(harness: Harness) -> None:
+    found = metrics_of(harness.pool.metrics())
     assert found["shoal_verdicts_total"] == 0
     assert found['shoal_submissions{state="open"}'] == 0
     assert found["shoal_queue_age_seconds"] == 0
@@ -14,24 +14,24 @@ def test_every_line_of_a_new_pool_is_valid(desk: Desk) -> None:
 
 
 def test_it_counts() -> None:
-    desk = open_pool(prompts_per_step=20)
-    desk.join(ALICE)
-    desk.join(BOB)
-    desk.join(VALIDATOR, "validator")
-    desk.publish(0)
-    desk.accepted()
-    desk.accepted(useful=(True, False))
-    lied = desk.upload(BOB)
-    desk.clock.now_s += 7
-    desk.claim()
-    desk.judge(lied.id, Reason.PROOF)
-    desk.upload()
-    desk.clock.now_s += 3
-    desk.task()
+    harness = open_pool(prompts_per_step=20)
+    harness.join(ALICE)
+    harness.join(BOB)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    harness.accepted()
+    harness.accepted(useful=(True, False))
+    lied = harness.upload(BOB)
+    harness.clock.now_s += 7
+    harness.claim()
+    harness.judge(lied.id, Reason.PROOF)
+    harness.upload()
+    harness.clock.now_s += 3
+    harness.task()
     stats = Stats(tokens=12, busy_s=1.5)
-    desk.pool.members.heartbeat(VALIDATOR, Heartbeat(policy_version=0, stats=stats))
-    found = metrics_of(desk.pool.metrics())
-    told = {
+    harness.pool.members.heartbeat(VALIDATOR, Heartbeat(policy_version=0, stats=stats))
+    found = metrics_of(harness.pool.metrics())
+    expected = {
         'shoal_submissions{state="open"}': 1,
         'shoal_submissions{state="uploaded"}': 1,
         'shoal_submissions{state="accepted"}': 2,
@@ -48,22 +48,41 @@ def test_it_counts() -> None:
         'shoal_node_tokens{name="validator-e",role="validator"}': 12,
         'shoal_node_busy_seconds{name="validator-e",role="validator"}': 1.5,
     }
-    assert {name: found.get(name) for name in told} == told
+    assert {name: found.get(name) for name in expected} == expected
     assert not [name for name in found if "worker-b" in name], "it is evicted"
 
 
-def test_what_was_believed_unchecked_is_no_full_verdict(desk: Desk) -> None:
-    desk.upload(ALICE)
-    desk.pool.db.change("UPDATE submissions SET full = 0")
-    claim = desk.claim()
+def test_it_shows_what_was_learned(harness: Harness) -> None:
+    new = metrics_of(harness.pool.metrics())
+    assert new["shoal_steps_trained_total"] == 0
+    assert "shoal_reward_mean" not in new and "shoal_heldout_accuracy" not in "".join(new), "nothing was measured yet"
+    harness.accepted()
+    for version in (1, 2):
+        harness.pool.learning.trained(StepReport(step=version - 1, metrics={"reward/mean": version / 8}, trained=[]))
+        accuracy = {"greedy": version / 4, "sampled": version / 16}
+        harness.pool.learning.evaluated(Evaluation(version=version, n=4, final=False, **accuracy))
+    found = metrics_of(harness.pool.metrics())
+    learned = {
+        "shoal_steps_trained_total": 2,
+        "shoal_reward_mean": 0.25,
+        'shoal_heldout_accuracy{kind="greedy"}': 0.5,
+        'shoal_heldout_accuracy{kind="sampled"}': 0.125,
+    }
+    assert {name: found.get(name) for name in learned} == learned
+
+
+def test_a_verdict_without_a_prefill_is_not_a_full_one(harness: Harness) -> None:
+    harness.upload(ALICE)
+    harness.pool.db.connection.change("UPDATE submissions SET full_check = FALSE")
+    claim = harness.claim()
     assert claim is not None and not claim.full
-    desk.judge(claim.assignment.id)
-    found = metrics_of(desk.pool.metrics())
+    harness.judge(claim.assignment.id)
+    found = metrics_of(harness.pool.metrics())
     assert (found["shoal_verdicts_total"], found["shoal_verdicts_full_total"]) == (1, 0)
 
 
-def test_reading_it_changes_nothing(desk: Desk) -> None:
-    desk.accepted()
-    before = desk.pool.db.connection.total_changes
-    assert desk.pool.metrics() == desk.pool.metrics()
-    assert desk.pool.db.connection.total_changes == before
+def test_reading_it_changes_nothing(harness: Harness) -> None:
+    harness.accepted()
+    before = harness.pool.db.connection.sqlite.total_changes
+    assert harness.pool.metrics() == harness.pool.metrics()
+    assert harness.pool.db.connection.sqlite.total_changes == before

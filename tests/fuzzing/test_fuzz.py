@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .fuzz import CRASH, damaged, fuzz_proofs
-from .fuzz_files import fuzz_files
-from .fuzz_http import fuzz_requests
+from .coordinator import fuzz_requests
+from .damage import CRASH, damaged
+from .files import fuzz_files
+from .proofs import fuzz_proofs
 
 
 class Noted(Counter[str]):

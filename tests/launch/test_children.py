@@ -1,21 +1,30 @@
 """The processes of a run: forked from one that has imported everything, or new interpreters where forking is not safe."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from shoal.launch.children import ENVIRONMENT, ChildError, Children
+from shoal.launch.children import ENVIRONMENT, MAX_WORDS, Child, ChildError, Children
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def children(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
-    for name in ENVIRONMENT:  # set for this process's children: taken back after the test
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Children` sets variables of this process: they are restored after the test."""
+    for name in [*ENVIRONMENT, "PYTHONWARNINGS"]:
         monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def children(request: pytest.FixtureRequest, tmp_path: Path) -> Children:
     return Children(tmp_path, 0, request.param)
 
 
@@ -41,6 +50,55 @@ def test_what_does_not_stay_up_is_named(children: Children, tmp_path: Path) -> N
     child = children.start("lost", ["relay", "--join", "no invite", "--dir", str(tmp_path / "lost")])
     assert child.process is not None
     child.process.join(60)
-    with pytest.raises(ChildError, match=r"lost ended 1 times: .*invite"):
+    with pytest.raises(ChildError, match=r"lost cannot run: .*invite"):
         children.revive(lambda line: None)
     children.stop_all()
+
+
+def test_an_error_is_repeated_from_its_beginning(tmp_path: Path) -> None:
+    child = Child("worker-0", [], "", tmp_path / "log", multiprocessing.get_context("spawn"))
+    child.log.write_text("starting\nshoal worker: the port 8000 is in use" + " and so on" * 1000 + "\n")
+    assert child.last_words().startswith("shoal worker: the port 8000 is in use and so on")
+    assert len(child.last_words()) == MAX_WORDS + 1
+
+
+@pytest.mark.parametrize("status", [2, 4])
+def test_a_failure_that_a_restart_does_not_mend_stops_the_run_at_once(tmp_path: Path, status: int) -> None:
+    children = Children(tmp_path, 5, "cuda")
+    child = Child("relay-0", [], "", tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
+    child.log.write_text("shoal relay: [Errno 98] port 80 is in use\n")
+    children.all.append(child)
+    with pytest.raises(ChildError, match=r"relay-0 cannot run: shoal relay: \[Errno 98\] port 80 is in use"):
+        children.revive(lambda line: None)
+    assert child.restarts == 0
+
+
+@pytest.mark.parametrize("status", [1, -9])
+def test_a_crash_is_followed_by_a_restart(tmp_path: Path, status: int) -> None:
+    children, said = Children(tmp_path, 5, "cuda"), list[str]()
+    child = Child("relay-0", [], "", tmp_path / "log", children.context, process=Ended(status))  # type: ignore[arg-type]
+    child.log.write_text("shoal relay: no route to host\n")
+    children.all.append(child)
+    children.revive(said.append)
+    assert child.restarts == 1 and "restart 1 in 0.5 s" in said[0]
+
+
+def test_nothing_is_said_of_the_semaphores_of_a_killed_process(tmp_path: Path) -> None:
+    script = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from shoal.launch.children import Children
+Children(Path(sys.argv[1]), 0, "cuda")
+kept = multiprocessing.get_context("spawn").Semaphore()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+
+
+class Ended:
+    """A process that ended with `exitcode`."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat
-from shoal.ledger.chain import read_export, verify_chain
+from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.protocol.identity import Identity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -154,12 +154,12 @@ def test_the_trained_model_loads_in_transformers(finished: tuple[Path, str]) -> 
 def test_the_ledger_tells_who_contributed_to_each_step(finished: tuple[Path, str], tmp_path: Path) -> None:
     import sqlite3
 
-    from shoal.ledger.chain import Ledger
+    from shoal.ledger.sqlite import SqliteLedger
 
     folder = finished[0] / "coordinator"
     identity = Identity.load(folder / "identity.pem")
     database = sqlite3.connect(folder / "pool.sqlite", isolation_level=None)
-    Ledger(database, identity, clock=time.time).export(tmp_path / "ledger.jsonl")
+    write_export(SqliteLedger(database, identity, clock=time.time).entries(), tmp_path / "ledger.jsonl")
     entries = list(read_export(tmp_path / "ledger.jsonl"))
     verify_chain(entries, identity.public)
     accepted = {json.loads(entry.body)["submission"] for entry in entries if entry.kind == "accepted"}
@@ -174,6 +174,44 @@ def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
     assert trained_steps(out) == 24
     assert "held-out greedy" in printed
     assert 'dtype = "auto"' not in (out / "config.toml").read_text()
+
+
+def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    assert "disk: up to " in printed and "of caches freed" in printed
+    assert [path.name for path in (out / "learner" / "versions").iterdir()] == ["v000024"]
+    assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == ["step-000024"]
+    assert not list(out.glob("*/weights")) and not (out / "relay-0" / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ("coordinator", ["listening at http"]),
+        ("learner", ["joined run tiny-0", "version 24 is written", "step 24 trained", "the trained model is in"]),
+        ("origin", ["listening at http", "version 24 is published"]),
+        ("relay-0", ["joined run tiny-0", "version 24 is mirrored"]),
+        ("worker-0", ["is loaded", "groups for step", "is handed in", "ended: finished"]),
+        ("validator", ["is loaded", ": accepted"]),
+        ("evaluator", ["version 0 is evaluated: greedy 0.", "version 24 is evaluated"]),
+    ],
+)
+def test_a_node_logs_each_event(finished: tuple[Path, str], node: str, words: list[str]) -> None:
+    text = (finished[0] / "logs" / f"{node}.log").read_text()
+    assert [word for word in words if word not in text] == []
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str]) -> None:
+
+    def files() -> dict[Path, int]:
+        found = [path for path in finished[0].rglob("*") if path.is_file() and ".sqlite-" not in path.name]
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    status, printed = refused("--resume", finished[0])
+    assert status == 0
+    assert "the run has trained its 24 steps; to train more: shoal run --resume" in printed
+    assert files() == before
 
 
 @pytest.mark.timeout(200)
@@ -193,7 +231,10 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Pa
     assert after[: len(before)] == before, "what was trained stays trained"
     assert [json.loads(line)["step"] for line in after[len(before) :]] == [len(before), len(before) + 1]
     assert (run / "learner" / "versions" / f"v{len(before) + 2:06d}").is_dir()
-    assert not any(summary_of(run)["rejected"].values())
+    summary, first = summary_of(run), summary_of(finished[0])
+    assert not any(summary["rejected"].values())
+    assert summary["wall_s"] > first["wall_s"] and summary["tokens_trained"] > first["tokens_trained"], "of both legs"
+    assert summary["peak_together_bytes"] >= first["peak_together_bytes"]
 
 
 @pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
@@ -205,7 +246,7 @@ def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[obje
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
     status, told = refused("--resume", tmp_path)
-    assert status == 1 and f"{tmp_path} holds no run to go on with" in told
+    assert status == 1 and f"{tmp_path} holds no run to resume" in told
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -261,7 +302,8 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     printed, _ = swarm.communicate(timeout=30)
     assert swarm.returncode == 130
     assert children(tmp_path / "run") == {}
-    assert "Traceback" not in printed
+    assert "Traceback" not in printed and "leaked" not in printed
+    assert f"resume with: shoal run --resume {tmp_path / 'run'}" in printed
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""A learner as a process of its own, for tests that kill it or run several ranks of it.
+"""A learner as its own process, for tests that kill it or run several ranks.
 
     python -m tests.learner.process JOBS.json
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
 
-Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. What the pool
-was told goes to OUT/reports.json. `die`: SIGKILL itself "updating" or "checkpointing" once so many of these are done.
+Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The posted
+reports go to OUT/reports.json. `die`: the process sends itself SIGKILL in "updating" or "checkpointing" after that many.
 """
 
 import json
@@ -25,7 +25,7 @@ from .support import Pool, make_learner
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.start(timeout_s=60)
+    ranks = Ranks.start(timeout_s=240)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["out"])
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]

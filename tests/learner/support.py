@@ -1,4 +1,4 @@
-"""What tests of the learner share: a policy to train, groups to train it on, and a node that serves accepted files."""
+"""Shared by the tests of the learner: a policy, groups to train it on, and a node that serves accepted files."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def masters(of: Policy) -> dict[str, torch.Tensor]:
 
 
 def state(of: Policy) -> dict[str, torch.Tensor]:
-    """All that an update changes: masters, what is computed with, and the optimizer's state."""
+    """Everything that an update changes: masters, the model's weights and the optimizer's state."""
     found = {f"model/{name}": parameter.detach().clone() for name, parameter in of.model.named_parameters()}
     for name, master in of.masters.items():
         found[name] = master.detach().clone()
@@ -161,7 +161,7 @@ def step_file(step: int) -> bytes:
 
 
 class Pool(Store):
-    """The leader's node: step s's batch is file s, whole. Keeps what it is told."""
+    """The leader's node: step s's batch is all of file s. Keeps the reports."""
 
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         super().__init__(*files, validator=validator)
@@ -169,7 +169,7 @@ class Pool(Store):
         self.reports: list[StepReport] = []
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Nobody watches."""
+        """Not recorded."""
 
     def get(self, path: str, kind: type[Batch]) -> Batch:
         step = int(path.removeprefix("/v1/batches/"))

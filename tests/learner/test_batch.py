@@ -12,7 +12,7 @@ from shoal.model.tree import forward_hidden
 
 
 def group(first: int, lengths: list[int], rewards: list[float]) -> Group:
-    """Completions of tokens that come nowhere else, with logprobs that say which token they are of."""
+    """Completions of unique tokens, whose logprobs identify them."""
     completions, at = [], first
     for length in lengths:
         completions.append(list(range(at, at + length)))
@@ -87,9 +87,10 @@ def test_advantages_are_normalised_where_asked_for() -> None:
     assert of_first == pytest.approx([1.0] * GROUPS[0].n_tokens, abs=1e-4)
 
 
-def test_a_completion_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit a row of 14"):
-        packed(row_tokens=14)
+def test_rows_are_as_long_as_the_longest_sequence_needs() -> None:
+    """What the validator accepted, the learner can train on: 3 tokens of prompt and 12 of a completion in rows of 8."""
+    assert max(len(micro.pack.tokens_T) for micro in packed(row_tokens=8)) == 15
+    assert sum(len(micro.advantage_N) for micro in packed(row_tokens=8)) == sum(group.n_tokens for group in GROUPS)
 
 
 def test_the_predictor_of_a_token_is_the_token_before_it(tiny_model: Any) -> None:

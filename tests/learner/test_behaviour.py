@@ -75,16 +75,16 @@ def test_what_the_ratio_divides_by_is_the_learners_own_where_that_is_asked_for(
 ) -> None:
     """The files claim -4 nats for every token, which none has. The first update's ratio is 1 if nobody believes them."""
     learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs=behaviour, row_tokens=20)
-    told = learner.train(make_groups())
-    assert (told["policy/mismatch_kl"] == 0.0) is is_on_policy
-    assert (told["policy/clip_low"] + told["policy/clip_high"] == 0.0) is is_on_policy
+    figures = learner.train(make_groups())
+    assert (figures["policy/mismatch_kl"] == 0.0) is is_on_policy
+    assert (figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0) is is_on_policy
 
 
 def test_recomputed_behaviour_is_of_the_steps_start_for_all_its_updates(tiny_folder: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs="recomputed", optimizer_steps_per_step=3)
-    told = learner.train(make_groups())
+    figures = learner.train(make_groups())
     assert learner.policy.updates == 3
-    assert told["policy/mismatch_kl"] > 0  # the first update's is 0, the others' is not
+    assert figures["policy/mismatch_kl"] > 0  # the first update's is 0, the others' is not
 
 
 def test_recomputed_behaviour_does_not_depend_on_what_the_files_hold(tiny_folder: Path) -> None:

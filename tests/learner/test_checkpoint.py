@@ -1,4 +1,4 @@
-"""A learner that was killed goes on as if it had not been: bit for bit on the CPU (promise 2)."""
+"""A run resumed from a checkpoint equals the uninterrupted one, bit for bit on the CPU (promise 2)."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 
-from .support import equal, make_policy, state
+from .support import equal, make_policy, masters, state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,13 +29,16 @@ def fresh(folder: Path, **changed: Any) -> Policy:
 
 def train(policy: Policy, *steps: int) -> list[dict[str, float]]:
     """One update a step, each on data of its own."""
-    told = []
+    figures = []
     for step in steps:
+        if step == EMPTY:
+            figures.append(policy.update([], 1.0))
+            continue
         draw = torch.Generator().manual_seed(step)
         completions = [torch.randint(4, 60, (4,), generator=draw).tolist() for _ in range(4)]
         group = Group("s", step, [2, 3], completions, [[-4.0] * 4] * 4, [0.0, 1.0, 0.5, 1.0])
-        told.append(policy.update(micro_batches([group], row_tokens=32, normalize_std=False), group.n_tokens))
-    return told
+        figures.append(policy.update(micro_batches([group], row_tokens=32, normalize_std=False), group.n_tokens))
+    return figures
 
 
 def save(policy: Policy, step: int, folder: Path) -> None:
@@ -51,7 +54,7 @@ def steps(folder: Path) -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Path, tmp_path: Path, dtype: Any) -> None:
     straight = fresh(tiny_folder, dtype=dtype)
-    told = train(straight, 0, 1, 2, 3)
+    figures = train(straight, 0, 1, 2, 3)
 
     interrupted = fresh(tiny_folder, dtype=dtype)
     train(interrupted, 0, 1)
@@ -59,12 +62,32 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tiny_folder: Pat
     resumed = fresh(tiny_folder, dtype=dtype)
     assert Checkpoints(tmp_path, resumed).restore() == Progress(step=2, updates=2)
     assert equal(state(resumed), state(interrupted))
-    assert train(resumed, 2, 3) == told[2:]  # losses, norms and learning rates too
+    assert train(resumed, 2, 3) == figures[2:]  # losses, norms and learning rates too
     assert equal(state(resumed), state(straight))
     assert resumed.updates == straight.updates == 4
 
 
-def test_what_is_remembered_of_the_run_comes_back(tiny_folder: Path, tmp_path: Path) -> None:
+EMPTY = -1  # in `train`: an update of a share without any gradient
+
+
+@pytest.mark.parametrize("plan", [[0, EMPTY, 1, 2], [EMPTY, 0, EMPTY, 1]], ids=["later", "at first"])
+def test_writing_checkpoints_changes_nothing_also_with_empty_updates(
+    tiny_folder: Path, tmp_path: Path, plan: list[int]
+) -> None:
+    """AdamW counts only updates with a gradient, the policy counts all; its bias correction depends on AdamW's count."""
+    without, with_checkpoints, resumed = fresh(tiny_folder), fresh(tiny_folder), fresh(tiny_folder)
+    for number, step in enumerate(plan):
+        train(without, step)
+        train(with_checkpoints, step)
+        save(with_checkpoints, number + 1, tmp_path)
+        assert equal(masters(with_checkpoints), masters(without))
+    assert equal(state(with_checkpoints), state(without))
+    Checkpoints(tmp_path, resumed).restore()
+    assert train(resumed, 7) == train(without, 7)
+    assert equal(state(resumed), state(without))
+
+
+def test_counters_and_data_position_come_back(tiny_folder: Path, tmp_path: Path) -> None:
     policy, resumed = fresh(tiny_folder), fresh(tiny_folder)
     train(policy, 0, 1)
     policy.skipped_in_row = 2
@@ -137,7 +160,7 @@ def test_a_checkpoint_is_safetensors_and_json_and_nothing_that_is_unpickled(tiny
         else:
             json.loads(path.read_text())
     kinds = ("model", "exp_avg", "exp_avg_sq")
-    assert names == {"rng_state"} | {f"{kind}.{name}" for kind in kinds for name in policy.masters}
+    assert names == {"rng_state", "steps"} | {f"{kind}.{name}" for kind in kinds for name in policy.masters}
 
 
 @pytest.mark.parametrize("folder", ["empty", "missing"])
@@ -160,8 +183,8 @@ def test_a_half_written_checkpoint_is_passed_over_with_a_word_and_written_again(
     next((tmp_path / ".step-000002").glob("*.safetensors")).write_bytes(b"half")
     with caplog.at_level(logging.WARNING, logger="shoal"):
         assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
-    [said] = [text for text in caplog.messages if "ignoring" in text]
-    assert str(tmp_path / ".step-000002") in said
+    [line] = [text for text in caplog.messages if "ignoring" in text]
+    assert str(tmp_path / ".step-000002") in line
 
     train(policy, 1)
     save(policy, 2, tmp_path)

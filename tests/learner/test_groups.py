@@ -1,6 +1,7 @@
-"""What the learner takes in: files checked again, groups whole and young enough; a broken file is put aside."""
+"""What the learner accepts: verified files, whole groups, young enough and plausible. A broken file is quarantined."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,15 @@ CONFIG = parse(
 
 
 @pytest.fixture
-def aside(tmp_path: Path) -> Path:
-    """Where files that break the schema go; it is made when the first comes."""
+def quarantine(tmp_path: Path) -> Path:
+    """Where files that break the schema go. The first one creates it."""
     return tmp_path / "quarantine"
 
 
-def fetched(store: Store, aside: Path, *members: tuple[int, int], step: int = 4) -> Fetched:
+def fetched(store: Store, quarantine: Path, *members: tuple[int, int], step: int = 4) -> Fetched:
     groups = [BatchGroup(submission=submission(number), group=group) for number, group in members]
     batch = Batch(step=step, ready=True, have=len(groups), need=len(groups), groups=groups)
-    return fetch(store, batch, CONFIG, aside)  # type: ignore[arg-type]
+    return fetch(store, batch, CONFIG, quarantine)  # type: ignore[arg-type]
 
 
 def changed(data: bytes) -> bytes:
@@ -41,18 +42,18 @@ def changed(data: bytes) -> bytes:
     return bytes(found)
 
 
-def test_the_run_is_asked_once_who_may_validate(aside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_is_asked_once_who_may_validate(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, asked = Store(accepted(), accepted()), []
-    told = store.descriptor()
-    monkeypatch.setattr(store, "descriptor", lambda: asked.append(1) or told)
-    fetched(store, aside, (0, 2), (1, 0), (0, 0))
+    descriptor = store.descriptor()
+    monkeypatch.setattr(store, "descriptor", lambda: asked.append(1) or descriptor)
+    fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
     assert len(asked) == 1
 
 
-def test_groups_come_as_the_batch_names_them(aside: Path) -> None:
+def test_groups_come_as_the_batch_names_them(quarantine: Path) -> None:
     store = Store(accepted(), accepted(version=3))
-    found = fetched(store, aside, (0, 2), (1, 0), (0, 0))
-    assert (found.refused, found.quarantined) == (0, 0) and not aside.exists()
+    found = fetched(store, quarantine, (0, 2), (1, 0), (0, 0))
+    assert (found.refused, found.quarantined) == (0, 0) and not quarantine.exists()
     assert [(group.submission, group.policy_version) for group in found.groups] == [
         (submission(0), 4),
         (submission(1), 3),
@@ -68,7 +69,7 @@ def test_groups_come_as_the_batch_names_them(aside: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (accepted(by=STRANGER), "is no validator of this run"),
+        (accepted(by=STRANGER), "is not a validator of this run"),
         (accepted(run="other"), "is of run other"),
         (accepted(version=5), "version 5"),
         (accepted(rows=rollouts()[:-1]), "has no whole group 2"),
@@ -78,9 +79,9 @@ def test_groups_come_as_the_batch_names_them(aside: Path) -> None:
     ],
     ids=["a worker's", "other run", "future", "cut off", "shifted", "missing", "two prompts"],
 )
-def test_a_file_that_must_not_be_trained_on_is_refused(data: bytes, message: str, aside: Path) -> None:
+def test_a_file_that_must_not_be_trained_on_is_refused(data: bytes, message: str, quarantine: Path) -> None:
     with pytest.raises(BatchError, match=message):
-        fetched(Store(data), aside, (0, 2))
+        fetched(Store(data), quarantine, (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -92,41 +93,64 @@ def test_a_file_that_must_not_be_trained_on_is_refused(data: bytes, message: str
     ],
     ids=["changed", "empty", "more rows than a submission holds"],
 )
-def test_a_file_that_breaks_the_schema_is_put_aside_and_the_others_are_taken(
-    broken: bytes, why: str, aside: Path, caplog: pytest.LogCaptureFixture
+def test_a_file_that_breaks_the_schema_is_quarantined_and_the_others_are_taken(
+    broken: bytes, why: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(accepted(), broken)
     with caplog.at_level(logging.ERROR):
-        found = fetched(store, aside, (1, 0), (0, 1), (1, 2))
+        found = fetched(store, quarantine, (1, 0), (0, 1), (1, 2))
     assert [group.submission for group in found.groups] == [submission(0)]
     assert (found.refused, found.quarantined) == (0, 2)  # groups, of one file that was asked for once
     assert len(store.asked) == 2
-    assert [path.name for path in aside.iterdir()] == [f"{submission(1)}.parquet"]
-    assert (aside / f"{submission(1)}.parquet").read_bytes() == broken
-    [said] = caplog.messages
-    assert submission(1) in said and str(aside) in said and why in said
+    assert [path.name for path in quarantine.iterdir()] == [f"{submission(1)}.parquet"]
+    assert (quarantine / f"{submission(1)}.parquet").read_bytes() == broken
+    [line] = caplog.messages
+    assert submission(1) in line and str(quarantine) in line and why in line
 
 
-def test_where_every_file_breaks_the_schema_nothing_is_trained_on(aside: Path) -> None:
-    with pytest.raises(BatchError, match=f"step 4: nothing to train on; .* 2 are of files put aside in {aside}"):
-        fetched(Store(b"", b"PAR1"), aside, (0, 0), (1, 0))
-    assert len(list(aside.iterdir())) == 2
+def test_where_every_file_breaks_the_schema_nothing_is_trained_on(quarantine: Path) -> None:
+    with pytest.raises(
+        BatchError, match=f"step 4: no group is left to train on; .* 2 are in files moved to {quarantine}"
+    ):
+        fetched(Store(b"", b"PAR1"), quarantine, (0, 0), (1, 0))
+    assert len(list(quarantine.iterdir())) == 2
 
 
 @pytest.mark.parametrize(("version", "taken"), [(4, 1), (2, 1), (1, 0), (0, 0)])
-def test_a_group_beyond_the_async_level_is_counted_and_left_out(version: int, taken: int, aside: Path) -> None:
-    found = fetched(Store(accepted(version=version), accepted()), aside, (0, 0), (1, 0))
+def test_a_group_beyond_the_async_level_is_counted_and_left_out(version: int, taken: int, quarantine: Path) -> None:
+    found = fetched(Store(accepted(version=version), accepted()), quarantine, (0, 0), (1, 0))
     assert (len(found.groups), found.refused) == (1 + taken, 1 - taken)
 
 
-def test_a_batch_of_nothing_but_old_groups_is_refused(aside: Path) -> None:
-    with pytest.raises(BatchError, match="step 4: nothing to train on; 2 groups are older than 2 versions"):
-        fetched(Store(accepted(version=1)), aside, (0, 0), (0, 1))
+@pytest.mark.parametrize("logprob", [-9999.0, 0.5, float("nan"), float("-inf")])
+def test_a_group_with_an_impossible_logprob_is_counted_and_left_out(
+    logprob: float, quarantine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The logprobs of a submission that was accepted without a prefill are the worker's."""
+    rows = rollouts()
+    rows[3] = replace(rows[3], logprobs=[-0.5, logprob])  # of group 1
+    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
+    assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
+    [line] = caplog.messages
+    assert line == f"group 1 of {submission(0)} is left out: a logprob of {logprob:g} is outside [-50, 0]"
 
 
-def test_a_batch_of_no_groups_is_refused(aside: Path) -> None:
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e30])
+def test_a_group_with_an_impossible_reward_is_counted_and_left_out(reward: float, quarantine: Path) -> None:
+    rows = rollouts()
+    rows[0] = replace(rows[0], reward=reward)
+    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))
+    assert (len(found.groups), found.implausible) == (1, 1)
+
+
+def test_a_batch_of_only_old_groups_is_refused(quarantine: Path) -> None:
+    with pytest.raises(BatchError, match="step 4: no group is left to train on; 2 are older than 2 versions"):
+        fetched(Store(accepted(version=1)), quarantine, (0, 0), (0, 1))
+
+
+def test_a_batch_of_no_groups_is_refused(quarantine: Path) -> None:
     with pytest.raises(BatchError):
-        fetched(Store(), aside)
+        fetched(Store(), quarantine)
 
 
 def test_groups_survive_the_way_to_other_ranks_exactly() -> None:

@@ -9,11 +9,11 @@ STOP, SKIP = GuardSection(max_grad_norm=2.0), GuardSection(max_grad_norm=2.0, ac
 
 
 def test_an_update_within_the_bound_goes_on() -> None:
-    assert judge(0, -0.5, 2.0, STOP, skipped_in_row=0) == Decision("go on")
+    assert judge(0, -0.5, 2.0, STOP, skipped_in_row=0) == Decision("update")
 
 
 def test_no_bound_is_set_by_default() -> None:
-    assert judge(0, 0.1, 1e30, GuardSection(), skipped_in_row=0).action == "go on"
+    assert judge(0, 0.1, 1e30, GuardSection(), skipped_in_row=0).action == "update"
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (0.1, math.nan), (0.1, math.inf)])

@@ -112,8 +112,8 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(tiny_folder: 
     for path in (tmp_path / "step-000001").glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
-    assert all(".lora_" in name for name in names - {"rng_state"})
-    assert len(names) == 1 + 3 * len(policy.masters)
+    assert all(".lora_" in name for name in names - {"rng_state", "steps"})
+    assert len(names) == 2 + 3 * len(policy.masters)
 
     resumed = adapted(tiny_folder)
     Checkpoints(tmp_path, resumed).restore()
@@ -134,8 +134,8 @@ def test_the_adapters_own_config_says_what_it_is(tiny_folder: Path, tmp_path: Pa
     policy = adapted(tiny_folder)
     assert policy.config.lora is not None
     lora.save(lora.adapters(policy.model), policy.config.lora, tmp_path / "adapter")
-    told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert (told["r"], told["lora_alpha"], set(told["target_modules"])) == (4, 12.0, set(SECTION["targets"]))  # type: ignore[call-overload]
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(SECTION["targets"]))  # type: ignore[call-overload]
 
 
 def test_without_the_package_it_says_what_to_install(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

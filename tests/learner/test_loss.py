@@ -284,13 +284,28 @@ def test_a_batch_without_tokens_has_no_denominator() -> None:
     reference=st.floats(-1e4, 0, width=32),
     advantage=st.sampled_from([-10.0, -1.0, 0.0, 1.0, 10.0]),
 )
-def test_no_logprob_however_extreme_gives_a_loss_or_gradient_that_is_no_number(
+def test_no_extreme_logprob_gives_a_loss_or_gradient_that_is_not_finite(
     kind: LossKind, logp: float, behaviour: float, reference: float, advantage: float
 ) -> None:
     data = token(logp, behaviour, advantage) | {"reference_N": torch.tensor([reference])}
     settings = section(kind, beta=0.001)
     assert bool(torch.isfinite(loss_of(data, settings).loss))
     assert bool(torch.isfinite(gradient(data, settings)).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_reported_sum_is_finite_for_impossible_logprobs(kind: LossKind) -> None:
+    """exp(80) per token, added up over some thousand tokens, overflows float32."""
+    n = 20_000
+    data = {
+        "logp_N": torch.full((n,), -1.0),
+        "behaviour_N": torch.full((n,), -9999.0),
+        "advantage_N": torch.tensor([1.0, -1.0]).repeat(n // 2),
+        "rollout_N": torch.arange(n),
+        "reference_N": torch.full((n,), -0.5),
+    }
+    terms = policy_loss(**data, denominator=float(n), settings=section(kind, beta=0.001))
+    assert all(math.isfinite(float(value)) for value in vars(terms).values())
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gspo"])
@@ -410,7 +425,7 @@ def test_the_reported_figures_hold_no_graph(kind: LossKind) -> None:
     [
         (lambda: section(beta=0.1), "reference_N", "needs the reference's logprobs"),
         (lambda: section(entropy=0.1), "entropy_N", "needs the policy's entropies"),
-        (lambda: section("gspo"), "rollout_N", "which rollout each token is of"),
+        (lambda: section("gspo"), "rollout_N", "needs rollout_N"),
     ],
 )
 def test_a_loss_without_what_it_needs_is_refused(
@@ -422,7 +437,7 @@ def test_a_loss_without_what_it_needs_is_refused(
 
 
 def test_a_rollout_in_two_places_is_refused() -> None:
-    with pytest.raises(ValueError, match="comes back to an earlier one"):
+    with pytest.raises(ValueError, match="returns to an earlier rollout"):
         loss_of(case() | {"rollout_N": torch.arange(N) % 2}, section("gspo"))
 
 

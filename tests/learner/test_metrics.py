@@ -12,6 +12,7 @@ from shoal.learner.metrics import (
     Shape,
     age_metrics,
     completion_metrics,
+    finite,
     forward_flops,
     memory_metrics,
     reward_metrics,
@@ -48,12 +49,12 @@ def tiny(*, tied: bool, kv_heads: int = 2) -> LlamaForCausalLM:
 
 def test_every_name_is_documented() -> None:
     groups = [group([0.0, 1.0], [1, 2])]
-    told = update_metrics([(3, {"optim/grad_norm": 1.0, "optim/lr": 1.0, "policy/kl": 0.0})])
-    told |= reward_metrics(groups) | completion_metrics(groups, max_tokens=9) | age_metrics(groups, 0, refused=0)
-    told |= speed_metrics(n_tokens=3, flops=1, train_s=1, busy_s=1, waiting_s=1, peak_gflops=1)
-    told |= memory_metrics("cpu") | sync_metrics(Path(__file__).parent, 1.0)
+    figures = update_metrics([(3, {"optim/grad_norm": 1.0, "optim/lr": 1.0, "policy/kl": 0.0})])
+    figures |= reward_metrics(groups) | completion_metrics(groups, max_tokens=9) | age_metrics(groups, 0, refused=0)
+    figures |= speed_metrics(n_tokens=3, flops=1, train_s=1, busy_s=1, waiting_s=1, peak_gflops=1)
+    figures |= memory_metrics("cpu") | sync_metrics(Path(__file__).parent, 1.0)
     rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    assert set(told) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert set(figures) <= {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 def test_the_shape_counts_matrices_once_and_embeddings_never() -> None:
@@ -94,18 +95,18 @@ def test_a_pass_of_the_reference_adds_a_third() -> None:
 
 
 def test_rewards_spread_within_groups_not_between_them() -> None:
-    told = reward_metrics([group([0.0, 2.0], [1, 1]), group([5.0, 5.0], [1, 1])])
-    assert told == {"reward/batch_mean": 3.0, "reward/std": 0.5}
+    figures = reward_metrics([group([0.0, 2.0], [1, 1]), group([5.0, 5.0], [1, 1])])
+    assert figures == {"reward/batch_mean": 3.0, "reward/std": 0.5}
 
 
 def test_a_completion_of_the_greatest_length_counts_as_truncated() -> None:
-    told = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
-    assert told == {"completion/length_mean": 4.0, "completion/truncated_frac": 0.25}
+    figures = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
+    assert figures == {"completion/length_mean": 4.0, "completion/truncated_frac": 0.25}
 
 
 def test_ages_are_counted_in_versions() -> None:
-    told = age_metrics([group([0, 1], [1, 1], version=v) for v in (5, 3, 4)], 5, refused=2)
-    assert told == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/refused": 2.0}
+    figures = age_metrics([group([0, 1], [1, 1], version=v) for v in (5, 3, 4)], 5, refused=2)
+    assert figures == {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/refused": 2.0}
 
 
 def test_policy_sums_become_means_a_token_and_norms_means_an_update() -> None:
@@ -129,15 +130,15 @@ def test_a_skipped_update_is_counted_and_is_in_no_mean() -> None:
 
 
 def test_mfu_counts_training_alone_and_tokens_the_whole_step() -> None:
-    told = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
-    assert told["perf/mfu"] == pytest.approx(0.5)
-    assert told["perf/tokens_per_s"] == 20
+    figures = speed_metrics(n_tokens=1000, flops=6e12, train_s=20, busy_s=25, waiting_s=25, peak_gflops=600)
+    assert figures["perf/mfu"] == pytest.approx(0.5)
+    assert figures["perf/tokens_per_s"] == 20
 
 
 def test_memory_is_measured_in_bytes() -> None:
-    told = memory_metrics("cpu")
-    assert set(told) == {"memory/rss_peak_bytes"}
-    assert 50e6 < told["memory/rss_peak_bytes"] < 1e12, "torch alone takes more than 50 MB"
+    figures = memory_metrics("cpu")
+    assert set(figures) == {"memory/rss_peak_bytes"}
+    assert 50e6 < figures["memory/rss_peak_bytes"] < 1e12, "torch alone takes more than 50 MB"
 
 
 def test_a_version_weighs_what_its_files_do(tmp_path: Path) -> None:
@@ -146,6 +147,11 @@ def test_a_version_weighs_what_its_files_do(tmp_path: Path) -> None:
     assert sync_metrics(tmp_path, 0.5) == {"sync/bytes": 100.0, "sync/seconds": 0.5}
 
 
+def test_a_figure_that_is_not_finite_is_left_out_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    assert finite({"loss": 0.5, "policy/kl": math.inf, "optim/lr": math.nan}) == {"loss": 0.5}
+    assert caplog.messages == ["metric policy/kl is inf and is left out", "metric optim/lr is nan and is left out"]
+
+
 def test_means_a_token_are_left_out_where_no_token_was_computed() -> None:
-    told = {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}
-    assert update_metrics([(0, told)]) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}
+    figures = {"policy/entropy": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}
+    assert update_metrics([(0, figures)]) == {"optim/skipped": 0.0, "optim/grad_norm": 0.0, "optim/lr": 0.1}

@@ -67,5 +67,5 @@ def test_the_policy_explains_it_and_is_unchanged(
 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError("x"), MissingPeftError("x")])
-def test_it_is_told_as_one_line(error: Exception) -> None:
+def test_the_message_is_one_line(error: Exception) -> None:
     assert isinstance(error, ShoalError)

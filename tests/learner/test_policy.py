@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_an_update_changes_every_weight_and_counts(tiny_folder: Path) -> None:
     trained = make_policy(tiny_folder)
     before = masters(trained)
-    told = trained.update(batches(), N_TOKENS)
+    figures = trained.update(batches(), N_TOKENS)
     assert all(not torch.equal(before[name], now) for name, now in masters(trained).items())
     assert trained.updates == 1
-    assert told["optim/lr"] == 1e-3 and told["optim/grad_norm"] > 0
-    assert told["policy/entropy"] > 0 and told["policy/kl"] == 0
+    assert figures["optim/lr"] == 1e-3 and figures["optim/grad_norm"] > 0
+    assert figures["policy/entropy"] > 0 and figures["policy/kl"] == 0
 
 
 def test_updates_make_good_completions_likelier(tiny_folder: Path) -> None:
@@ -36,12 +36,12 @@ def test_updates_make_good_completions_likelier(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(("warmup", "rates"), [(4, [0.25, 0.5, 0.75, 1.0, 1.0]), (1, [1.0, 1.0]), (0, [1.0, 1.0])])
 def test_the_learning_rate_warms_up_in_steps_and_stays(tiny_folder: Path, warmup: int, rates: list[float]) -> None:
     trained = make_policy(tiny_folder, warmup_steps=warmup)
-    told = [trained.update(batches(), N_TOKENS)["optim/lr"] for _ in rates]
-    assert told == pytest.approx([1e-3 * rate for rate in rates])
-    assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(told[-1])
+    figures = [trained.update(batches(), N_TOKENS)["optim/lr"] for _ in rates]
+    assert figures == pytest.approx([1e-3 * rate for rate in rates])
+    assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(figures[-1])
 
 
-def test_the_gradient_is_clipped_and_its_norm_told_before(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_norm_is_that_before_clipping(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = make_policy(tiny_folder, grad_clip=0.1)
     seen = []
     step = trained.optimizer.step
@@ -52,8 +52,8 @@ def test_the_gradient_is_clipped_and_its_norm_told_before(tiny_folder: Path, mon
         step()
 
     monkeypatch.setattr(trained.optimizer, "step", watched)
-    told = trained.update(batches(), N_TOKENS)
-    assert told["optim/grad_norm"] > 0.2
+    figures = trained.update(batches(), N_TOKENS)
+    assert figures["optim/grad_norm"] > 0.2
     assert seen == [pytest.approx(0.1, rel=1e-3)]
 
 
@@ -87,15 +87,15 @@ def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row
     assert len(batches(512)) == 1 and len(batches(row_tokens)) > 1
     grads = []
     for trained, micro in ((whole, batches(512)), (pieces, batches(row_tokens))):
-        told = trained.step(lambda one, t=trained: t._loss(one, N_TOKENS)[0], micro)
-        grads.append((told["loss"], told["optim/grad_norm"]))
+        figures = trained.step(lambda one, t=trained: t._loss(one, N_TOKENS)[0], micro)
+        grads.append((figures["loss"], figures["optim/grad_norm"]))
     assert grads[1] == pytest.approx(grads[0], rel=1e-4)
     # Adam's first step is lr * sign(gradient): compare the averaged gradients that it kept
     for a, b in zip(whole.optimizer.state.values(), pieces.optimizer.state.values(), strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
 
 
-def test_what_is_told_is_summed_over_pieces(tiny_folder: Path) -> None:
+def test_reported_figures_are_summed_over_pieces(tiny_folder: Path) -> None:
     whole, pieces = make_policy(tiny_folder), make_policy(tiny_folder)
     a, b = whole.update(batches(512), N_TOKENS), pieces.update(batches(20), N_TOKENS)
     assert b == pytest.approx(a, rel=1e-3, abs=1e-4)
@@ -108,7 +108,7 @@ def test_beta_holds_the_policy_to_its_reference_with_gradient(tiny_folder: Path)
     assert held.update(batches(), N_TOKENS)["policy/kl"] > 0
 
     def pull() -> float:
-        """The gradient's norm where no advantage is left: all of it comes from KL."""
+        """The gradient's norm without any advantage: all of it comes from KL."""
         flat = [replace(m, advantage_N=torch.zeros_like(m.advantage_N)) for m in batches()]
         return held.update(flat, N_TOKENS)["optim/grad_norm"]
 
@@ -126,8 +126,8 @@ def test_without_beta_there_is_no_reference(tiny_folder: Path) -> None:
 def test_the_entropy_bonus_has_a_gradient(tiny_folder: Path) -> None:
     curious = make_policy(tiny_folder, loss={"entropy": 0.1})
     flat = [replace(m, advantage_N=torch.zeros_like(m.advantage_N)) for m in batches()]
-    told = [curious.update(flat, N_TOKENS) for _ in range(3)]
-    assert told[2]["policy/entropy"] > told[0]["policy/entropy"]
+    figures = [curious.update(flat, N_TOKENS) for _ in range(3)]
+    assert figures[2]["policy/entropy"] > figures[0]["policy/entropy"]
 
 
 def test_logprobs_are_at_the_sampling_temperature(tiny_folder: Path) -> None:
@@ -174,8 +174,8 @@ def test_a_skipped_update_leaves_all_as_it_was_and_is_counted(tiny_folder: Path)
     trained = make_policy(tiny_folder, guard={"max_grad_norm": 1e-9, "action": "skip", "max_skips": 2})
     before = state(trained)
     for skipped in (1, 2):
-        told = trained.update(batches(), N_TOKENS)
-        assert told["optim/skipped"] == 1.0 and told["optim/grad_norm"] > 0
+        figures = trained.update(batches(), N_TOKENS)
+        assert figures["optim/skipped"] == 1.0 and figures["optim/grad_norm"] > 0
         assert (trained.skipped_in_row, trained.updates) == (skipped, 0)
         assert equal(state(trained), before)
         assert all(master.grad is None for master in trained.masters.values())
@@ -188,8 +188,8 @@ def test_skips_are_counted_in_a_row(tiny_folder: Path) -> None:
     trained = make_policy(tiny_folder, guard={"action": "skip", "max_skips": 1})
     (micro,) = batches(512)
     spoilt = replace(micro, advantage_N=micro.advantage_N * float("nan"))
-    told = [trained.update([one], N_TOKENS)["optim/skipped"] for one in (spoilt, micro, spoilt)]
-    assert told == [1.0, 0.0, 1.0]
+    figures = [trained.update([one], N_TOKENS)["optim/skipped"] for one in (spoilt, micro, spoilt)]
+    assert figures == [1.0, 0.0, 1.0]
     assert (trained.skipped_in_row, trained.updates) == (1, 1)
 
 
@@ -206,12 +206,12 @@ def test_an_update_is_the_same_with_and_without_groups_that_teach_nothing(tiny_f
     groups = make_groups()
     groups[1] = replace(groups[1], rewards=[1.0] * 4)
     whole, chosen = (make_policy(tiny_folder, loss={"kind": kind}) for _ in range(2))
-    told = [
+    figures = [
         policy.update(micro_batches(given, row_tokens=512, normalize_std=False), N_TOKENS)
         for policy, given in ((whole, groups), (chosen, teaching(groups, whole.config.loss)))
     ]
     for name in ("loss", "optim/grad_norm"):
-        assert told[1][name] == pytest.approx(told[0][name], rel=1e-4)
+        assert figures[1][name] == pytest.approx(figures[0][name], rel=1e-4)
     for a, b in zip(whole.optimizer.state.values(), chosen.optimizer.state.values(), strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
 
@@ -220,6 +220,6 @@ def test_an_update_on_nothing_moves_nothing(tiny_folder: Path) -> None:
     policy = make_policy(tiny_folder)
     policy.update(batches(), N_TOKENS)
     before = state(policy)
-    told = policy.update([], N_TOKENS)
-    assert (told["loss"], told["optim/grad_norm"], told["optim/skipped"]) == (0.0, 0.0, 0.0)
+    figures = policy.update([], N_TOKENS)
+    assert (figures["loss"], figures["optim/grad_norm"], figures["optim/skipped"]) == (0.0, 0.0, 0.0)
     assert equal(state(policy), before)

@@ -64,7 +64,7 @@ def test_the_seed_changes_with_each_of_its_names(changed: dict[str, Any]) -> Non
     assert rollout_seed(**NAMED) != rollout_seed(**(NAMED | changed))
 
 
-def test_the_seed_tells_neighbouring_fields_apart() -> None:
+def test_the_seed_separates_neighbouring_fields() -> None:
     assert rollout_seed("run", 1, "w", 12, 3) != rollout_seed("run", 1, "w", 1, 23)
 
 

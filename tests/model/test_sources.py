@@ -83,6 +83,6 @@ def test_a_converted_smollm2_is_not_converted_again(bundled: Path, monkeypatch: 
     assert resolve(SMOLLM2) == bundled
 
 
-def test_the_cache_is_in_the_home_folder_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_CACHE", raising=False)
     assert cache_dir() == Path.home() / ".cache" / "shoal"

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
+from shoal.model import attention
 from shoal.model.attention import Kernel, Layout
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
@@ -48,8 +50,19 @@ def plain_logprobs_of_all(model: Any, trees: Sequence[Tree]) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["cascade", "masked", "flex"])
-def test_packed_logprobs_equal_plain_forwards_of_each_completion(tiny_model: Any, kernel: Kernel) -> None:
+def test_packed_logprobs_equal_plain_forwards_of_each_completion(
+    tiny_model: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flex without its compilation, which takes a C++ compiler and 10 s; the slow test below compiles it."""
+    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)
     got_N = packed_logprobs(tiny_model, some_trees(), kernel)
+    torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, some_trees()), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_compiled_flex_logprobs_equal_plain_forwards(tiny_model: Any) -> None:
+    got_N = packed_logprobs(tiny_model, some_trees(), "flex")
     torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, some_trees()), atol=1e-4, rtol=0)
 
 

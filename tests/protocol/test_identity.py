@@ -34,26 +34,17 @@ def test_public_key_is_the_known_one_of_the_zero_seed() -> None:
     assert ALICE.public == "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
 
 
-def test_signature_round_trip() -> None:
-    assert verify(ALICE.public, MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
+def test_a_signature_is_good_for_its_key_message_and_domain_only() -> None:
+    signature = ALICE.sign(MESSAGE, domain="ledger")
+    assert verify(ALICE.public, MESSAGE, signature, domain="ledger")
+    assert not verify(ALICE.public, MESSAGE, signature, domain="manifest")
+    assert not verify(ALICE.public, b"two legs good", signature, domain="ledger")
+    assert not verify(Identity.generate().public, MESSAGE, signature, domain="ledger")
 
 
 def test_signed_bytes_begin_with_the_domain() -> None:
     bare = ALICE.private_key.sign(b"shoal/ledger\nfour legs good").hex()
     assert ALICE.sign(MESSAGE, domain="ledger") == bare
-
-
-def test_signature_does_not_serve_another_domain() -> None:
-    assert not verify(ALICE.public, MESSAGE, ALICE.sign(MESSAGE, domain="ledger"), domain="manifest")
-
-
-def test_signature_does_not_serve_another_message() -> None:
-    assert not verify(ALICE.public, b"two legs good", ALICE.sign(MESSAGE, domain="ledger"), domain="ledger")
-
-
-def test_signature_does_not_serve_another_key() -> None:
-    signature = ALICE.sign(MESSAGE, domain="ledger")
-    assert not verify(Identity.generate().public, MESSAGE, signature, domain="ledger")
 
 
 @pytest.mark.parametrize("domain", ["", "a\nb", "Ledger", "x" * 65])
@@ -95,22 +86,14 @@ def test_a_signature_that_nobody_made_is_refused() -> None:
     assert not verify(neutral.hex(), MESSAGE, forged.hex(), domain="ledger")
 
 
-def test_saved_key_loads_as_the_same_identity(tmp_path: Path) -> None:
-    ALICE.save(tmp_path / "key.pem")
-    assert Identity.load(tmp_path / "key.pem").public == ALICE.public
-
-
-def test_saved_key_is_for_its_owner_only(tmp_path: Path) -> None:
+def test_a_saved_key_is_for_its_owner_only_and_loads_as_the_same_identity(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         ALICE.save(tmp_path / "key.pem")
     finally:
         os.umask(before)
+    assert Identity.load(tmp_path / "key.pem").public == ALICE.public
     assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600
-
-
-def test_save_leaves_only_the_key_file(tmp_path: Path) -> None:
-    ALICE.save(tmp_path / "key.pem")
     assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
 
 
@@ -144,7 +127,7 @@ def test_load_refuses_another_kind_of_key(tmp_path: Path) -> None:
     path = tmp_path / "key.pem"
     other = generate_private_key(SECP256R1())
     path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(IdentityError, match="another kind than ed25519"):
+    with pytest.raises(IdentityError, match="a key that is not ed25519"):
         Identity.load(path)
 
 

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from shoal.config import Config
+from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
-from shoal.protocol.node import Node, NodeError, RefusedError
+from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError
 from shoal.protocol.signing import split_target, verify_request
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
@@ -65,11 +66,20 @@ def join(coordinator: FakeCoordinator, folder: Path, patience_s: float = 5.0, **
     return Node.join(invite(), folder, patience_s=patience_s, transport=httpx.MockTransport(coordinator), **options)
 
 
-@pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    pauses: list[float] = []
-    monkeypatch.setattr(node_module.time, "sleep", pauses.append)
-    return pauses
+class NoPauses(threading.Event):
+    """A stop event that notes how long it is waited for, and is set after `most` waits."""
+
+    def __init__(self, most: int = 1_000) -> None:
+        super().__init__()
+        self.most = most
+        self.pauses: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.pauses.append(timeout)
+        if len(self.pauses) >= self.most:
+            self.set()
+        return self.is_set()
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------
@@ -161,16 +171,16 @@ def test_the_first_key_of_a_role_is_the_one(tmp_path: Path) -> None:
 # --- asking ----------------------------------------------------------------------------------------------------------
 
 
-def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path, no_pauses: list[float]) -> None:
-    coordinator = FakeCoordinator(away=6)
-    assert join(coordinator, tmp_path).name == "w-0"
+def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path) -> None:
+    coordinator, stop = FakeCoordinator(away=6), NoPauses()
+    assert join(coordinator, tmp_path, stop=stop).name == "w-0"
     assert len(coordinator.requests) == 7
-    assert no_pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "ever longer, up to two seconds"
+    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "ever longer, up to two seconds"
 
 
-def test_each_attempt_is_signed_anew(tmp_path: Path, no_pauses: list[float]) -> None:
+def test_each_attempt_is_signed_anew(tmp_path: Path) -> None:
     coordinator = FakeCoordinator(away=3)
-    join(coordinator, tmp_path)
+    join(coordinator, tmp_path, stop=NoPauses())
     assert len({request.headers["signature"] for request in coordinator.requests}) == 4, "or it would be a replay"
 
 
@@ -180,6 +190,51 @@ def test_the_deadline_names_whom_it_waited_for(tmp_path: Path) -> None:
         join(FakeCoordinator(away=1_000), tmp_path, patience_s=0.4)
     assert time.monotonic() - started_s < 5
     assert not isinstance(caught.value, RefusedError) and "is it running" in str(caught.value)
+
+
+def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) -> None:
+    coordinator, stop = FakeCoordinator(away=1_000), NoPauses(most=2)
+    with pytest.raises(StoppedError, match="http://c:1 did not answer POST /v1/register"):
+        join(coordinator, tmp_path, patience_s=1e9, stop=stop)
+    assert len(coordinator.requests) == 3
+
+
+def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "GRACE_S", 0.01)
+    stop, freed = threading.Event(), threading.Event()
+
+    def silent(request: httpx.Request) -> httpx.Response:
+        stop.set()
+        freed.wait(60)
+        return httpx.Response(500)
+
+    try:
+        with pytest.raises(StoppedError):
+            Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
+    finally:
+        freed.set()
+
+
+def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
+
+
+@pytest.mark.parametrize(("status", "helps"), [(403, False), (503, True)])
+def test_a_refused_invite_is_not_tried_again_by_a_restart(tmp_path: Path, status: int, helps: bool) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "no"})
+    with pytest.raises(RefusedError) as caught:
+        join(coordinator, tmp_path)
+    assert restart_helps(caught.value) is helps
+    assert restart_helps(NodeError("away")) is True
+
+
+def test_joining_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        join(FakeCoordinator(), tmp_path)
+    assert "joined run run-0 at http://c:1 as w-0 (worker)" in caplog.messages
 
 
 def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path) -> None:

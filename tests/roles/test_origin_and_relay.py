@@ -21,7 +21,7 @@ from shoal.protocol.node import Node
 from shoal.roles.origin import run_origin
 from shoal.roles.relay import run_relay
 from shoal.rollout.worker import follow
-from shoal.shardcast import Access, Client, FetchError
+from shoal.shardcast import Access, Client, FetchError, PublishError
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.view.tree import weights_tree
 
@@ -47,7 +47,7 @@ class InThread:
             self.result = error
 
     def join(self) -> Any:
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "did not end in time"
         return self.result
 
@@ -110,7 +110,7 @@ class Site:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 15
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
         time.sleep(0.02)
@@ -234,7 +234,7 @@ def test_a_version_is_published_out_of_what_the_learner_is_writing(site: Site) -
         with (temporary / ".model.safetensors.tmp").open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header + bytes(5_000))
             file.flush()
-            wait_until(lambda: "cutting version 1 while" in site.node("origin").stats.doing)
+            wait_until(lambda: "publishing version 1 while" in site.node("origin").stats.doing)
             assert site.status().newest_version == 0
             if whole:
                 file.write(bytes(5_000))
@@ -262,3 +262,9 @@ def test_a_half_written_version_is_not_published(site: Site) -> None:
     time.sleep(0.3)
     assert site.status().newest_version == 0
     assert origin.stopped() == "stopped"
+
+
+def test_an_origin_whose_key_would_lie_in_what_it_publishes_is_refused_before_it_makes_one(site: Site) -> None:
+    with pytest.raises(PublishError, match="lies inside"):
+        run_origin(site.invite("origin"), site.watched / "origin", site.watched, threading.Event())
+    assert not (site.watched / "origin").exists()

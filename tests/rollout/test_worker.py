@@ -90,7 +90,7 @@ def test_it_works_until_it_is_told_that_it_is_over(tiny_folder: Path, last: Hear
     assert work(node, follower) == last.state
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path]
     files = [read_submission(data, max_rows=6, max_tokens=6) for data in node.uploads.values()]
-    assert [file.header.submission for file in files] == [0, 1], "each file is of the task that it is handed in for"
+    assert [file.header.submission for file in files] == [0, 1], "each file is for the task under which it is uploaded"
     assert node.tokens == sum(len(row.tokens) for file in files for row in file.rows)
 
 

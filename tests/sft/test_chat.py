@@ -77,7 +77,7 @@ def test_a_turn_in_the_middle_that_nothing_ends_is_refused() -> None:
         ChatTemplate(_tiny_tokenizer(), [2]).example(turns)
 
 
-def test_a_template_that_marks_what_is_generated_is_believed(tiny_folder: Path) -> None:
+def test_the_marks_of_a_template_are_used(tiny_folder: Path) -> None:
     forgets = (  # earlier answers are shortened, so a conversation's beginning does not begin it
         "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] if loop.last else m['content'][-1:] }}<eos>{% endgeneration %}{% else %}{{ m['content'] }}<eos>"
@@ -88,13 +88,11 @@ def test_a_template_that_marks_what_is_generated_is_believed(tiny_folder: Path) 
     assert trained_text(template.tokenizer, template.example(turns)) == ["2<eos>", "think 4<eos>"]
 
     unmarked = forgets.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(
-        ConversationError, match="chat.jsonl:7: the chat template writes what comes before or in message 1"
-    ):
+    with pytest.raises(ConversationError, match="chat.jsonl:7: the chat template changes message 1 or earlier ones"):
         other_template(tiny_folder, unmarked).example(turns)
 
 
-def test_an_end_that_the_model_does_not_declare_is_told(tiny_folder: Path) -> None:
+def test_an_end_that_the_model_does_not_declare_is_collected(tiny_folder: Path) -> None:
     template = other_template(
         tiny_folder, "{% for m in messages %}{{ m['content'] }}<user>\n{% endfor %}"
     )  # <user>, a special token, stands in for an end of turn
@@ -107,8 +105,8 @@ def test_an_end_that_the_model_does_not_declare_is_told(tiny_folder: Path) -> No
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
-        ([("user", "a")], "no message is the assistant's"),
-        ([("assistant", "a")], "begins with the assistant"),
+        ([("user", "a")], "it has no assistant message"),
+        ([("assistant", "a")], "it begins with an assistant message"),
     ],
 )
 def test_a_conversation_without_an_answer_is_refused(tiny_folder: Path, turns: list[Any], words: str) -> None:
@@ -119,7 +117,7 @@ def test_a_conversation_without_an_answer_is_refused(tiny_folder: Path, turns: l
 
 def test_what_the_template_itself_refuses_names_the_conversation(tiny_folder: Path) -> None:
     template = other_template(tiny_folder, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ConversationError, match="chat.jsonl:7: the chat template refuses it .roles must alternate"):
+    with pytest.raises(ConversationError, match="chat.jsonl:7: the chat template rejects it .roles must alternate"):
         template.example(conversation(("user", "a"), ("assistant", "b")))
 
 

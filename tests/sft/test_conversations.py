@@ -52,13 +52,13 @@ def test_the_example_can_be_read() -> None:
         ("[1]", "needs `messages`"),
         ('{"text": "a"}', "needs `messages`"),
         ('{"prompt": "a"}', "needs `messages`"),
-        ('{"messages": []}', "no list of messages"),
-        ('{"messages": "a"}', "no list of messages"),
-        ('{"messages": ["a"]}', "message 0: is no object"),
-        ('{"messages": [{"role": "gpt", "content": "a"}]}', "message 0: `role` is 'gpt', none of system"),
-        ('{"messages": [{"role": "user"}]}', "message 0: `content` is no text"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', "message 0: `content` is no text"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": "f"}', "`tools` is no list"),
+        ('{"messages": []}', "not a list of messages"),
+        ('{"messages": "a"}', "not a list of messages"),
+        ('{"messages": ["a"]}', "message 0: it is not an object"),
+        ('{"messages": [{"role": "gpt", "content": "a"}]}', "message 0: `role` is 'gpt', not one of system"),
+        ('{"messages": [{"role": "user"}]}', "message 0: `content` is not a string"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "message 0: `content` is not a string"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": "f"}', "`tools` is not a list"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
@@ -76,7 +76,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: s
     [
         ("a.jsonl", None, "no file at"),
         ("a.csv", b"a,b", "neither .jsonl nor .parquet"),
-        ("a.parquet", b"PAR1", "not readable as Parquet"),
+        ("a.parquet", b"PAR1", "not a readable Parquet file"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, data: bytes | None, words: str) -> None:
@@ -88,7 +88,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, data: bytes |
 
 def test_parquet_without_a_known_column_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConversationError, match="no column is called messages or prompt or completion"):
+    with pytest.raises(ConversationError, match="it has no column messages or prompt or completion"):
         list(read(str(tmp_path / "a.parquet")))
 
 
@@ -128,7 +128,7 @@ def test_of_a_hub_data_set_the_training_files_are_fetched(make_hub: Any) -> None
 
 def test_a_pattern_chooses_among_several_sets(make_hub: Any) -> None:
     hub = make_hub("all/train-0.parquet", "short/train-0.parquet")
-    with pytest.raises(ConversationError, match="org/name:PATTERN; there are all/train-0.parquet, short"):
+    with pytest.raises(ConversationError, match="org/name:PATTERN; it has all/train-0.parquet, short"):
         find("org/name")
     assert find("org/name:short/*.parquet") == [hub.folder / "short/train-0.parquet"]
     with pytest.raises(ConversationError, match="that matches 'long"):

@@ -105,7 +105,7 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, ro
     settings = config(rows, epochs=2)
     straight = make(tiny_folder, tmp_path / "straight", settings).run(NEVER)
     assert make(tiny_folder, tmp_path / "cut", settings).run(StopsAfter(3)) is None
-    shutil.rmtree(tmp_path / "cut/checkpoints/step-000003")  # as if killed after step 3, which is not remembered
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-000003")  # as if killed after step 3, before its checkpoint
     with (tmp_path / "cut/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     resumed = make(tiny_folder, tmp_path / "cut", settings).run(NEVER)
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit(tiny_folder: Path, ro
     for name in ("loss", "heldout_loss", "lr", "grad_norm"):
         assert metrics(tmp_path / "straight", name) == metrics(tmp_path / "cut", name)
     lines = [(tmp_path / run / "metrics.jsonl").read_text().count("\n") for run in ("straight", "cut")]
-    assert lines[0] == lines[1]  # no update is told twice
+    assert lines[0] == lines[1]  # no update is recorded twice
 
 
 @pytest.mark.parametrize("changed", [{"batch": 5}, {"eval_frac": 0.1}])
@@ -147,14 +147,14 @@ def test_a_batch_holds_so_many_conversations_or_tokens() -> None:
     assert [len(batch) for _, batch in plan(lengths, SftSection(batch=4), seed=1)] == [4, 4, 2]
 
 
-def test_what_is_too_long_is_dropped_and_said_once(
+def test_long_conversations_are_dropped_with_one_log_line(
     tiny_folder: Path, rows: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         data = data_of(tiny_folder, config(rows, max_tokens=24, eval_frac=0))
     assert data.train and max(len(example.tokens) for example in data.train) <= 24 and not data.heldout
-    [said] = caplog.messages
-    assert said.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
+    [line] = caplog.messages
+    assert line.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
 
 
 def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> No
     ("changed", "error", "words"),
     [
         ({"data": ""}, ConfigError, "sft.data is empty"),
-        ({"max_tokens": 2}, ConversationError, "of 20 conversations 0 fit sft.max_tokens = 2"),
+        ({"max_tokens": 2}, ConversationError, "of 20 conversations, 0 fit sft.max_tokens = 2"),
     ],
 )
 def test_data_that_leaves_nothing_to_train_on_is_refused(

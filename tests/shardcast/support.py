@@ -20,8 +20,9 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.shardcast import Access, Client, Limits, Origin, Relay, Store, app, public_key_hex, serve
-from shoal.shardcast.fetch.source import Incoming, Source, Standing
+from shoal.shardcast.fetch.source import Incoming, Source
 from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
@@ -83,7 +84,7 @@ def stepped(tmp_path: Path, *versions: int, **options: Any) -> Origin:
 
 
 def access(**limits: float) -> Access:
-    return Access(PUBLIC_KEY, RUN, Limits(**limits))
+    return Access(PUBLIC_KEY, RUN, Limits(**{"first_rest_s": 0.02, "longest_rest_s": 0.2, **limits}))
 
 
 def relay(
@@ -117,7 +118,7 @@ def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] 
 
 @asynccontextmanager
 async def serving(store: Store | Path, wait_s: float = 2.0, port: int = 0) -> AsyncIterator[str]:
-    runner, bound = await serve(app(store, wait_s=wait_s), port=port)
+    runner, bound = await serve(app(store, wait_s=wait_s), port=port, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{bound}"
     finally:
@@ -136,7 +137,7 @@ async def answering(
     """A server of no store: the function answers every request."""
     application = web.Application()
     application.add_routes([web.get("/{any:.*}", answer)])
-    runner, bound = await serve(application, port=port)
+    runner, bound = await serve(application, port=port, shutdown_s=0.05)
     try:
         yield f"http://127.0.0.1:{bound}"
     finally:
@@ -163,6 +164,7 @@ class Middle:
         self.sent_bytes = 0  # of shards
         self.rate_Bps = inf  # of each shard
         self.cut_after_bytes = inf  # of all shards together; then connections break
+        self.hold_after_bytes = inf  # of all shards together; then nothing is sent until this is raised
         self.passes_ranges = True
         self.silent: Callable[[str], bool] = lambda path: False  # asked for that, it sends nothing
         self.refuse: Callable[[str], web.Response | None] = lambda path: None
@@ -191,6 +193,8 @@ class Middle:
             piece = data[at : at + PIECE_BYTES]
             if is_shard:
                 await asyncio.sleep(len(piece) / self.rate_Bps)
+                while self.sent_bytes >= self.hold_after_bytes:
+                    await asyncio.sleep(0.01)
                 if self.sent_bytes + len(piece) > self.cut_after_bytes:
                     assert request.transport is not None
                     request.transport.close()
@@ -233,7 +237,7 @@ async def mirroring(mirror: Relay) -> AsyncIterator[Relay]:
             await task
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -290,8 +294,8 @@ class Known(Standing):
 class Stub(Source):
     """A source without a network: does what its script says for one shard after the other, then delivers."""
 
-    def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None) -> None:
-        """Of the script an exception is raised, and a number of seconds slept before delivery."""
+    def __init__(self, url: str, *script: Exception | float, standing: Standing | None = None, pieces: int = 1) -> None:
+        """An exception in the script is raised. A number is the seconds that a delivery takes, in `pieces`."""
         super().__init__(
             None,  # type: ignore[arg-type]
             url,
@@ -300,7 +304,7 @@ class Stub(Source):
             run=RUN,
             answer_timeout_s=1.0,
         )
-        self.script = list(script)
+        self.script, self.pieces = list(script), pieces
         self.asked: list[int] = []
         self.at_once = self.most_at_once = 0
 
@@ -312,10 +316,13 @@ class Stub(Source):
             step = self.script.pop(0) if self.script else 0.0
             if isinstance(step, Exception):
                 raise step
-            await asyncio.sleep(step)
+            rest = shard_data(incoming.shard.index)[incoming.size_bytes :]
+            piece_bytes = -(-len(rest) // self.pieces)
+            for at in range(0, len(rest), piece_bytes):
+                await asyncio.sleep(step / self.pieces)
+                incoming.take(rest[at : at + piece_bytes])
         finally:
             self.at_once -= 1
-        incoming.take(shard_data(incoming.shard.index)[incoming.size_bytes :])
 
 
 def shard_data(index: int) -> bytes:
@@ -329,7 +336,7 @@ def shard(index: int) -> ShardEntry:
 def choosing(*stubs: Stub, fallback: tuple[Stub, ...] = (), strikes: int = 3, **limits: float) -> Sources:
     """Sources that are these."""
     sources = Sources(
-        access(**limits),
+        Access(PUBLIC_KEY, RUN, Limits(**limits)),
         None,  # type: ignore[arg-type]
         [],
         fallback=[],

@@ -128,7 +128,7 @@ def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
-    [("flip", "corrupt"), ("truncate", "ended early"), ("lengthen", "longer"), ("delete", "503")],
+    [("flip", "corrupt"), ("truncate", "too short"), ("lengthen", "longer"), ("delete", "503")],
 )
 def test_a_bad_shard_and_no_other_relay_names_both_and_leaves_no_version(tmp_path, harm, reason):
     spoil(published(tmp_path, 7).store.shard_path(7, "full", 2), harm)
@@ -223,7 +223,7 @@ def test_an_incomplete_folder_in_the_cache_is_fetched_again(tmp_path):
 
 def test_only_the_demanded_digest_is_accepted(tmp_path):
     digest = published(tmp_path, 7).publish(tmp_path / "model7", 7).digest
-    with pytest.raises(FetchError, match=f"version 7 is {digest}, not {'0' * 64}"):
+    with pytest.raises(FetchError, match=f"version 7 has digest {digest}, expected {'0' * 64}"):
         against(lambda url: client(tmp_path, url).fetch(7, digest="0" * 64), tmp_path / "origin")
 
 
@@ -270,7 +270,7 @@ def test_a_forged_manifest_is_refused_and_nothing_is_written(tmp_path, forgery):
         "signature": "bad signature",
         "run": "expected 'test'",
         "version": "manifest of version 8, expected 7",
-        "traversal": "climbs out",
+        "traversal": "plain relative path",
     }[forgery]
     for act in (lambda url: client(tmp_path, url).fetch(7), lambda url: client(tmp_path, url).latest()):
         with pytest.raises(FetchError, match=reason):
@@ -365,7 +365,7 @@ def test_a_silent_relay_runs_into_the_deadline_and_is_named(tmp_path):
         async with answering(hang) as url:
             with pytest.raises(FetchError, match=url):
                 await asyncio.to_thread(client(tmp_path, url, timeout_s=0.5).latest)
-            with pytest.raises(FetchError, match=f"{url}: sent nothing for too long"):
+            with pytest.raises(FetchError, match=f"{url}: timed out while sending"):
                 await asyncio.to_thread(client(tmp_path, url, limits={"answer_timeout_s": 0.3}).latest)
 
     asyncio.run(run())
@@ -420,7 +420,7 @@ def test_a_version_that_stops_growing_is_given_up_by_name(tmp_path, drafts_at_on
     source = origin(tmp_path)
     dead = source.stream(7, [FileEntry(path="a", size_bytes=37_612)])
     dead.__enter__()(memoryview(bytes(25_000)))
-    with pytest.raises(FetchError, match=r"version 7 is not whole and has not grown"):
+    with pytest.raises(FetchError, match=r"version 7 is incomplete and has not grown"):
         against(lambda url: client(tmp_path, url).fetch(7), tmp_path / "origin")
     published(tmp_path, 8)
     assert against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")[1].version == 8
@@ -520,7 +520,7 @@ def test_a_delta_of_what_only_the_cache_still_has(tmp_path):
 
 def test_a_delta_of_what_nobody_has_says_so(tmp_path):
     stepped(tmp_path, 0, 1).store.discard(0)
-    with pytest.raises(FetchError, match=r"no relay holds version 0, which version 1 is a delta of \(http://.*404"):
+    with pytest.raises(FetchError, match=r"no relay holds version 0, the parent of version 1 \(http://.*404"):
         against(lambda url: client(tmp_path, url).fetch(), tmp_path / "origin")
 
 
@@ -558,7 +558,7 @@ def test_a_newcomer_waits_for_what_the_newest_version_is_a_delta_of(tmp_path, co
 def test_the_wait_for_a_parent_has_an_end_that_names_it(tmp_path):
     stepped(tmp_path, 0, 1).store.discard(0)
     started_s = time.monotonic()
-    with pytest.raises(FetchError, match=r"holds version 0, which version 1 is a delta of .*waited 0\.[5-9] s"):
+    with pytest.raises(FetchError, match=r"holds version 0, the parent of version 1 .*waited 0\.[5-9] s"):
         against(lambda url: client(tmp_path, url, wait_s=0.5).fetch(), tmp_path / "origin")
     assert 0.5 <= time.monotonic() - started_s < 5
 
@@ -604,7 +604,7 @@ def test_half_a_shard_is_taken_up_after_a_disconnect_and_by_the_next_client(tmp_
     async def run():
         async with serving(tmp_path / "origin") as url, between(url, cut_after_bytes=12_000) as middle:
             middle.passes_ranges = ranges
-            with pytest.raises(FetchError, match="no time is left"):
+            with pytest.raises(FetchError, match="the deadline passed"):
                 await asyncio.to_thread(client(tmp_path, middle.url, timeout_s=1).fetch, 7)
             cut = len(middle.asked)
             middle.cut_after_bytes = 10**9

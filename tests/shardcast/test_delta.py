@@ -238,10 +238,10 @@ def test_a_delta_cut_off_anywhere_is_refused(tmp_path, versions) -> None:
         data = (tmp_path / "delta").read_bytes()
         for size_bytes in (*range(0, len(data), 3), len(data) - 1):
             (tmp_path / "delta").write_bytes(data[:size_bytes])
-            with pytest.raises(DeltaError, match="cut off"):
+            with pytest.raises(DeltaError, match="truncated"):
                 apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
         (tmp_path / "delta").write_bytes(data + b"\0")
-        with pytest.raises(DeltaError, match="goes on after its last file"):
+        with pytest.raises(DeltaError, match="extra bytes after its last file"):
             apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
 
 
@@ -278,16 +278,16 @@ CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\
 @pytest.mark.parametrize(
     "plane, reason",
     [
-        (frame(b"a" * 101), "zstd frame of another size"),
-        (frame(b"a" * 100_000), "zstd frame of another size"),
-        (frame(b"a" * 100, write_content_size=False), "zstd frame of another size"),
-        (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\x00", "zstd frame of another size"),
-        (frame(b"a" * 50) + frame(b"a" * 50), "zstd frame of another size"),
+        (frame(b"a" * 101), "zstd frame does not have"),
+        (frame(b"a" * 100_000), "zstd frame does not have"),
+        (frame(b"a" * 100, write_content_size=False), "zstd frame does not have"),
+        (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\x00", "zstd frame does not have"),
+        (frame(b"a" * 50) + frame(b"a" * 50), "zstd frame does not have"),
         (frame(b"a" * 100) + b"more", "not a zstd frame"),
         (frame(b"a" * 100)[:-1], "not a zstd frame"),
         (frame(b"a" * 100).replace(b"a", b"b" * 20), "not a zstd frame"),
         (b"no frame", "not a zstd frame"),
-        (b"x" * 101, "101 bytes for a plane of 100"),
+        (b"x" * 101, "a plane of 100 bytes takes 101"),
     ],
 )
 def test_a_plane_has_exactly_the_size_asked_for(tmp_path, plane, reason) -> None:
@@ -307,7 +307,7 @@ CHANGES = bytes([Kind.CHANGES])
         (CHANGES + struct.pack("<IIBIBII", 1, 1, 350 % 256, 1, 1, 0, 0), "a change at word 350 of 350"),
         (CHANGES + struct.pack("<I", 1) + struct.pack("<IB", 1, 255) * 4, "a change at word 4294967295 of 350"),
         (CHANGES + struct.pack("<I", 0), "0 changes in 350 words"),
-        (bytes([Kind.TENSORS]), "kind 2 where 0 .SAME., 1 .WHOLE., 3 .CHANGES. is possible"),
+        (bytes([Kind.TENSORS]), "kind 2, expected one of 0 .SAME., 1 .WHOLE., 3 .CHANGES."),
     ],
 )
 def test_changes_lie_within_their_piece(tmp_path, versions, body, reason) -> None:

@@ -1,26 +1,19 @@
 """The downloader: all shards, several at a time, and late ones a second time from elsewhere."""
 
 import asyncio
-import random
-import time
 
 import pytest
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.fetch.download import Download
-from shoal.shardcast.fetch.source import BadData
+from shoal.shardcast.fetch.errors import BadData
 
+from . import virtual
 from .support import (
     Known,
     Memory,
     Stub,
-    between,
     choosing,
-    client,
-    contents,
-    model_folder,
-    origin,
-    serving,
     shard,
     shard_data,
 )
@@ -38,7 +31,7 @@ class Run:
             "full",
             lambda shard: self.sinks.setdefault(shard.index, Memory()),
             parallel=parallel,
-            deadline_s=time.monotonic() + timeout_s,
+            deadline_s=virtual.now_s() + timeout_s,
             order=order,
             on_shard=lambda shard: self.arrived.append(shard.index),
         )
@@ -46,10 +39,10 @@ class Run:
     def all(self, count: int) -> float:
         """Brings that many, and says how long it took."""
         self.download.add(map(shard, range(count)), last=True)
-        started_s = time.monotonic()
-        asyncio.run(self.download.run())
+        started_s = virtual.now_s()
+        virtual.run(self.download.run())
         self.is_right(count)
-        return time.monotonic() - started_s
+        return virtual.now_s() - started_s
 
     def is_right(self, count: int) -> None:
         assert sorted(self.arrived) == list(range(count))
@@ -83,15 +76,15 @@ def test_shards_may_be_named_while_others_arrive():
         run.download.add([], last=True)
         await fetching
 
-    asyncio.run(naming())
+    virtual.run(naming())
     run.is_right(6)
 
 
 def test_shards_that_are_never_named_end_at_the_deadline():
     run = Run(Stub("http://a"), timeout_s=0.3)
     run.download.add([shard(0)], last=False)
-    with pytest.raises(FetchError, match="not named whole in time"):
-        asyncio.run(run.download.run())
+    with pytest.raises(FetchError, match="not completed in time"):
+        virtual.run(run.download.run())
 
 
 def test_what_was_begun_is_not_fetched_again():
@@ -169,34 +162,8 @@ def test_copies_keep_to_the_order_too():
     assert other.asked == []
 
 
-def test_shards_that_merely_take_their_time_are_not_fetched_twice(tmp_path):
+def test_shards_that_merely_take_their_time_are_not_fetched_twice():
     """On a slow link copies would make all of them slower."""
-    source = origin(tmp_path, shard_size_bytes=200_000)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "weights").write_bytes(random.randbytes(800_000))
-    source.publish(tmp_path / "model", 7)
-
-    async def run():
-        async with serving(source.store) as up, between(up) as one, between(up) as other:
-            one.rate_Bps = other.rate_Bps = 100_000  # two seconds for each shard, all four at once
-            await asyncio.to_thread(client(tmp_path, one.url, other.url).fetch)
-            return len(one.asked) + len(other.asked)
-
-    assert asyncio.run(run()) == 4
-
-
-def test_one_relay_that_stalls_at_the_last_shards_delays_the_end_by_little(tmp_path):
-    source = origin(tmp_path, shard_size_bytes=2_000)  # 19 shards
-    source.publish(model_folder(tmp_path / "model"), 7)
-    random.seed(0)
-
-    async def run():
-        async with serving(source.store) as up, between(up) as stalling, between(up) as good:
-            stalling.silent = lambda path: path.endswith(".shard") and int(path[-11:-6]) >= 15
-            started_s = time.monotonic()
-            folder, _ = await asyncio.to_thread(client(tmp_path, stalling.url, good.url).fetch)
-            return folder, time.monotonic() - started_s
-
-    folder, took_s = asyncio.run(run())
-    assert contents(folder) == contents(tmp_path / "model")
-    assert took_s < 5  # patience is 15 s
+    slow = [Stub(f"http://{n}", *[2.0] * 4, pieces=20) for n in range(2)]
+    assert Run(*slow).all(4) < 2.1
+    assert sum(len(stub.asked) for stub in slow) == 4

@@ -174,7 +174,7 @@ def test_a_learner_that_dies_half_way_leaves_nothing_and_its_next_try_is_publish
         dying.write(25_000)
         wait_for(lambda: version or source.published() == [0])
         again = Learner(tmp_path, version)  # which removes what is there
-    assert came == [None] and "was removed before it was whole" in writer.given_up
+    assert came == [None] and "was removed before it was complete" in writer.given_up
     assert source.published() == before and list(source.store.path.glob(f"v{version:06d}")) == []
     with following(source, again.watched) as (_, came):
         again.finish()

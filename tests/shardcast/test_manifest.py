@@ -99,11 +99,11 @@ def test_a_version_that_is_still_being_written_names_its_first_shards():
 
 
 @pytest.mark.parametrize("hashes", ["", "a", "ab", "abc"])
-def test_a_later_manifest_follows_one_with_fewer_shards(hashes):
+def test_a_later_manifest_extends_one_with_fewer_shards(hashes):
     earlier, later = manifest(content=stream(hashes=hashes)), manifest(**delta())
-    assert later.follows(earlier)
+    assert later.extends(earlier)
     assert later.content.extends(earlier.content)
-    assert earlier.follows(later) == (hashes == "abc")
+    assert earlier.extends(later) == (hashes == "abc")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_later_manifest_follows_one_with_fewer_shards(hashes):
         {"created_s": 1.6},
     ],
 )
-def test_another_version_follows_nothing(changes):
-    assert not manifest(**changes).follows(manifest())
+def test_another_version_extends_nothing(changes):
+    assert not manifest(**changes).extends(manifest())
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,17 @@ def test_another_version_follows_nothing(changes):
         (signed(content=stream(hashes="abcd")), "4 shards, 3 hold 25 bytes"),
         (signed(content=stream(hashes="abc", shard_size_bytes=0)), "shard_size_bytes"),
         (signed(content=stream(hashes="xyz")), "shards.0"),
-        (signed(anchor=False), "no anchor"),
-        (signed(anchor=False, content=stream(hashes="ab"), **delta()), "no anchor"),
-        (signed(**delta(parent=7)), "earlier version"),
+        (signed(anchor=False), "not an anchor"),
+        (signed(anchor=False, content=stream(hashes="ab"), **delta()), "not an anchor"),
+        (signed(**delta(parent=7)), "earlier parent"),
         (signed(**delta(stream=stream(5, ""))), "all of its shards"),
         (signed(files=[]), "files"),
-        (signed(**files("/etc/passwd")), "absolute"),
-        (signed(**files("../up")), "climbs out"),
-        (signed(**files("a/../../up")), "climbs out"),
-        (signed(**files("a//b")), "plain name"),
-        (signed(**files("a\\b")), "plain name"),
-        (signed(**files("a\0b")), "plain name"),
+        (signed(**files("/etc/passwd")), "plain relative path"),
+        (signed(**files("../up")), "plain relative path"),
+        (signed(**files("a/../../up")), "plain relative path"),
+        (signed(**files("a//b")), "plain relative path"),
+        (signed(**files("a\\b")), "plain relative path"),
+        (signed(**files("a\0b")), "plain relative path"),
         (signed(**files("same", "same")), "twice"),
         (signed(**files("Same", "same")), "twice"),
         (signed(**files("a", "a/b")), "both a file and a folder"),

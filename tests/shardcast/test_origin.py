@@ -137,7 +137,7 @@ def test_unpublishable_folders_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(ManifestError, match="no files"):
         source.publish(tmp_path / "bad", 1)
     (tmp_path / "bad" / "we\nird").write_text("x")
-    with pytest.raises(ManifestError, match="plain name"):
+    with pytest.raises(ManifestError, match="plain relative path"):
         source.publish(tmp_path / "bad", 1)
     assert source.published() == []
     assert sorted(path.name for path in (tmp_path / "origin").iterdir()) == ["id", "versions.json"]
@@ -277,7 +277,7 @@ def test_shards_can_be_had_before_the_last_byte_is_written(tmp_path, monkeypatch
         assert source.store.missing(draft) == []
         write(memoryview(data[25_000:]))
     whole = opened(source, 7)
-    assert whole.complete and whole.follows(draft)
+    assert whole.complete and whole.extends(draft)
     assert source.store.missing(whole) == []
     # The same files, published as a folder, are the same version.
     assert origin(tmp_path).publish(tmp_path / "model", 7) == whole
@@ -320,7 +320,7 @@ def test_a_version_cut_off_by_a_death_is_taken_up_where_it_was(tmp_path, monkeyp
     draft = opened(restarted, 7)
     assert not draft.complete
     whole = restarted.publish(tmp_path / "model7", 7)
-    assert whole.complete and whole.follows(draft)
+    assert whole.complete and whole.extends(draft)
 
 
 # Killed

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -28,6 +28,7 @@ from yarl import URL
 
 from shoal.files import NewFile, temporary
 from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, SignedManifest, Stream
+from shoal.shardcast.serve import connections
 from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Patience, network
 from shoal.shardcast.serve.guard import Guard
 from shoal.shardcast.serve.server import app, serve
@@ -86,7 +87,7 @@ def whole(folder: Path, version: int = 7, data: bytes | None = None, shard_bytes
 
 @asynccontextmanager
 async def serving(store: Store | Path, *, wait_s=2.0, guard=None, context=None, patience=PATIENCE):
-    runner, port = await serve(app(store, wait_s=wait_s, guard=guard), ssl=context, patience=patience)
+    runner, port = await serve(app(store, wait_s=wait_s, guard=guard), ssl=context, patience=patience, shutdown_s=0.05)
     try:
         yield f"http{'s' if context else ''}://127.0.0.1:{port}"
     finally:
@@ -276,7 +277,7 @@ def test_a_version_that_is_asked_for_is_kept_and_others_are_not_remembered(tmp_p
                 await fetch(f"{url}/v{version:06d}/manifest.json")
 
     asyncio.run(ask())
-    assert list(store._asked_s) == [7]
+    assert list(store._requested_s) == [7]
 
 
 def test_health_tells_versions_and_bytes_served(tmp_path):
@@ -518,7 +519,7 @@ def test_a_reader_that_takes_nothing_is_cut(tmp_path, caplog, secret, shard):
             writer.transport.pause_reading()
             started_s = time.monotonic()
             while not (told := await health(url, ssl=contexts[1]))["connections_cut"]:
-                assert time.monotonic() - started_s < 10
+                assert time.monotonic() - started_s < 30
                 await asyncio.sleep(0.05)
             took_s = time.monotonic() - started_s
             writer.transport.abort()
@@ -528,32 +529,33 @@ def test_a_reader_that_takes_nothing_is_cut(tmp_path, caplog, secret, shard):
 
     told, took_s = asyncio.run(ask())
     assert told["served_bytes"] == 0
-    assert 0.3 < took_s < 5
+    assert took_s > 0.3
     assert not caplog.records
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a reader takes is known on Linux only")
-def test_a_reader_slower_than_the_slowest_allowed_is_cut_and_a_faster_one_is_not(tmp_path):
-    store = endless(tmp_path)
+def watched(monkeypatch, taken_bytes, until_s: int = 10) -> int | None:
+    """When a connection whose reader has taken `taken_bytes(second)` is found useless, if looked at each second."""
+    patience = Patience(stall_s=2.0, slowest_Bps=1_000)
+    listener = connections.Listener("127.0.0.1", 0, patience, per_address=1, total=1)
+    ours, theirs = socket.socketpair()
+    with closing(listener), closing(theirs), closing(connections.Connection(listener, ("", 0), ours.detach())) as held:
+        held.asked, held.moved_s, held.since_s = True, 0.0, 0.0
+        for second in range(1, until_s + 1):
+            monkeypatch.setattr(connections, "_progress", lambda _, at=second: taken_bytes(at))
+            if held.useless(float(second), patience):
+                return second
+        return None
 
-    async def sip(raw, size_bytes):
-        """Takes `size_bytes` ten times a second; how long it can."""
-        loop, started_s = asyncio.get_running_loop(), time.monotonic()
-        with suppress(ConnectionResetError):
-            while time.monotonic() - started_s < 3 and await loop.sock_recv(raw, size_bytes):
-                await asyncio.sleep(0.1)
-        raw.close()
-        return time.monotonic() - started_s
 
-    async def ask():
-        async with serving(store, patience=Patience(stall_s=1.0, slowest_Bps=1_000_000)) as url:
-            slow = await ask_raw(url, "/v000007/full/00000.shard", receive_bytes=1 << 16)
-            fast = await ask_raw(url, "/v000007/full/00000.shard", receive_bytes=1 << 20)
-            return await asyncio.gather(sip(slow, 30_000), sip(fast, 400_000))
+def test_a_reader_slower_than_the_slowest_allowed_is_cut_and_a_faster_one_is_not(monkeypatch):
+    assert watched(monkeypatch, lambda second: 900 * second) == 2
+    assert watched(monkeypatch, lambda second: 1_100 * second) is None
 
-    slow_s, fast_s = asyncio.run(ask())
-    assert slow_s < 2.8
-    assert fast_s >= 3
+
+def test_a_reader_that_stalls_is_cut_and_one_that_has_all_it_asked_for_is_not(monkeypatch):
+    assert watched(monkeypatch, lambda second: 9_000) == 3  # taken by the first look, and nothing since
+    assert watched(monkeypatch, lambda second: None) is None
+    assert watched(monkeypatch, lambda second: None if second < 5 else 9_000) == 7
 
 
 def test_a_connection_that_does_not_ask_is_closed(tmp_path):
@@ -599,7 +601,7 @@ def test_connections_of_one_address_and_in_total_are_bounded(tmp_path):
             return await health(url)
 
     for bounds in ({"connections": 3}, {"total_connections": 3}):
-        told = asyncio.run(ask(Guard(None, audience="test", **bounds)))
+        told = asyncio.run(ask(Guard(audience="test", **bounds)))
         assert told["connections_refused"] >= 3  # two of the five, and the question
         assert told["connections"] == 1
 
@@ -618,7 +620,7 @@ from shoal.shardcast.serve.guard import Guard
 from shoal.shardcast.serve.server import app, serve
 
 async def main():
-    guard = Guard(None, audience="test", connections=5000, total_connections=5000)
+    guard = Guard(audience="test", connections=5000, total_connections=5000)
     patience = Patience(headers_s=60, stall_s=3.0)
     _, port = await serve(app(Path(sys.argv[1]), guard=guard), patience=patience)
     print(port, flush=True)
@@ -628,6 +630,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what a reader takes is known on Linux only")
 def test_a_crowd_of_idle_and_slow_readers_keeps_nothing_from_a_normal_one(tmp_path):
     data = content(16 << 20)

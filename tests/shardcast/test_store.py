@@ -142,7 +142,9 @@ def test_a_reader_in_the_middle_of_a_file_keeps_what_it_opened(tmp_path):
 
 def test_a_version_that_cannot_fit_is_refused_before_it_is_announced(tmp_path):
     source = origin(tmp_path, quota_bytes=WHOLE_BYTES)
-    with pytest.raises(StoreFullError, match=rf"version 1 needs .* bytes in {source.store.path}, the quota is 37612"):
+    with pytest.raises(
+        StoreFullError, match=rf"version 1 needs .* bytes in {source.store.path}; raise its quota of 37612"
+    ):
         source.publish(weights_folder(tmp_path / "large"), 1)
     assert source.published() == []
     published(tmp_path, 1, quota_bytes=WHOLE_BYTES)
@@ -180,7 +182,7 @@ def test_room_is_made_before_a_version_is_written(tmp_path, manifests, more_byte
 
 def test_where_room_cannot_be_made_nothing_is_dropped(tmp_path):
     store, held = holding(tmp_path, *CHAIN, keep=9, quota_bytes=5_000)
-    with pytest.raises(StoreFullError, match=f"version 6 needs 5001 bytes in {tmp_path}, the quota is 5000"):
+    with pytest.raises(StoreFullError, match=f"version 6 needs 5001 bytes in {tmp_path}; raise its quota of 5000"):
         store.make_room(held, 6, [5, 4, 3], 3_701)
     assert store.versions() == [5, 4, 3, 2, 1]
 

@@ -114,8 +114,8 @@ def test_a_given_digest_must_be_that_of_the_tasks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "?"}', r"row 1 is no task: expected a question and an answer"),
-        ('["question"]', r"row 1 is no task"),
+        ('{"question": "?"}', r"row 1 is not a task: a question and an answer are expected"),
+        ('["question"]', r"row 1 is not a task"),
         ('{"question": "?", "answer": "5"}', r"row 1 has no number after ####"),
         ('{"question": "?", "answer": "5 ####"}', r"row 1 has no number after ####"),
         ("{", r"not readable as JSON lines .*; set tasks.path"),

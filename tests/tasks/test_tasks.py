@@ -1,13 +1,18 @@
 """Sums, their grades, which of them a submission must hold, their prompts and rewards."""
 
+import math
 from typing import Any
 
 import pytest
 
 from shoal import tasks
+from shoal.config import parse
 from shoal.config.recipe import TaskSection
-from shoal.tasks.derive import GroupPlan, plan_groups
-from shoal.tasks.prompt import completion_text, prompt_tokens, reward
+from shoal.errors import ShoalError
+from shoal.tasks.derive import GroupPlan, max_rollouts, plan_groups, plan_submission
+from shoal.tasks.prompt import completion_reward, completion_text, grade, prompt_tokens, reward
+
+from ..workers import assignment
 
 HELDOUT, TRAIN = ["22+9", "28+18", "12+8", "16+10"], ["3+25", "19+8", "3+23", "24+2"]  # by the SHA-256 of their text
 
@@ -55,7 +60,7 @@ def test_differences_may_be_negative() -> None:
 
 
 def test_too_few_tasks_are_refused_with_what_to_raise() -> None:
-    with pytest.raises(ValueError, match=r"25 sums .* fewer than 16 to train on beside 10 .* raise tasks\.operand_max"):
+    with pytest.raises(ValueError, match=r"25 sums .* fewer than 16 to train on after 10 .* raise tasks\.operand_max"):
         tasks.load(TaskSection(operand_max=4, heldout=10))
     assert len(tasks.load(TaskSection(operand_max=4, heldout=9)).train) == 16
 
@@ -153,6 +158,20 @@ def test_tasks_and_targets_are_drawn_from_all_there_are() -> None:
     assert {plan.target_length for plan in plan_groups(**PLAN | {"length_targets": []})} == {0}
 
 
+def test_worker_and_validator_plan_by_the_same_call() -> None:
+    config = parse(
+        {
+            "tasks": {"length_targets": [100, 200, 300]},
+            "sampling": {"group_size": 2},
+            "workers": {"groups_per_submission": 4},
+        }
+    )
+    asked = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})
+    plans = plan_submission(config, "run-0", asked, "cd" * 32, 644)
+    assert plans == plan_groups(**PLAN)
+    assert sum(len(plan.seeds) for plan in plans) == max_rollouts(config) == 8
+
+
 # --- prompts and rewards ------------------------------------------------------------------------------------
 
 TASK = tasks.Task(id="2+3", question="2 + 3", answer="5")
@@ -220,3 +239,27 @@ def test_a_reward_is_the_grade_less_the_distance_to_the_target(
     grade: float, length: int, target: int, expected: float
 ) -> None:
     assert reward(grade, length, target, 0.0003) == pytest.approx(expected)
+
+
+class OneGrade:
+    """A task set whose grader gives one grade."""
+
+    def __init__(self, value: float) -> None:
+        self.train = self.heldout = [TASK]
+        self.value = value
+
+    def grade(self, task: tasks.Task, answer: str) -> float:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, math.nan, math.inf])
+def test_a_grade_outside_of_0_to_1_stops_with_the_name_of_the_task(tokenizer: Any, value: float) -> None:
+    with pytest.raises(ShoalError, match=r"gives .* for task 2\+3; grades must be within \[0, 1\]"):
+        grade(OneGrade(value), TASK, "5")
+    with pytest.raises(ShoalError, match=r"task 2\+3"):
+        completion_reward(OneGrade(value), tokenizer, TaskSection(), TASK, 0, [5])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
+def test_a_grade_within_0_to_1_is_the_reward_without_a_target(tokenizer: Any, value: float) -> None:
+    assert completion_reward(OneGrade(value), tokenizer, TaskSection(), TASK, 0, [5]) == value

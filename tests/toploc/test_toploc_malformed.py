@@ -56,7 +56,7 @@ def test_missing_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None
 
 def test_too_many_proofs_are_refused(heavy_tailed: Callable[..., Tensor]) -> None:
     hidden_TH = heavy_tailed(32, 192)
-    with pytest.raises(ProofError, match="proof 1: one too many: 2 proofs for 1 chunks"):
+    with pytest.raises(ProofError, match="proof 1: extra: 2 proofs for 1 chunks"):
         verify(hidden_TH, build(hidden_TH) * 2)
 
 

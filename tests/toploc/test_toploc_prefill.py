@@ -83,7 +83,7 @@ def test_a_missing_prefill_proof_is_missed(heavy_tailed: Callable[..., Tensor]) 
     hidden_TH = heavy_tailed(70, 192)
     with pytest.raises(ProofError, match="proof 2: missing: 2 proofs for 3 chunks"):
         verify(hidden_TH, build(hidden_TH[10:]), prefill_tokens=10)
-    with pytest.raises(ProofError, match="proof 2: one too many: 3 proofs for 2 chunks"):
+    with pytest.raises(ProofError, match="proof 2: extra: 3 proofs for 2 chunks"):
         verify(hidden_TH[10:], build(hidden_TH, prefill_tokens=10))
 
 

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from shoal.cli.main import FAILED, main
-from shoal.tracking.plot import COLORS, PlotError, names_of, plot, read_run
+from shoal.tracking.plot import COLORS, PlotError, RunLog, draw_panel, names_of, plot, read_run, unit_of
 
 from .test_report import has_color, png_size
 
@@ -87,3 +88,27 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path), "--out", str(tmp_path / "plot.png")]) == FAILED
     assert "is no run: it holds no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_every_measured_value_is_a_point_and_axes_have_units(tmp_path: Path) -> None:
+    run = RunLog("a", {"heldout/greedy": [(0, 0.1), (8, 0.4)], "reward/mean": [(n, n / 10) for n in range(1, 30)]})
+    for metric, points, unit in (("heldout/greedy", 2, "accuracy (0 to 1)"), ("reward/mean", 29, "reward")):
+        panel = Figure().subplots()
+        draw_panel(panel, [run], metric)
+        marked = [line for line in panel.get_lines() if line.get_marker() == "o"]
+        assert [len(line.get_xdata()) for line in marked] == [points]
+        assert marked[0].get_linestyle() == "None"
+        assert (panel.get_xlabel(), panel.get_ylabel()) == ("steps trained", unit)
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [
+        ("perf/busy_s", "seconds"),
+        ("memory/rss_bytes", "bytes"),
+        ("reward/zero_std_frac", "share of groups"),
+        ("x/y", "value"),
+    ],
+)
+def test_a_unit_follows_from_the_name(metric: str, unit: str) -> None:
+    assert unit_of(metric) == unit

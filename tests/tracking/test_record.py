@@ -1,5 +1,5 @@
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,18 @@ class Memory:
     def __init__(self, good: int = 100) -> None:
         self.good = good
         self.logged: list[tuple[int, dict[str, float]]] = []
+        self.samples: list[tuple[int, str]] = []
         self.closed = False
 
     def log(self, values: Mapping[str, float], version: int) -> None:
         if len(self.logged) >= self.good:
             raise ConnectionError("no route to host")
         self.logged.append((version, dict(values)))
+
+    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
+        if len(self.logged) >= self.good:
+            raise ConnectionError("no route to host")
+        self.samples += [(version, sample.submission[-6:]) for sample in samples]
 
     def close(self) -> None:
         if len(self.logged) >= self.good:
@@ -72,10 +78,17 @@ def test_the_files_hold_the_whole_run_so_far(record: Record, tmp_path: Path) -> 
 
 
 def test_the_newest_sample_completions_are_kept(record: Record, tmp_path: Path) -> None:
-    for n in range(MAX_SAMPLES + 3):
-        record.take(news(n + 1, samples=[sample(n)]))
+    record.take(news(3, samples=[sample(n) for n in range(3)]))
+    record.take(news(4, samples=[sample(n) for n in range(3, MAX_SAMPLES + 3)]))
     kept = [found["submission"][-6:] for found in lines(tmp_path / "rollouts.jsonl")]
     assert (len(kept), kept[0], kept[-1]) == (MAX_SAMPLES, "000003", f"{MAX_SAMPLES + 2:06d}")
+
+
+def test_the_tracker_gets_the_newest_samples(record: Record) -> None:
+    record.tracker = memory = Memory()
+    record.take(news(1, samples=[sample(n) for n in range(20)]))
+    record.take(news(2, samples=[sample(20)]))
+    assert [number for _, number in memory.samples] == [f"{n:06d}" for n in range(12, 21)]
 
 
 def test_a_step_that_is_reported_again_replaces_its_line(record: Record, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Stats, Status
 from shoal.tracking.report import draw_curve, smoothed, summary_table, write_report
 
-CONFIG = Config.model_validate({"sampling": {"max_tokens": 64}})
+CONFIG = Config.model_validate({"run": {"seed": 7}, "sampling": {"max_tokens": 64}})
 BLUE = (0x1F, 0x6F, 0xB4)
 RED = (0xD1, 0x49, 0x5B)
 
@@ -78,7 +78,6 @@ def report(folder: Path, shown: tuple[Status, RunHistory]) -> dict[str, Any]:
         config=CONFIG,
         status=shown[0],
         history=shown[1],
-        seed=7,
         wall_s=101.5,
         restarts={"learner": 1, "worker-0": 0},
         peak_rss_bytes={"learner": 2 << 30, "worker-0": 1 << 30},
@@ -192,3 +191,18 @@ def test_the_table_at_the_end_tells_the_run_in_short(tmp_path: Path, width: int)
     ):
         assert words in text
     assert any(line.split() == ["slashed", "liar"] for line in text.splitlines())
+
+
+def test_a_pool_on_several_machines_is_reported_without_restarts_and_memory(tmp_path: Path) -> None:
+    shown, history = status()
+    summary = write_report(tmp_path, config=CONFIG, status=shown, history=history, wall_s=60.0)
+    assert summary["restarts"] is summary["peak_rss_bytes"] is summary["peak_together_bytes"] is None
+    text = shown_text(summary, 80, tmp_path)
+    assert "restarts" not in text and "memory" not in text and "held-out greedy" in text
+    assert (tmp_path / "reward.png").exists()
+
+
+def test_the_table_names_the_trained_model(tmp_path: Path) -> None:
+    summary = report(tmp_path, status())
+    (tmp_path / "model").mkdir()
+    assert "model/, summary.json, reward.png" in shown_text(summary, 200, tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError, parse
+from shoal.protocol.messages import WorkerSample
 from shoal.tracking.trackers import Nowhere, TrackerError, open_tracker
 
 
@@ -35,12 +36,54 @@ def fake(name: str, told: list[Any]) -> ModuleType:
         return FakeRun(told)
 
     module = ModuleType(name)
-    module.__dict__.update(init=init, Settings=lambda **settings: settings)
+    module.__dict__.update(init=init, Settings=lambda **settings: settings, Table=lambda **table: table)
     return module
 
 
 def test_none_is_asked_for_by_default(tmp_path: Path) -> None:
     assert isinstance(open_tracker("r", tmp_path, Config()), Nowhere)
+
+
+SAMPLE = WorkerSample(
+    task="2+2", prompt="2 + 2 =", completion="4", reward=1.0, tokens=2, submission=f"{'a' * 16}-000001", group=0,
+    worker="worker-0", policy_version=3,
+)  # fmt: skip
+
+
+def test_wandb_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", told))
+    open_tracker("mine", tmp_path, config("wandb")).log_samples([SAMPLE], 3)
+    columns = ["policy_version", "worker", "task", "prompt", "completion", "reward", "tokens"]
+    table = {"columns": columns, "data": [[3, "worker-0", "2+2", "2 + 2 =", "4", 1.0, 2]]}
+    assert told[-1] == ({"version": 3, "samples": table}, None)
+
+
+def test_trackio_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", told))
+    pandas = ModuleType("pandas")
+    pandas.__dict__.update(DataFrame=list)
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    open_tracker("mine", tmp_path, config("trackio")).log_samples([SAMPLE], 3)
+    values, version = told[-1]
+    (row,) = values["samples"]["dataframe"]
+    assert version == 3 and row["completion"] == "4" and row["reward"] == 1.0
+
+
+def test_tensorboard_gets_samples_as_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'shoal[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = open_tracker("mine", tmp_path, config("tensorboard"))
+    tracker.log_samples([SAMPLE], 3)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples")
+    (text,) = event.tensor_proto.string_val
+    assert event.step == 3 and b"reward 1.000" in text and b"    2 + 2 =\n" in text
+    assert events.SummaryMetadata("samples").plugin_data.plugin_name == "text"
 
 
 def test_an_unknown_tracker_is_refused_with_the_config() -> None:

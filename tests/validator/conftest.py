@@ -12,13 +12,13 @@ from .support import ASKED, SETTINGS, make_producer, make_validator
 
 @pytest.fixture(scope="module")
 def worker(one_thread: None, tiny_folder: Path) -> Producer:
-    """An honest one."""
+    """An honest worker."""
     return make_producer(tiny_folder, SETTINGS)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def honest(worker: Producer) -> list[Rollout]:
-    """What it generated for the task it was given."""
+    """Its rollouts for its assignment."""
     return produced(worker, ASKED)
 
 

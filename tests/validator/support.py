@@ -1,4 +1,4 @@
-"""A validator and honest or lying workers in one process: no coordinator, no network, a tiny random llama."""
+"""A validator and honest or lying workers in one process, without coordinator and network, on a tiny random llama."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from shoal.validator.service import Validator
 from .. import workers
 from ..workers import ALICE, VALIDATOR, FakeNode
 
-EOS, USER, GROUP_SIZE, MAX_TOKENS = 1, 2, 4, 40  # USER: a special token that is no end
+EOS, USER, GROUP_SIZE, MAX_TOKENS = 1, 2, 4, 40  # USER: a special token, but not an end token
 Edit = Callable[[Completion], Completion]
 
 
@@ -42,7 +42,7 @@ ASKED = assignment()
 
 @dataclass
 class ValidatorsNode(FakeNode):
-    """As much of a `Node` as a validator touches besides."""
+    """The part of a `Node` that only validators use."""
 
     identity: Identity = VALIDATOR
     files: dict[str, bytes] = field(default_factory=dict)  # submission -> what was uploaded
@@ -56,7 +56,7 @@ class ValidatorsNode(FakeNode):
 
 
 def make_validator(folder: Path, settings: Config, dtype: DtypeName = "float32", version: int = 2) -> Validator:
-    """A validator that holds the weights in `folder` as `version`."""
+    """A validator that has loaded the weights in `folder` as `version`."""
     validator = Validator(ValidatorsNode(policy_version=version), settings, folder, "", dtype)  # type: ignore[arg-type]
     validator.judge.load(folder)
     return validator
@@ -67,7 +67,7 @@ def claim(asked: Assignment = ASKED, worker: Identity = ALICE, *, full: bool = T
 
 
 def checked(validator: Validator, claim: Claim, data: bytes) -> tuple[Verdict, bytes | None]:
-    """What the validator says of one file."""
+    """The validator's verdict on one file, and the accepted file."""
     validator.node.files[claim.assignment.id] = data  # type: ignore[attr-defined]
     return validator.check([claim])[0]
 
@@ -77,7 +77,7 @@ def judged(validator: Validator, asked: Assignment, data: bytes, worker: Identit
 
 
 def case_of(judge: Judge, asked: Assignment, data: bytes) -> Case:
-    """A file that is readable, opened."""
+    """A readable file, opened."""
     case = judge.open(asked, ALICE.public, data)
     assert isinstance(case, Case), case
     return case

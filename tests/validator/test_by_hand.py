@@ -12,7 +12,7 @@ from shoal.cli.main import DONE, FAILED, USAGE, main
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.validator.by_hand import ACCEPTED, REJECTED, UNREADABLE, find_weights
-from shoal.validator.checks import CHEAP, DEAR
+from shoal.validator.checks import ALL, EXPENSIVE
 
 from ..workers import produced, signed
 from .support import ASKED, config, make_producer
@@ -48,8 +48,8 @@ def answers(lines: list[str]) -> dict[str, str]:
 def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
     status, lines = verify(worker.submission(ASKED))
     assert (status, lines[-1]) == (ACCEPTED, "accepted")
-    assert answers(lines) == {check.__name__: "yes" for check in [*CHEAP, *DEAR]}
-    for check in [*CHEAP, *DEAR]:
+    assert answers(lines) == {check.__name__: "yes" for check in ALL}
+    for check in ALL:
         assert any((check.__doc__ or "?") in line for line in lines), "in words"
     assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "with what was measured"
 
@@ -59,14 +59,14 @@ def test_every_cheap_lie_is_named_and_the_model_is_left_alone(verify, worker: Pr
     status, lines = verify(signed(worker, ASKED, lied))
     assert status == REJECTED and "was not checked" in lines[-1]
     no = [name for name, answer in answers(lines).items() if answer == "NO"]
-    assert no == ["derived_tasks", "rewards"] and len(answers(lines)) == len(CHEAP)
+    assert no == ["derived_tasks", "rewards"] and len(answers(lines)) == len(ALL) - len(EXPENSIVE)
     assert any("reward: rollout 0 claims 1" in line for line in lines)
 
 
 def test_a_lie_about_the_weights_is_rejected(verify, tiny_folder: Path) -> None:  # type: ignore[no-untyped-def]
     status, lines = verify(make_producer(tiny_folder, config(), QuantizedWeights).submission(ASKED))
     assert (status, lines[-1]) == (REJECTED, "rejected")
-    assert answers(lines)["proof"] == "NO" and len(answers(lines)) == len(CHEAP) + len(DEAR)
+    assert answers(lines)["proof"] == "NO" and len(answers(lines)) == len(ALL)
 
 
 @pytest.mark.parametrize("cut", [0, 100, -1])

@@ -1,5 +1,6 @@
-"""Several submissions are judged together as each would be alone; what is not prefilled gets every cheap check."""
+"""Several submissions are judged together as each would be alone; cases without a prefill get every cheap check."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from shoal.protocol.messages import Reason
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.case import Case
-from shoal.validator.judge import Judge
+from shoal.validator.checks import ALL, rewards
+from shoal.validator.judge import Examined, Judge
 from shoal.validator.service import Validator
 
 from ..workers import RUN, VALIDATOR, produced, signed
@@ -41,17 +43,21 @@ def opened(judge: Judge, files: list[bytes]) -> list[Case]:
     return [case_of(judge, assignment(number), data) for number, data in enumerate(files)]
 
 
+def reasons(examined: list[Examined]) -> list[Reason | None]:
+    return [one.finding and one.finding.reason for one in examined]
+
+
 def test_together_is_as_one_by_one(judge: Judge, files: list[bytes]) -> None:
-    together, alone = opened(judge, files), opened(judge, files)
-    found = judge.examine(together)
-    assert found == [judge.examine([case])[0] for case in alone]
-    assert [finding and finding.reason for finding in found] == [None, Reason.PROOF, None, Reason.REWARD]
-    assert together[3].prefill is None, "what a cheap check found is not prefilled"
+    cases = opened(judge, files)
+    together, alone = judge.examine(cases), [judge.examine([case])[0] for case in cases]
+    assert [one.finding for one in together] == [one.finding for one in alone]
+    assert reasons(together) == [None, Reason.PROOF, None, Reason.REWARD]
+    assert together[3].case.prefill is None, "a case that fails a cheap check gets no prefill"
     for one, other in zip(together[:3], alone[:3], strict=True):
-        assert one.rewards == other.rewards
+        assert one.case.rewards == other.case.rewards
         assert one.evidence == pytest.approx(other.evidence, abs=1e-3)
-        a, b = one.computed(), other.computed()
-        assert a.lengths == b.lengths == [len(row.tokens) for row in one.rows]
+        a, b = one.case.computed(), other.case.computed()
+        assert a.lengths == b.lengths == [len(row.tokens) for row in one.case.rows]
         torch.testing.assert_close(a.logprobs_N, b.logprobs_N, atol=1e-4, rtol=0)
         torch.testing.assert_close(a.margins_N, b.margins_N, atol=1e-4, rtol=0)
         torch.testing.assert_close(a.evidence_NA, b.evidence_NA, atol=1e-3, rtol=0)
@@ -61,9 +67,9 @@ def test_together_is_as_one_by_one(judge: Judge, files: list[bytes]) -> None:
 def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
     judge: Judge, files: list[bytes], worker: Producer
 ) -> None:
-    cases = opened(judge, files)
-    found = judge.examine(cases, cheaply=[True, True, False, True])
-    assert [finding and finding.reason for finding in found] == [None, None, None, Reason.REWARD]
+    examined = judge.examine(opened(judge, files), cheaply=[True, True, False, True])
+    assert reasons(examined) == [None, None, None, Reason.REWARD]
+    cases = [one.case for one in examined]
     assert [case.prefill is None for case in cases] == [True, True, False, True]
     claimed = [row.logprobs for row in cases[0].rows]
     accepted = read_accepted(judge.accepted_file(cases[0], VALIDATOR), max_rows=8, max_tokens=4096)
@@ -74,16 +80,41 @@ def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
     assert own == cases[2].computed().logprobs_N.tolist()
 
 
+def test_checks_change_nothing(judge: Judge, files: list[bytes]) -> None:
+    """Any check can run at any time, in any order, as often as one likes."""
+    assert judge.rules is not None
+    for case in opened(judge, files):
+        before = deepcopy(case)
+        assert judge.examine([case]) and case == before, "examining returns new cases"
+        [full] = judge.prefill([judge.grade(case)])
+        fields = vars(full).copy()
+        in_order = [check(judge.rules, full) for check in ALL]
+        backwards = [check(judge.rules, full) for check in reversed(ALL)][::-1]
+        assert in_order == backwards
+        assert all(vars(full)[name] is value for name, value in fields.items())
+
+
+def test_accepted_rewards_are_the_graders_whichever_checks_ran(judge: Judge, files: list[bytes]) -> None:
+    [case, *_] = opened(judge, files)
+    with pytest.raises(RuntimeError, match="grading must run"):
+        judge.accepted_file(case, VALIDATOR)
+    with pytest.raises(RuntimeError, match="grading must run"):
+        rewards(judge.rules, case)  # type: ignore[arg-type]
+    graded = judge.grade(case)
+    assert graded.rewards == pytest.approx([row.reward for row in case.rows]) and case.rewards == []
+
+
 def test_nothing_to_judge_is_no_error(judge: Judge, files: list[bytes]) -> None:
     assert judge.examine([]) == []
-    assert judge.examine(opened(judge, files)[3:]) != [None], "nothing is left to prefill"
+    assert reasons(judge.examine(opened(judge, files)[3:])) == [Reason.REWARD], "nothing is left to prefill"
 
 
 def test_cheap_lies_are_found_without_weights_running(
     judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(cases: object) -> None:
-        raise AssertionError("a forward for what the file itself shows")
+    def fail(cases: list[Case]) -> list[Case]:
+        assert not cases, "a forward for what the file itself shows"
+        return []
 
     monkeypatch.setattr(judge, "prefill", fail)
     first = honest[0]
@@ -95,8 +126,9 @@ def test_cheap_lies_are_found_without_weights_running(
         ([replace(first, proofs=[]), *honest[1:]], Reason.BOUNDS),
     ]:
         for cheaply in (None, [True]):
-            [finding] = judge.examine([case_of(judge, ASKED, signed(worker, ASKED, rows))], cheaply=cheaply)
-            assert finding is not None and finding.reason is reason
+            assert reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, rows))], cheaply=cheaply)) == [
+                reason
+            ]
 
 
 def test_a_judge_without_weights_says_so(files: list[bytes]) -> None:

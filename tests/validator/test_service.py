@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -26,6 +27,8 @@ from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.service import Validator
 
+from ..store.test_pages import INFLATING
+from ..store.test_rollouts import never
 from ..workers import ALICE, GROUPS, RUN, VALIDATOR, produced, signed
 from .support import (
     ASKED,
@@ -37,6 +40,7 @@ from .support import (
     checked,
     claim,
     config,
+    judged,
     make_producer,
     make_validator,
 )
@@ -58,6 +62,28 @@ def modelless() -> Iterator[Validator]:
 
 
 # --- unreadable ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_inflates_is_unreadable_and_decoded_neither_here_nor_in_the_child(
+    modelless: Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {fault: make() for fault, make in INFLATING.items()}
+    checked(modelless, claim(), b"")
+    child = modelless.judge.quarantine.child
+    for decoder in ("ParquetFile", "read_table"):
+        monkeypatch.setattr(pq, decoder, never)
+    for fault, data in files.items():
+        verdict, accepted = checked(modelless, claim(), data)
+        assert verdict.reason is Reason.UNREADABLE and "column proofs" in verdict.detail and accepted is None, fault
+    assert modelless.judge.quarantine.child is child is not None, "no file killed it"
+
+
+def test_an_honest_file_is_decoded_in_the_child_alone(
+    validator: Validator, file: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for decoder in ("ParquetFile", "read_table"):
+        monkeypatch.setattr(pq, decoder, never)
+    assert judged(validator, ASKED, file).reason is None
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", random.Random(0).randbytes(5_000), b"PAR1" + b"\x00" * 99 + b"PAR1"])
@@ -234,10 +260,10 @@ def test_before_anything_is_claimed_the_newest_version_is_loaded(
     node.policy_version = None
     for relays, newest in ((["http://relay"], None), ([], 3), (["http://relay"], 3)):
         node.answer = HeartbeatAnswer(state="running", newest_version=newest, relays=relays)
-        validator.be_ready()
+        validator.preload()
     assert asked == [(3, None)]
     node.policy_version = 1
-    validator.be_ready()
+    validator.preload()
     assert asked == [(3, None)], "what it holds serves until another is asked for"
 
 

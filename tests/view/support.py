@@ -55,7 +55,8 @@ def status(**values: Any) -> Seen:
         "stale_groups": 0,
         "tokens_generated": 0,
     }
-    history = RunHistory(metrics=values.pop("metrics", []), evaluations=values.pop("evaluations", []))
+    samples = values.pop("samples", [])
+    history = RunHistory(samples=samples, metrics=values.pop("metrics", []), evaluations=values.pop("evaluations", []))
     trained = {"trained": len(history.metrics)}
     return Seen(Status.model_validate(known | times | rest | trained | values), history)
 

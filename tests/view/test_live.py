@@ -1,10 +1,14 @@
 """Each event is told once, and the terminal is left as it was."""
 
 import io
+import os
+import termios
 
 from rich.console import Console
 
+from shoal.protocol.messages import Signal, WorkerSample
 from shoal.view import LiveView
+from shoal.view.keys import Keys
 
 from .support import Seen, finished, mid_run, node, status
 
@@ -88,3 +92,83 @@ def test_in_a_terminal_the_screen_is_redrawn_and_lines_go_above_it() -> None:
     assert "joined:" not in text
     assert text.rindex("step 30 of 30") > text.index("stopping") > text.index("step 3 of 30")
     assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def sample(n: int, completion: str = "four") -> WorkerSample:
+    return WorkerSample(
+        task="2+2", prompt="2 + 2 =", completion=completion, reward=0.0, tokens=2, submission=f"{'a' * 16}-{n:06d}",
+        group=0, worker="worker-0", policy_version=3,
+    )  # fmt: skip
+
+
+def test_groups_without_a_signal_are_told_with_completions_and_again_when_doubled() -> None:
+    def flat(n: int) -> Seen:
+        signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
+        return status(signal=signal, samples=[sample(n) for n in range(9)])
+
+    lines = plain_lines(*map(flat, (31, 39, 45, 77, 78)))
+    told = [line for line in lines if "equal rewards" in line]
+    assert [line.partition(":")[0] for line in told] == [
+        "39 of the newest 39 groups had equal rewards, all 0.0",
+        "78 of the newest 78 groups had equal rewards, all 0.0",
+    ]
+    assert lines[1] == "completion by worker-0, version 3, reward 0.000: 2 + 2 = → four"
+    assert len(lines) == 8
+
+
+def test_a_line_a_minute_says_how_far_the_step_is() -> None:
+    def at(now_s: float, have: int) -> Seen:
+        signal = Signal(groups=2 * have, useful=have)
+        return status(now_s=now_s, have=have, step=3, nodes=[], signal=signal)
+
+    lines = plain_lines(at(100, 2), at(130, 3), at(159, 4), at(160, 4), at(190, 6), at(221, 8))
+    assert lines == [
+        "progress: step 4 of 30: 4 of 16 groups accepted, 50 % of 8 useful, expected in 6m 00s",
+        "progress: step 4 of 30: 8 of 16 groups accepted, 50 % of 16 useful, expected in 2m 41s",
+    ]
+
+
+def test_before_the_first_group_the_line_says_so() -> None:
+    lines = plain_lines(status(now_s=100), status(now_s=160))
+    assert lines == ["progress: step 1 of 30: 0 of 16 groups accepted, no group accepted yet, expected in –"]
+
+
+class Typed(Keys):
+    """Keys that were pressed before each update."""
+
+    def __init__(self, *pressed: str) -> None:
+        super().__init__(io.StringIO())
+        self.waiting = list(pressed)
+
+    def pressed(self) -> str:
+        return self.waiting.pop(0)
+
+
+def test_a_key_switches_to_the_completions_and_back() -> None:
+    out = io.StringIO()
+    seen = mid_run(samples=[sample(0), sample(1, "newest\x1b[2J\nof all")])
+    shown = []
+    with LiveView(Console(file=out, width=100, height=40, force_terminal=True), Typed("", "xs", "", "s")) as view:
+        for _ in range(4):
+            out.truncate(0)
+            view.update(*seen)
+            shown.append(out.getvalue())
+    assert ["next batch" in text for text in shown] == [True, False, False, True]
+    assert ["newest?[2J" in text and "of all" in text for text in shown] == [False, True, True, False]
+    assert shown[1].index("of all") < shown[1].index("four"), "newest first"
+
+
+def test_the_terminal_is_restored_and_keys_come_one_by_one() -> None:
+    leader, follower = os.openpty()
+    with os.fdopen(follower) as stream, os.fdopen(leader, "wb", buffering=0) as keyboard:
+        before = termios.tcgetattr(stream)
+        with Keys(stream) as keys:
+            assert keys.works and keys.pressed() == ""
+            keyboard.write(b"s")
+            assert keys.pressed() == "s", "without Enter"
+        assert termios.tcgetattr(stream) == before
+
+
+def test_where_stdin_is_no_terminal_no_key_is_read() -> None:
+    with Keys(io.StringIO("s")) as keys:
+        assert not keys.works and keys.pressed() == ""

@@ -6,11 +6,11 @@ import re
 import pytest
 from rich.console import Console
 
-from shoal.protocol.messages import LARGEST, NodeStatus
+from shoal.protocol.messages import LARGEST, NodeStatus, Signal
 from shoal.view import Pace, render
 from shoal.view.tree import weights_tree
 
-from .support import Seen, finished, mid_run, node, status
+from .support import Seen, finished, mid_run, node, status, step
 
 WIDTHS = [40, 70, 100, 160]
 
@@ -156,4 +156,46 @@ def test_a_terminal_that_is_too_low_shows_the_troubled_nodes_and_counts_the_rest
     console = Console(file=io.StringIO(), width=100, height=35, force_terminal=True, record=True)
     console.print(render(*mid_run(nodes=nodes)))
     text = console.export_text()
-    assert "worker-29" in text and "and 18 more" in text
+    shown = len(re.findall(r"│ worker-", text))
+    assert "worker-29" in text and shown >= 12 and f"and {30 - shown} more" in text
+    assert len(text.splitlines()) <= 35
+
+
+def in_terminal(shown: Seen, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, height=height, force_terminal=True, record=True)
+    console.print(render(*shown))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("shown", [mid_run(), finished()], ids=["mid-run", "finished"])
+def test_a_terminal_of_80x24_shows_what_matters(shown: Seen) -> None:
+    lines = in_terminal(shown, 24)
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    for words in ("step ", "reward", "held-out", "next batch", "nodes (8)", "verdicts  79 accepted, 3 rejected"):
+        assert words in text
+    assert shown.status.state == "finished" or "ETA 13m 20s" in text
+    assert "worker-0" in text, "the rest of the room is for nodes"
+    assert "weights" not in text
+
+
+@pytest.mark.parametrize("height", [14, 16, 18, 20, 30, 40])
+def test_the_screen_is_never_higher_than_the_terminal(height: int) -> None:
+    lines = in_terminal(mid_run(), height)
+    assert len(lines) <= height
+    assert "nodes (8)" in "\n".join(lines)
+
+
+def test_kl_is_shown_only_if_it_is_computed() -> None:
+    without = [step(0, 0.1) | {"policy/kl": 0.0}, step(1, 0.1) | {"policy/kl": 0.0}]
+    assert "KL" not in screen(mid_run(metrics=without), 100)
+    assert "KL" not in screen(mid_run(metrics=[step(0, 0.1)]), 100)
+    assert "KL 0.0123" in screen(mid_run(metrics=[step(0, 0.1), step(1, 0.1) | {"policy/kl": 0.0123}]), 100)
+
+
+def test_the_screen_says_that_all_groups_have_equal_rewards() -> None:
+    signal = Signal(groups=39, useful=0, flat=39, lowest=0.0, highest=0.0)
+    text = screen(mid_run(signal=signal), 160)
+    assert "39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn from" in text
+    assert "0 % of 39 useful" in text
+    assert "no signal" not in screen(mid_run(signal=Signal(groups=20, useful=4, flat=16, lowest=0, highest=1)), 160)

@@ -4,13 +4,12 @@
     made.load(versions[-1], version)
     file = made.submission(assignment)
 
-Invariant: `honest` is the only one that a validator of the newest version may accept; docs/trust.md lists those it does
-accept, and why that is no harm. Called by the attack matrix and its tests; never by a worker.
+`honest` is the control: it must always be accepted. docs/trust.md lists the attacks that a validator of the newest version
+accepts some of, and why they do no harm.
+Called by the attack matrix and its tests; never by a worker.
 """
 
-from shoal.adversary import attacks_proofs as proofs
-from shoal.adversary import attacks_tokens as tokens
-from shoal.adversary import attacks_weights as weights
+from shoal.adversary import proofs, tokens, weights
 from shoal.adversary.lab import Attack, Lab
 
 __all__ = ["ATTACKS", "Attack", "Lab"]

@@ -1,7 +1,7 @@
-"""Workers that lie, each in one way, by changing one method of the honest producer.
+"""Workers that lie, each in one way, by overriding one method of the honest producer.
 
-Started by `shoal run` where `workers.cheat` names one; never imported by the worker itself. Each kind lies from its first
-submission on, so every submission it hands in must be rejected.
+`shoal run` starts one for each name in `workers.cheat`; the worker itself never imports this module. Each kind lies from
+its first submission on, so every one of its submissions must be rejected.
 """
 
 import argparse
@@ -27,24 +27,24 @@ VERSIONS_BEHIND = 4
 
 
 class OlderWeights(Producer):
-    """Generates with the first version it ever loaded, and says it has the newest."""
+    """Generates with the first version that it loaded, and claims the newest."""
 
     def load(self, folder: Path, version: int) -> int | None:
         if self.tokenizer is None:
             self.first_version = version
             super().load(folder, version)
-        is_a_lie = version >= self.first_version + VERSIONS_BEHIND
-        return version if is_a_lie else None  # None: asks for no task yet
+        stale = version >= self.first_version + VERSIONS_BEHIND
+        return version if stale else None  # None: it does not ask for tasks yet
 
 
 class QuantizedWeights(Producer):
-    """Generates with weights rounded to 4 bits (symmetric, one scale for 32 values), to save memory."""
+    """Generates with weights rounded to 4 bits (symmetric, one scale per 32 values), to save memory."""
 
     def load(self, folder: Path, version: int) -> int | None:
         super().load(folder, version)
         assert isinstance(self.engine, TorchEngine)
         round_linears_(self.engine.model, round_to_4_bits_)
-        self.engine.folder = None  # the next version must come whole: what is here is no version's weights
+        self.engine.folder = None  # so that the next version is loaded whole, not as a change of these weights
         return version
 
 
@@ -56,14 +56,14 @@ class ForgedReward(Producer):
 
 
 class WrongTemperature(Producer):
-    """Samples at half the stated temperature, for surer answers."""
+    """Samples at half the stated temperature: higher rewards, less exploration."""
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         return self.engine.generate(prompts, seeds, replace(self.sampling, temperature=self.sampling.temperature / 2))
 
 
 class ReplayedSubmission(Producer):
-    """Generates once, for a task nobody gave it, and hands that one file in for every task."""
+    """Generates once, for a task that it was not given, and submits that file for every task."""
 
     file: bytes | None = None
 
@@ -83,14 +83,14 @@ CHEATS: dict[Cheat, type[Producer]] = {
 
 
 def round_linears_(model: torch.nn.Module, round_: Callable[[torch.Tensor], None]) -> None:
-    """Apply `round_` to the weights of every linear layer but the output head."""
+    """Apply `round_` to the weights of every linear layer except the output head."""
     for module in model.base_model.layers.modules():  # type: ignore[union-attr]
         if isinstance(module, torch.nn.Linear):
             round_(module.weight.data)
 
 
 def round_to_4_bits_(weight_OI: torch.Tensor, block: int = 32) -> None:
-    """Round in place to 15 levels a block of `block` values, as simple 4-bit quantisation does."""
+    """Round in place to 15 levels per `block` values, as simple 4-bit quantisation does."""
     flat = weight_OI.view(-1, block)
     scale = flat.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 7
     flat.copy_((flat / scale).round() * scale)

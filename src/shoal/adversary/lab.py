@@ -1,8 +1,8 @@
-"""What every attack of the matrix starts from: an honest producer that knows what an attacker would know.
+"""The base of every attack in the matrix: an honest producer with the knowledge of an attacker.
 
-Invariant: an `Attack` without overrides is honest; each subclass changes what its docstring says, and keeps every other
-field as consistent as its attacker can cheaply make it.
-Called by the modules `attacks*`; `shoal.adversary.cheats` holds the few lies that a live run can be given.
+Invariant: an `Attack` without overrides is honest. Each subclass changes what its docstring says, and keeps every other
+field as consistent as an attacker can cheaply make it.
+Called by `weights`, `tokens` and `proofs`. The lies that a live run can be given are in `cheats`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +27,13 @@ from shoal.tasks.derive import GroupPlan
 
 @dataclass(frozen=True)
 class Lab:
-    versions: list[Path]  # folders of consecutive policy versions; the last is the one that tasks ask for
+    versions: list[Path]  # folders of consecutive policy versions; tasks ask for the last
     neighbour: Identity = field(default_factory=Identity.generate)  # an honest worker whose files the attacker sees
 
     def behind(self, steps: int) -> Path:
-        """The version of so many steps ago. Raises ValueError where the lab does not reach back that far."""
+        """The version from `steps` steps ago. Raises ValueError if the lab has no such version."""
         if steps >= len(self.versions):
-            raise ValueError(f"{len(self.versions)} versions do not reach back {steps} steps")
+            raise ValueError(f"{len(self.versions)} versions are too few to go back {steps} steps")
         return self.versions[-1 - steps]
 
 
@@ -44,7 +44,7 @@ class Attack(Producer):
         super().__init__(config, run, identity, engine)
         self.lab = lab
         self.torch_engine = engine
-        self.plans: list[GroupPlan] = []  # of the submission that is being made
+        self.plans: list[GroupPlan] = []  # of the current submission
 
     @property
     def model(self) -> Any:
@@ -55,10 +55,10 @@ class Attack(Producer):
         return self.plans
 
     @torch.inference_mode()
-    def told(
+    def scored(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[Completion]]:
-        """Token lists as completions of these prompts, with the hidden states and logprobs that the model gives them."""
+        """Token lists as completions of these prompts, with the model's hidden states and logprobs."""
         completions = []
         for prompt, group in zip(prompts, groups, strict=True):
             tree = Tree(prompt, group)
@@ -87,7 +87,7 @@ class Attack(Producer):
 
 @contextmanager
 def outputs_changed(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While it is open, `module` returns `change` of what it computed."""
+    """Inside of the context, `module` returns `change(output)`."""
     hook = module.register_forward_hook(lambda _, __, output: change(output))
     try:
         yield

@@ -9,7 +9,7 @@
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
 
 Exit status: 0 done, 1 failed (verify: rejected), 2 wrong usage or configuration (verify: unreadable), 3 evicted,
-130 interrupted.
+4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shoal.cli import nodes, pool, run, sft, shardcast, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, restart_helps
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
-__all__ = ["COMMANDS", "DONE", "EVICTED", "FAILED", "INTERRUPTED", "USAGE", "main"]
+DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
+__all__ = ["COMMANDS", "DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": run.run,
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the one place where an error becomes a message and a status
-        status = _status_of(error)
+        status = _status_of(error, arguments.command_name)
         if status is None:
             raise
         sys.stderr.write(f"shoal {arguments.command_name}: {error}\n")
@@ -74,8 +74,10 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _status_of(error: Exception) -> int | None:
+def _status_of(error: Exception, command: str) -> int | None:
     """The exit status of an error that its message explains; None for one that needs its traceback."""
     if isinstance(error, (ConfigError, UsageError)):
         return USAGE
+    if command in ("coordinator", *ROLES) and not restart_helps(error):
+        return LASTING
     return FAILED if isinstance(error, (ShoalError, OSError)) else None

@@ -6,6 +6,7 @@ Invariant: the invite is checked before anything heavy is imported. Origin and r
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import threading
 import time
@@ -50,7 +51,14 @@ def node(arguments: argparse.Namespace) -> int:
     need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
     invite = _checked_invite(role, arguments)
     stop = begin(role, arguments)
-    return EVICTED if _work(role, invite, arguments, stop) == "evicted" else 0
+    from shoal.protocol.node import StoppedError
+
+    try:
+        ended = _work(role, invite, arguments, stop)
+    except StoppedError:
+        return 0
+    logging.getLogger(__name__).info("ended: %s", ended)
+    return EVICTED if ended == "evicted" else 0
 
 
 def origin(arguments: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
     coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
     coordinator_.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
+    coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
     takes_threads(coordinator_)
 
     invite_ = commands.add_parser("invite", help="make an invite for one node")
@@ -92,7 +93,16 @@ def coordinator(arguments: argparse.Namespace) -> None:
         config, name = read_config(arguments), arguments.run or arguments.config.stem
     check_length(config)
     serving = config.coordinator.port if arguments.port is None else arguments.port
-    serve_forever(config, name, arguments.dir, serving, stop, record_to=arguments.record, url=url)
+    serve_forever(
+        config,
+        name,
+        arguments.dir,
+        serving,
+        stop,
+        record_to=arguments.record,
+        url=url,
+        reports=not arguments.no_report,
+    )
 
 
 def invite(arguments: argparse.Namespace) -> None:

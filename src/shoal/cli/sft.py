@@ -1,6 +1,6 @@
-"""`shoal sft CONFIG`: supervised fine-tuning from the command line; without a config, `bundled:tiny` is trained.
+"""`shoal sft CONFIG`: supervised fine-tuning. Without a config it trains `bundled:tiny`.
 
-Standard output gets one line, the finished model's folder; what happens meanwhile is logged.
+It prints one line to standard output, the finished model's folder. Progress goes to the log.
 Called by `cli`.
 """
 
@@ -17,22 +17,22 @@ from shoal.launch import process
 
 
 class StoppedError(ShoalError):
-    """Training that was interrupted; the message says how to go on."""
+    """Training was interrupted. The message says how to resume it."""
 
 
 def sft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", type=Path, nargs="?", help="a TOML file, see configs/sft.toml (none: train bundled:tiny)"
+        "config", type=Path, nargs="?", help="a TOML file, see configs/sft.toml (default: train bundled:tiny)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     parser.add_argument(
-        "--out", type=Path, help="folder of checkpoints, metrics.jsonl and the model; one that is there is gone on with"
+        "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
     parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
 
 
 def run_sft(arguments: argparse.Namespace) -> None:
-    """Train, and print the model's folder. Raises StoppedError where SIGINT or SIGTERM came first."""
+    """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
     sys.stdout.write(f"{_tiny() if arguments.config is None else _finetune(arguments)}\n")
 
 
@@ -59,7 +59,7 @@ def _finetune(arguments: argparse.Namespace) -> Path:
     model = Sft(open_policy(folder, config, picked), data, config, out).run(stop)
     if model is None:
         next_step = (
-            f"add --out {out} to go on" if config.sft.checkpoint_every else "there is no checkpoint to go on from"
+            f"add --out {out} to resume" if config.sft.checkpoint_every else "there is no checkpoint to resume from"
         )
-        raise StoppedError(f"stopped before the last epoch's end; {next_step}")
+        raise StoppedError(f"stopped before the end of the last epoch; {next_step}")
     return model

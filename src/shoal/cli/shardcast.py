@@ -1,6 +1,6 @@
 """`shoal origin PATH`, `shoal relay --upstream URL`, `shoal fetch URL`: SHARDCAST from the command line, without a pool.
 
-Servers print one JSON object a line: where they listen and under which key first, then what they publish or mirror.
+Servers print JSON lines: first their URL and public key, then each version that they publish or mirror.
 Called by `cli`.
 """
 
@@ -14,9 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import port, real, whole
-
-if TYPE_CHECKING:  # heavy, and not needed to read a command line
+if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
     from shoal.shardcast.alone import Address
 
@@ -33,12 +31,8 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("origin.pem"),
         help="private key, created if absent; must lie outside of PATH",
     )
-    parser.add_argument(
-        "--anchor-every", type=whole(1, 1_000_000), default=10, help="every Nth version can be fetched in full"
-    )
-    parser.add_argument(
-        "--shard-bytes", type=whole(1024, 1 << 30), help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)"
-    )
+    parser.add_argument("--anchor-every", type=int, default=10, help="every Nth version can be fetched in full")
+    parser.add_argument("--shard-bytes", type=int, help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)")
 
 
 def relay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,18 +47,19 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", required=True, help="the origin's public key, which the origin prints")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
     parser.add_argument("--ca", type=Path, help=CA)
-    parser.add_argument("--version", type=whole(0, 1 << 40), help="default: the newest")
+    parser.add_argument("--version", type=int, help="default: the newest")
     parser.add_argument("--follow", action="store_true", help="keep fetching new versions")
-    parser.add_argument(
-        "--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version"
-    )
+    parser.add_argument("--wait", type=float, default=0.0, metavar="S", help="wait for a relay or a first version")
 
 
 def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.protocol.identity import Identity
     from shoal.shardcast import Origin
     from shoal.shardcast.alone import serve_origin
+    from shoal.shardcast.publish.contents import check_apart
 
+    keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
+    check_apart(arguments.path, arguments.store, *keys)  # before a key is created
     store = _store(arguments)
     origin = Origin(
         store,
@@ -79,18 +74,20 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast import Access, Relay
     from shoal.shardcast.alone import serve_relay
-    from shoal.shardcast.serve.tls import trusting
+    from shoal.shardcast.tls import client_context
 
-    relay = Relay(arguments.upstream, _store(arguments), Access(arguments.key, RUN_NAME, tls=trusting(arguments.ca)))
+    relay = Relay(
+        arguments.upstream, _store(arguments), Access(arguments.key, RUN_NAME, tls=client_context(arguments.ca))
+    )
     asyncio.run(serve_relay(relay, _address(arguments), stop, _say))
 
 
 def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.alone import fetch, watch
-    from shoal.shardcast.serve.tls import trusting
+    from shoal.shardcast.tls import client_context
     from shoal.view.fetch import FetchBar
 
-    tls = trusting(arguments.ca)
+    tls = client_context(arguments.ca)
     with FetchBar() as bars:
         if arguments.follow:
             for folder, _ in watch(arguments.urls, arguments.out, arguments.key, tls=tls, progress=bars.show):
@@ -121,10 +118,8 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port, default=0)
     parser.add_argument("--tls-cert", type=Path, help="certificate (chain) in PEM: serve https")
     parser.add_argument("--tls-key", type=Path, help="private key of the certificate")
-    parser.add_argument(
-        "--keep", type=whole(1, 1_000_000), default=5, help="newest versions to keep, with their parents"
-    )
-    parser.add_argument("--quota-bytes", type=whole(1, 1 << 60), help="disk quota; keeps fewer versions if needed")
+    parser.add_argument("--keep", type=int, default=5, help="newest versions to keep, with their parents")
+    parser.add_argument("--quota-bytes", type=int, help="disk quota; keeps fewer versions if needed")
 
 
 def _store(arguments: argparse.Namespace) -> Store:
@@ -135,9 +130,9 @@ def _store(arguments: argparse.Namespace) -> Store:
 
 def _address(arguments: argparse.Namespace) -> Address:
     from shoal.shardcast.alone import Address
-    from shoal.shardcast.serve.tls import serving
+    from shoal.shardcast.tls import server_context
 
-    return Address(arguments.host, arguments.port, serving(arguments.tls_cert, arguments.tls_key))
+    return Address(arguments.host, arguments.port, server_context(arguments.tls_cert, arguments.tls_key))
 
 
 def _urls(text: str) -> list[str]:

@@ -36,6 +36,9 @@ class RunSection(Section):
     max_restarts: int = Field(default=5, ge=0, description="restarts of one process before `shoal run` gives up")
     tracker: TrackerName = Field(default="none", description="experiment tracker that also gets the metrics")
     threads: int = Field(default=0, ge=0, description="cores to share among the processes; 0: all available ones")
+    no_signal_groups: int = Field(
+        default=512, ge=1, description="accepted groups in a row with equal rewards after which `shoal run` stops"
+    )
     stall_s: float = Field(
         default=900,
         gt=0,

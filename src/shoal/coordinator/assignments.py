@@ -1,19 +1,18 @@
-"""Handing out work: which task a worker gets next, or what it has to wait for.
+"""Assigning tasks: which task a worker gets next, or what it has to wait for.
 
-Invariant: a worker has at most one open task, and neither restarting nor going back to older weights gives it another.
-And no more is handed out than the open batch still needs, so queues stay short and rollouts young.
-Called by `members` with a worker's heartbeat. Which problems and seeds a task stands for is derived from it
-(`tasks.derive`), not chosen here. Left out: faster workers getting more.
+Invariant: a worker has at most one open task, and neither a restart nor older weights give it a different one. The pool
+never assigns more work than the open batch still needs, so queues stay short and rollouts young.
+Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
+chosen here. Left out: more work for faster workers.
 """
-
-import sqlite3
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
+from shoal.coordinator.tables.submissions import Submission
 from shoal.protocol.messages import Assignment
 
-RECENT_GROUPS = 200  # of which the share of useful ones is estimated
-LEAST_USEFUL_SHARE = 0.05  # assumed even where hardly any group is useful, so that queues stay bounded
+RECENT_GROUPS = 200  # the share of useful groups is estimated from these
+LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
 
 
 class Assignments:
@@ -25,73 +24,58 @@ class Assignments:
         """The next task of a worker that has loaded this version, or what it has to wait for."""
         with self.db.transaction():
             now_s = self.db.clock()
-            self.db.change("UPDATE submissions SET state = 'expired' WHERE state = 'open' AND deadline_s < ?", now_s)
-            step, newest = self.db.open_step(), self.db.newest()
+            self.db.submissions.expire_overdue(now_s)
+            step, newest = self.db.open_step(), self.db.policies.newest()
             oldest_allowed = step - self.config.coordinator.async_level
             if step >= self.config.run.steps:
-                return "the run's last steps to be trained: every batch is full"
+                return "the learner to train the run's last steps: every batch is full"
             if newest is None or newest < oldest_allowed:
                 return f"the learner to publish version {max(oldest_allowed, 0)}"
             if loaded is None or loaded < oldest_allowed:
                 return f"this worker to load version {newest}"
-            policy = self.db.one("SELECT * FROM policies WHERE version = ?", loaded)
-            if policy is None:
-                return f"version {loaded}, which this worker says it has, to be published"
-            mine = self.db.one("SELECT * FROM submissions WHERE worker = ? AND state = 'open'", worker)
-            if mine is not None and mine["version"] == loaded:
-                return as_assignment(mine, self.config)  # it restarted: the same again, so that this chooses nothing
-            if mine is not None and loaded < mine["version"]:
-                return f"this worker to load version {mine['version']}"  # going back and forth would choose tasks
+            digest = self.db.policies.digest(loaded)
+            if digest is None:
+                return f"version {loaded}, which this worker reports as loaded, to be published"
+            mine = self.db.submissions.open_of(worker)
+            if mine is not None and mine.version == loaded:
+                return to_assignment(mine, self.config)  # the worker restarted: a new task would let it choose
+            if mine is not None and loaded < mine.version:
+                return f"this worker to load version {mine.version}"  # switching versions would let it choose
             if mine is not None:
-                self.db.change("UPDATE submissions SET state = 'expired' WHERE id = ?", mine["id"])
+                self.db.submissions.expire_open_of(worker)
             if self._enough_under_way():
                 return "the validators and the learner to catch up"
-            return self._open(worker, step, loaded, policy["digest"], now_s)
+            return self._open(worker, step, loaded, digest, now_s)
 
     def _open(self, worker: str, step: int, version: int, digest: str, now_s: float) -> Assignment:
         """A new task with this worker's next number."""
-        last = self.db.one("SELECT max(number) AS number FROM submissions WHERE worker = ?", worker)["number"]
-        number = 0 if last is None else last + 1
+        number = self.db.submissions.next_number(worker)
         id, deadline_s = f"{worker[:16]}-{number:06d}", now_s + self.config.coordinator.task_deadline_s
-        self.db.change(
-            "INSERT INTO submissions (id, worker, number, step, version, digest, deadline_s, state)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, 'open')",
-            id,
-            worker,
-            number,
-            step,
-            version,
-            digest,
-            deadline_s,
-        )
-        return as_assignment(self.db.one("SELECT * FROM submissions WHERE seq = last_insert_rowid()"), self.config)
+        added = self.db.submissions.add(id, worker, number, step, version, digest, deadline_s)
+        return to_assignment(added, self.config)
 
     def _enough_under_way(self) -> bool:
-        """Whether what is handed out and not yet judged will, at the recent share of useful groups, fill the open batch:
-        more would only grow old in the queue. The task of a worker that has gone silent is not counted on."""
-        under_way = self.db.one(
-            "SELECT count(*) AS n FROM submissions JOIN nodes ON key = worker"
-            " WHERE state IN ('uploaded', 'validating') OR (state = 'open' AND seen_s >= ?)",
-            self.db.clock() - self.config.coordinator.node_timeout_s,
-        )
-        recent = self.db.one(
-            "SELECT avg(useful) AS share FROM (SELECT useful FROM groups ORDER BY seq DESC LIMIT ?)", RECENT_GROUPS
-        )["share"]
+        """Whether the submissions without a verdict will fill the open batch, at the recent share of useful groups.
+
+        More would only grow old in the queue. Open tasks of silent workers do not count.
+        """
+        under_way = self.db.submissions.count_under_way(self.db.clock() - self.config.coordinator.node_timeout_s)
+        recent = self.db.groups.recent_useful_share(RECENT_GROUPS)
         share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
-        expected = self.db.waiting() + share * under_way["n"] * self.config.workers.groups_per_submission
-        return bool(expected >= self.config.coordinator.prompts_per_step)
+        expected = self.db.groups.count_waiting() + share * under_way * self.config.workers.groups_per_submission
+        return expected >= self.config.coordinator.prompts_per_step
 
 
-def as_assignment(row: sqlite3.Row, config: Config) -> Assignment:
-    """A row of the submissions, as its worker and its validator are told of it."""
+def to_assignment(submission: Submission, config: Config) -> Assignment:
+    """The message that describes a submission's task to its worker and to its validator."""
     return Assignment(
-        id=row["id"],
-        number=row["number"],
-        step=row["step"],
-        policy_version=row["version"],
-        policy_digest=row["digest"],
+        id=submission.id,
+        number=submission.number,
+        step=submission.step,
+        policy_version=submission.version,
+        policy_digest=submission.digest,
         groups=config.workers.groups_per_submission,
-        deadline_s=row["deadline_s"],
-        upload_path=f"/v1/submissions/{row['id']}",
+        deadline_s=submission.deadline_s,
+        upload_path=f"/v1/submissions/{submission.id}",
         max_bytes=config.coordinator.max_submission_bytes,
     )

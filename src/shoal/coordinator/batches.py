@@ -1,9 +1,10 @@
-"""Online filtering: accepted groups are credited, and the useful ones of allowed age fill the steps' batches. Useful
-is a group whose rewards differ; with `coordinator.online_filter = false`, any.
+"""Online filtering: accepted groups are credited, and useful ones of allowed age fill the steps' batches.
 
-Invariant: a step's batch never changes once it is full, so a learner that comes back trains on the same groups; and no
-group is in two batches.
-Called by `submissions` with each acceptance, and by the coordinator for the learner.
+A group is useful if its rewards differ, or always with `coordinator.online_filter = false`.
+
+Invariant: a full batch never changes, so a learner that restarts trains on the same groups; and no group is in two
+batches.
+Called by `submissions` for each acceptance, and by the routes for the learner.
 Paper: INTELLECT-2 (arXiv 2505.07291), online filtering and asynchronous training.
 """
 
@@ -19,48 +20,42 @@ class Batches:
         self.db = db
         self.config = config
 
-    def credit(self, submission: str, version: int, groups: Sequence[GroupResult]) -> None:
-        """Take in the groups of a submission that was accepted, made with this version."""
+    def credit(self, submission: str, version: int, groups: Sequence[GroupResult]) -> list[int]:
+        """Add the groups of an accepted submission. Returns the steps whose batches became full."""
         with self.db.transaction():
-            during = self.db.open_step()
+            step = self.db.open_step()
             for index, group in enumerate(groups):
-                self.db.change(
-                    "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, during)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                self.db.groups.add(
                     submission,
                     index,
-                    version,
-                    group.reward_mean,
-                    group.useful or not self.config.coordinator.online_filter,
-                    not group.useful,
-                    group.tokens,
-                    during,
+                    version=version,
+                    reward=group.reward_mean,
+                    useful=group.useful or not self.config.coordinator.online_filter,
+                    flat=not group.useful,
+                    tokens=group.tokens,
+                    accepted_during=step,
                 )
-            self._fill()
+            return self._fill()
 
     def of_step(self, step: int) -> Batch:
-        """The groups of one step, once it is full."""
+        """The groups of one step if its batch is full, else how many there are."""
         need = self.config.coordinator.prompts_per_step
-        if step >= self.config.run.steps:
-            return Batch(step=step, ready=False, have=0, need=need, finished=True)
-        rows = self.db.all("SELECT submission, grp FROM groups WHERE batch = ? ORDER BY seq", step)
-        if len(rows) < need:
-            return Batch(step=step, ready=False, have=self.db.waiting(), need=need)
-        groups = [BatchGroup(submission=row["submission"], group=row["grp"]) for row in rows]
+        found = self.db.groups.of_batch(step)
+        if len(found) < need:
+            return Batch(step=step, ready=False, have=self.db.groups.count_waiting(), need=need)
+        groups = [BatchGroup(submission=submission, group=group) for submission, group in found]
         return Batch(step=step, ready=True, have=need, need=need, groups=groups)
 
-    def _fill(self) -> None:
-        """Close steps while enough useful groups of allowed age are waiting, oldest first."""
+    def _fill(self) -> list[int]:
+        """Fill batches while enough useful groups of allowed age are waiting, oldest first."""
         need = self.config.coordinator.prompts_per_step
+        filled: list[int] = []
         while (step := self.db.open_step()) < self.config.run.steps:
-            self.db.change(
-                "UPDATE groups SET stale = 1 WHERE useful AND batch IS NULL AND version < ?",
-                step - self.config.coordinator.async_level,
-            )
-            waiting = self.db.all(
-                "SELECT seq FROM groups WHERE useful AND batch IS NULL AND NOT stale ORDER BY seq LIMIT ?", need
-            )
+            self.db.groups.mark_stale(older_than=step - self.config.coordinator.async_level)
+            waiting = self.db.groups.oldest_waiting(need)
             if len(waiting) < need:
-                return
-            for group in waiting:
-                self.db.change("UPDATE groups SET batch = ? WHERE seq = ?", step, group["seq"])
+                break
+            for seq in waiting:
+                self.db.groups.put_in_batch(seq, step)
+            filled.append(step)
+        return filled

@@ -1,53 +1,62 @@
-"""What the trusted side reports: versions that were published, steps that were trained, accuracies that were measured.
+"""Reports of the trusted roles: published versions, trained steps, measured accuracies.
 
-Invariant: a version has one digest for ever; a report that comes twice, as after a restart, counts once.
+Invariant: a version keeps its digest; a repeated report, as after a restart, counts once.
 Called by the coordinator's routes for origin, learner and evaluator.
 """
 
 import json
+import logging
 
+from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.history import HistoryLog
 from shoal.protocol.messages import Evaluation, Policy, StepReport
 
+log = logging.getLogger(__name__)
+
 
 class Learning:
-    def __init__(self, db: Database, history: HistoryLog) -> None:
+    def __init__(self, db: Database, config: Config, history: HistoryLog) -> None:
         self.db = db
+        self.config = config
         self.history = history
 
     def published(self, policy: Policy) -> None:
-        """Note a published version. The same one again is fine; another digest for it is not."""
+        """Record a published version. Raises PoolError if it was published with another digest."""
         with self.db.transaction():
-            held = self.db.one("SELECT digest FROM policies WHERE version = ?", policy.version)
-            if held is not None:
-                if held["digest"] != policy.digest:
+            digest = self.db.policies.digest(policy.version)
+            if digest is not None:
+                if digest != policy.digest:
                     raise PoolError(f"version {policy.version} was published with another digest")
                 return
-            self.db.change(
-                "INSERT INTO policies VALUES (?, ?, ?, ?)",
-                policy.version,
-                policy.digest,
-                policy.size_bytes,
-                self.db.clock(),
-            )
+            self.db.policies.add(policy.version, policy.digest, policy.size_bytes, self.db.clock())
             self.db.ledger.append("policy", {"version": policy.version, "digest": policy.digest})
+        log.info(
+            "version %d published, %.1f MB, digest %s", policy.version, policy.size_bytes / 1e6, policy.digest[:16]
+        )
 
     def trained(self, report: StepReport) -> None:
-        """Note one step's metrics, with the rewards of all groups accepted while it was open, useless ones included."""
-        judged = self.db.one(
-            "SELECT avg(reward) AS reward, avg(flat) AS zero_std FROM groups WHERE during = ?", report.step
-        )
-        seen = {}
-        if judged["reward"] is not None:  # none where leftovers of the step before filled this one at once
-            seen = {"reward/mean": judged["reward"], "reward/zero_std_frac": judged["zero_std"]}
-        metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | seen
+        """Record one step's metrics, with the rewards of all groups accepted while it was open, useless ones included."""
+        rewards = self.db.groups.rewards_during(report.step)
+        judged = {}
+        if rewards is not None:  # None if groups left over from the step before filled this one at once
+            judged = {"reward/mean": rewards[0], "reward/zero_std_frac": rewards[1]}
+        metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | judged
         with self.db.transaction():
-            first = self.history.put("step", str(report.step), json.dumps(metrics))
-            if first:
+            is_first = self.history.put("step", str(report.step), json.dumps(metrics))
+            if is_first:
                 self.db.ledger.append("trained", {"step": report.step, "submissions": sorted(set(report.trained))})
+        if is_first:
+            reward = f", mean reward {rewards[0]:.3f}" if rewards else ""
+            log.info("step %d of %d trained%s", report.step + 1, self.config.run.steps, reward)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        with self.db.transaction():
-            key = f"{evaluation.version} final" if evaluation.final else str(evaluation.version)
-            self.history.put("evaluation", key, evaluation.model_dump_json())
+        key = f"{evaluation.version} final" if evaluation.final else str(evaluation.version)
+        is_first = self.history.put("evaluation", key, evaluation.model_dump_json())
+        if not is_first:
+            return
+        accuracies = {"greedy": evaluation.greedy, "sampled": evaluation.sampled}
+        shown = ", ".join(f"{kind} {value:.3f}" for kind, value in accuracies.items() if value is not None)
+        log.info("version %d evaluated on %d held-out tasks: %s", evaluation.version, evaluation.n, shown)
+        if evaluation.final and self.db.is_finished(self.config.run.steps):
+            log.info("run finished: all %d steps trained, last version evaluated", self.config.run.steps)

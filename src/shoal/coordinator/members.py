@@ -1,15 +1,18 @@
-"""Who belongs to the pool, and the heartbeats by which they show that they live and ask for work.
+"""Membership: registration with an invite, and heartbeats, by which nodes stay live and workers get tasks.
 
 Invariant: an invite makes one key a member, once, with one role and one name.
-Called by the coordinator's routes. Left out: trust scores, members that leave.
+Called by the coordinator's routes. Left out: members that leave.
 """
 
+import logging
 from typing import Literal
 
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.database import Database, PoolError
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
+
+log = logging.getLogger(__name__)
 
 
 class Members:
@@ -19,72 +22,57 @@ class Members:
         self.assignments = assignments
 
     def register(self, key: str, invite: InvitePayload, url: str | None) -> Registered:
-        """Spend an invite. The same key with the same invite may come again (a restart), with a new address."""
+        """Spend an invite. The same key may repeat the same invite (a restart), with a new address."""
         with self.db.transaction():
-            node = self.db.one("SELECT * FROM nodes WHERE key = ?", key)
+            node = self.db.nodes.get(key)
             if node is not None:
-                if node["invite"] != invite.nonce:
-                    raise PoolError(f"this key is already registered as {node['name']}")
-                self.db.change("UPDATE nodes SET url = ? WHERE key = ?", url, key)
-                return Registered(name=node["name"], role=node["role"])
+                if node.invite != invite.nonce:
+                    raise PoolError(f"this key is already registered as {node.name}")
+                self.db.nodes.set_url(key, url)
+                return Registered(name=node.name, role=node.role)
             if self.db.clock() > invite.expires_s:
                 raise PoolError("the invite has expired; ask for a new one", 403)
-            if self.db.one("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite.nonce, invite.name):
+            if self.db.nodes.is_taken(invite.nonce, invite.name):
                 raise PoolError(f"the invite for {invite.name} was used by another key; ask for a new one", 403)
-            self.db.change(
-                "INSERT INTO nodes (key, name, role, url, invite, seen_s) VALUES (?, ?, ?, ?, ?, ?)",
-                key,
-                invite.name,
-                invite.role,
-                url,
-                invite.nonce,
-                self.db.clock(),
-            )
+            self.db.nodes.add(key, invite.name, invite.role, url, invite.nonce, self.db.clock())
             self.db.ledger.append("registered", {"key": key, "name": invite.name, "role": invite.role})
+        log.info("%s joined as %s, key %s", invite.name, invite.role, key[:16])
         return Registered(name=invite.name, role=invite.role)
 
     def role(self, key: str) -> Role | None:
         """The role of a registered key, None for a stranger."""
-        node = self.db.one("SELECT role FROM nodes WHERE key = ?", key)
-        return node["role"] if node else None
+        node = self.db.nodes.get(key)
+        return node.role if node else None
 
     def keys(self) -> dict[Role, list[str]]:
-        """Registered keys of every role but workers."""
+        """Registered keys of every role except workers."""
         found: dict[Role, list[str]] = {}
-        for node in self.db.all("SELECT key, role FROM nodes WHERE role != 'worker' AND NOT evicted ORDER BY rowid"):
-            found.setdefault(node["role"], []).append(node["key"])
+        for role, key in self.db.nodes.trusted_keys():
+            found.setdefault(role, []).append(key)
         return found
 
     def heartbeat(self, key: str, beat: Heartbeat) -> HeartbeatAnswer:
-        """Note that a node lives; hand a worker that wants one its next task."""
+        """Record that a registered node lives; give a worker that wants one its next task."""
         with self.db.transaction():
-            self.db.change(
-                "UPDATE nodes SET seen_s = ?, version = ?, stats = ? WHERE key = ?",
-                self.db.clock(),
-                beat.policy_version,
-                beat.stats.model_dump_json(),
-                key,
-            )
-            node = self.db.one("SELECT * FROM nodes WHERE key = ?", key)
-            relays = self.db.all("SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND NOT evicted")
+            self.db.nodes.beat(key, self.db.clock(), beat.policy_version, beat.stats.model_dump_json())
+            node = self.db.nodes.get(key)
+            if node is None:
+                raise PoolError("this key is not registered", 403)
             answer = HeartbeatAnswer(
-                state="evicted" if node["evicted"] else self._state_for(node["role"]),
-                newest_version=self.db.newest(),
-                relays=[relay["url"] for relay in relays],
-                banned=self._evicted() if node["role"] in ("origin", "relay") else [],
+                state="evicted" if node.evicted else self._state_for(node.role),
+                newest_version=self.db.policies.newest(),
+                relays=self.db.nodes.relay_urls(),
+                banned=self.db.nodes.evicted_keys() if node.role in ("origin", "relay") else [],
             )
-            if not beat.wants_task or answer.state != "running" or node["role"] != "worker":
+            if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
             outcome = self.assignments.assign(key, beat.policy_version)
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
 
-    def _evicted(self) -> list[str]:
-        return [node["key"] for node in self.db.all("SELECT key FROM nodes WHERE evicted ORDER BY rowid")]
-
-    def _state_for(self, role: str) -> Literal["running", "finished"]:
-        """Workers, validators and the learner end with the last version; who serves or evaluates it ends after that."""
+    def _state_for(self, role: Role) -> Literal["running", "finished"]:
+        """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""
         if role in ("worker", "validator", "learner"):
-            return "finished" if self.db.newest() == self.config.run.steps else "running"
-        return "finished" if self.db.evaluated_last(self.config.run.steps) else "running"
+            return "finished" if self.db.policies.newest() == self.config.run.steps else "running"
+        return "finished" if self.db.is_finished(self.config.run.steps) else "running"

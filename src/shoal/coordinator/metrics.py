@@ -1,86 +1,106 @@
 """The pool's figures in Prometheus' text format: what `/metrics` answers.
 
-Invariant: it changes nothing, and no node's own claim is in it but the tokens and seconds marked as reported.
-Called by the coordinator's open route. Source: the exposition format, prometheus.io/docs/instrumenting/exposition_formats.
+Invariant: it changes nothing. Every figure is the coordinator's own, or a validator's, the learner's or the evaluator's
+report, except a node's tokens and busy seconds, whose help text says that the node reports them.
+Called by the coordinator's open route.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from shoal.coordinator.database import Database
+from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.tables.submissions import State
+from shoal.protocol.messages import Stats
 
-STATES = ("open", "uploaded", "validating", "accepted", "rejected", "expired")
+Samples = Iterable[tuple[Mapping[str, str], float]]  # labels, value
 
 
-def read_metrics(db: Database) -> str:
-    """Every figure, one line each, under its help and type."""
-    states = {row["state"]: row["n"] for row in db.all("SELECT state, count(*) AS n FROM submissions GROUP BY state")}
-    reasons = db.all("SELECT reason, count(*) AS n FROM submissions WHERE reason IS NOT NULL GROUP BY reason")
-    oldest = db.one("SELECT min(uploaded_s) AS s FROM submissions WHERE state IN ('uploaded', 'validating')")["s"]
-    judged = db.one(
-        "SELECT count(*) AS n, coalesce(sum(full), 0) AS full, coalesce(sum(judged_s - uploaded_s), 0) AS waited_s"
-        " FROM submissions WHERE state IN ('accepted', 'rejected') AND judged_s IS NOT NULL"
-    )
-    tokens = db.one("SELECT coalesce(sum(tokens), 0) AS n FROM groups")["n"]
-    nodes = db.all(
-        "SELECT name, role, json_extract(stats, '$.tokens') AS tokens, json_extract(stats, '$.busy_s') AS busy_s,"
-        " seen_s FROM nodes WHERE NOT evicted ORDER BY role, name"
-    )
-    evicted = db.one("SELECT count(*) AS n FROM nodes WHERE evicted")["n"]
-    who = [{"name": node["name"], "role": node["role"]} for node in nodes]
-    lines: list[str] = []
+def read_metrics(db: Database, history: HistoryLog) -> str:
+    registry = CollectorRegistry()
+    registry.register(_Figures([*_submissions(db), *_training(db, history), *_nodes(db)]))
+    return generate_latest(registry).decode()
 
-    def tell(name: str, kind: str, says: str, values: Iterable[tuple[Mapping[str, str], float]]) -> None:
-        lines.extend([f"# HELP shoal_{name} {says}", f"# TYPE shoal_{name} {kind}"])
-        lines.extend(f"shoal_{name}{_labels(labels)} {value:.10g}" for labels, value in values)
 
-    tell(
-        "submissions", "gauge", "Submissions by state.", [({"state": state}, states.get(state, 0)) for state in STATES]
-    )
-    tell(
-        "queue_age_seconds",
-        "gauge",
-        "Age of the oldest upload without a verdict.",
-        [({}, db.clock() - oldest if oldest else 0)],
-    )
-    tell("verdicts_total", "counter", "Verdicts given.", [({}, judged["n"])])
-    tell("verdicts_full_total", "counter", "Verdicts that rest on a prefill.", [({}, judged["full"])])
-    tell("verdict_seconds_total", "counter", "Time from upload to verdict, summed.", [({}, judged["waited_s"])])
-    tell(
-        "rejections_total",
-        "counter",
-        "Rejections by reason.",
-        [({"reason": row["reason"]}, row["n"]) for row in reasons],
-    )
-    tell("accepted_tokens_total", "counter", "Completion tokens accepted.", [({}, tokens)])
-    tell("open_step", "gauge", "The smallest step that lacks accepted groups.", [({}, db.open_step())])
-    tell(
+class _Figures(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self.metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
+
+
+def _submissions(db: Database) -> Iterator[Metric]:
+    states, oldest_s = db.submissions.count_by_state(), db.submissions.oldest_upload_s()
+    reasons, verdicts = db.submissions.count_by_reason(), db.submissions.verdict_totals()
+    age_s = db.clock() - oldest_s if oldest_s is not None else 0
+    every_state = [({"state": state}, states.get(state, 0)) for state in get_args(State)]
+    every_reason = [({"reason": reason}, count) for reason, count in reasons.items()]
+    yield _gauge("submissions", "Submissions by state.", every_state)
+    yield _gauge("queue_age_seconds", "Age of the oldest upload without a verdict.", [({}, age_s)])
+    yield _counter("verdicts", "Verdicts given.", [({}, verdicts.count)])
+    yield _counter("verdicts_full", "Verdicts that rest on a prefill.", [({}, verdicts.full_checks)])
+    yield _counter("verdict_seconds", "Time from upload to verdict, summed.", [({}, verdicts.waited_s)])
+    yield _counter("rejections", "Rejections by reason.", every_reason)
+    yield _counter("accepted_tokens", "Completion tokens accepted.", [({}, db.groups.totals().tokens)])
+
+
+def _training(db: Database, history: HistoryLog) -> Iterator[Metric]:
+    version, step, evaluation = db.policies.newest(), history.newest_step() or {}, history.newest_evaluation()
+    reward = step.get("reward/mean")
+    accuracies = {"greedy": evaluation.greedy, "sampled": evaluation.sampled} if evaluation else {}
+    yield _gauge("open_step", "The smallest step that lacks accepted groups.", [({}, db.open_step())])
+    yield _counter("steps_trained", "Steps that the learner has trained.", [({}, db.history.count("step"))])
+    yield _gauge(
         "newest_version",
-        "gauge",
-        "The newest published policy version; -1 for none.",
-        [({}, -1 if (v := db.newest()) is None else v)],
+        "The newest published policy version; -1 if there is none.",
+        [({}, -1 if version is None else version)],
     )
-    tell("evicted_nodes", "gauge", "Nodes that were slashed.", [({}, evicted)])
-    tell(
-        "node_silence_seconds",
-        "gauge",
-        "Since a node's last heartbeat.",
-        [(w, db.clock() - node["seen_s"]) for w, node in zip(who, nodes, strict=True)],
+    yield _gauge(
+        "reward_mean",
+        "Mean reward of all groups accepted during the newest trained step.",
+        [] if reward is None else [({}, reward)],
     )
-    tell(
+    yield _gauge(
+        "heldout_accuracy",
+        "Accuracy on held-out tasks in the newest evaluation.",
+        [({"kind": kind}, accuracy) for kind, accuracy in accuracies.items() if accuracy is not None],
+    )
+
+
+def _nodes(db: Database) -> Iterator[Metric]:
+    every = db.nodes.all()
+    nodes = [({"name": node.name, "role": node.role}, node) for node in every if not node.evicted]
+    stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
+    silence_s = [(labels, db.clock() - node.seen_s) for labels, node in nodes]
+    yield _gauge("evicted_nodes", "Nodes that were slashed.", [({}, len(every) - len(nodes))])
+    yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
+    yield _gauge(
         "node_tokens",
-        "gauge",
         "Tokens generated or checked, as the node reports.",
-        [(w, node["tokens"] or 0) for w, node in zip(who, nodes, strict=True)],
+        [(labels, reported.tokens) for labels, reported in stats],
     )
-    tell(
+    yield _gauge(
         "node_busy_seconds",
-        "gauge",
         "Time not spent waiting, as the node reports.",
-        [(w, node["busy_s"] or 0) for w, node in zip(who, nodes, strict=True)],
+        [(labels, reported.busy_s) for labels, reported in stats],
     )
-    return "\n".join(lines) + "\n"
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    """Names and reasons hold no quote, backslash or newline: their patterns in `messages` forbid it."""
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}" if labels else ""
+def _gauge(name: str, documentation: str, samples: Samples) -> Metric:
+    return _with(GaugeMetricFamily(f"shoal_{name}", documentation), samples)
+
+
+def _counter(name: str, documentation: str, samples: Samples) -> Metric:
+    return _with(CounterMetricFamily(f"shoal_{name}", documentation), samples, "_total")
+
+
+def _with(metric: Metric, samples: Samples, suffix: str = "") -> Metric:
+    for labels, value in samples:
+        metric.add_sample(metric.name + suffix, dict(labels), value)
+    return metric

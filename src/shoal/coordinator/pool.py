@@ -1,7 +1,7 @@
-"""The pool's state, put together: one part for each thing that members do, all over one database.
+"""The pool's state: one part for each thing that members do, all over one database.
 
-Invariant: each public method of a part is one transaction, ledger entries included; where one part calls another, both
-are in it. Called by the coordinator's routes, which use the parts (`pool.members.register(...)`).
+Invariant: each public method of a part is one transaction, ledger entries included; if one part calls another, both are in
+it. Called by the coordinator's routes, which use the parts (`pool.members.register(...)`).
 """
 
 import random
@@ -20,7 +20,7 @@ from shoal.coordinator.metrics import read_metrics
 from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import Trust
-from shoal.ledger.chain import Ledger
+from shoal.ledger.interface import Ledger
 from shoal.protocol.messages import Status
 
 MAX_NOTICES = 20  # the newest are shown
@@ -38,11 +38,11 @@ class Pool:
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)
         self.submissions = Submissions(self.db, config, self.batches, trust, self.history)
-        self.learning = Learning(self.db, self.history)
+        self.learning = Learning(self.db, config, self.history)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run, self.notices)
 
     def metrics(self) -> str:
-        return read_metrics(self.db)
+        return read_metrics(self.db, self.history)

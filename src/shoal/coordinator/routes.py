@@ -1,38 +1,44 @@
-"""The coordinator's HTTP face: a table of routes, each of which checks who asks and calls the pool for it.
+"""The coordinator's HTTP interface: a table of routes. Each route checks who asks, then calls the pool.
 
 Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
-registered key of a role that the table names. Called by every node; started by `shoal coordinator`. It also serves the
-store's folder.
+registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite.
+Called by every node; started by `shoal coordinator`. It also serves the store's folder.
 """
 
 import asyncio
 import re
-import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ValidationError
 
 from shoal.config import Config
+from shoal.coordinator.admission import Admission, body_pieces, read_body
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.nonces import SqliteNonces
 from shoal.coordinator.pool import Pool
-from shoal.ledger.chain import Ledger
+from shoal.coordinator.tables.connection import Connection, DatabaseFullError, open_sqlite
+from shoal.coordinator.tables.nonces import Nonces
+from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import InviteError, open_payload
-from shoal.protocol.signing import SignatureError, split_target, verify_request
+from shoal.protocol.messages import Role
+from shoal.protocol.signing import SignatureError
 from shoal.shardcast.serve.guard import issue
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
-Handler = Callable[["Request"], Awaitable[BaseModel | bytes]]
+Answer = BaseModel | bytes
+Handler = Callable[["Request"], Awaitable[Answer]]
 READER_TOKEN_S = 600.0  # renewed with each heartbeat
 MAX_JSON_BYTES = 1 << 20
+MAX_REGISTRATION_BYTES = 64 << 10  # strangers may send one
+MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
 STEP = CURSOR = re.compile("[0-9]{1,15}")
 
 
@@ -51,15 +57,18 @@ class Coordinator:
         self.run = run
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
-        database = _open(folder / "pool.sqlite")
-        self.pool = Pool(database, Ledger(database, identity, clock=time.time), config, run, time.time)
-        self.nonces = SqliteNonces(_open(folder / "nonces.sqlite"))
+        database = open_sqlite(folder / "pool.sqlite")
+        self.pool = Pool(database, SqliteLedger(database, identity, clock=time.time), config, run, time.time)
+        nonces = Nonces(Connection(open_sqlite(folder / "nonces.sqlite")))
+        self.admission = Admission(run, nonces, self.pool.members.role, time.time)
         self.store = Folder(folder / "store")
+        self.store.clean()
+        self._uploads: dict[tuple[str, str], object] = {}  # kind and submission id -> the upload in progress
 
     def app(self) -> web.Application:
-        m, limit = messages, self.config.coordinator.max_submission_bytes
-        every = ("learner", "origin", "relay", "worker", "validator", "evaluator")
-        app = web.Application(client_max_size=max(limit, MAX_JSON_BYTES))
+        m, pool = messages, self.pool
+        verdict_bytes = MAX_JSON_BYTES + self.config.workers.groups_per_submission * MAX_SAMPLE_BYTES
+        app = web.Application()
         app.add_routes(
             [
                 web.get("/healthz", self._healthz),
@@ -67,21 +76,20 @@ class Coordinator:
                 web.get("/v1/status", self._status),
                 web.get("/v1/history", self._history),
                 web.get("/metrics", self._metrics),
-                web.post("/v1/register", self._signed(self._register, roles=None)),
-                web.post("/v1/heartbeat", self._signed(self._heartbeat, every)),
-                web.put("/v1/submissions/{id}", self._signed(self._put_submission, ("worker",))),
-                web.post("/v1/claims", self._signed(self._claim, ("validator",))),
-                web.get("/v1/submissions/{id}", self._signed(self._get_submission, ("validator",))),
-                web.get("/v1/contents/{digest}", self._signed(self._content, ("validator",))),
-                web.put("/v1/accepted/{id}", self._signed(self._put_accepted, ("validator",))),
-                web.post("/v1/verdicts", self._signed(self._judge, ("validator",))),
-                web.post("/v1/policies", self._signed(self._note(m.Policy, self.pool.learning.published), ("origin",))),
-                web.get("/v1/batches/{step}", self._signed(self._batch, ("learner",))),
-                web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ("learner",))),
-                web.post("/v1/steps", self._signed(self._note(m.StepReport, self.pool.learning.trained), ("learner",))),
+                web.post("/v1/register", self._signed(self._register, None, MAX_REGISTRATION_BYTES)),
+                web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role))),
+                web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
+                web.post("/v1/claims", self._signed(self._claim, ["validator"])),
+                web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
+                web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
+                web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
+                web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
+                web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
+                web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
+                web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
+                web.post("/v1/steps", self._signed(_report(m.StepReport, pool.learning.trained), ["learner"])),
                 web.post(
-                    "/v1/evaluations",
-                    self._signed(self._note(m.Evaluation, self.pool.learning.evaluated), ("evaluator",)),
+                    "/v1/evaluations", self._signed(_report(m.Evaluation, pool.learning.evaluated), ["evaluator"])
                 ),
             ]
         )
@@ -109,16 +117,16 @@ class Coordinator:
         return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.pool.metrics(), content_type="text/plain", charset="utf-8")
+        return web.Response(text=self.pool.metrics(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    async def _register(self, request: Request) -> BaseModel:
+    async def _register(self, request: Request) -> Answer:
         registration = messages.Registration.model_validate_json(request.body)
         payload = open_payload(registration.invite, self.identity.public, self.run)
         return self.pool.members.register(request.key, payload, registration.url)
 
-    async def _heartbeat(self, request: Request) -> BaseModel:
+    async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
         if answer.state == "evicted":
             return answer
@@ -127,79 +135,94 @@ class Coordinator:
 
     # --- rollout files -----------------------------------------------------------------------------------------------
 
-    async def _put_submission(self, request: Request) -> BaseModel:
-        self.pool.submissions.may_upload(request.key, request.match["id"])
-        stored = await self._put("submissions", request.body)
-        self.pool.submissions.uploaded(request.key, request.match["id"], stored.hash)
-        return stored
+    async def _put_submission(self, request: web.Request) -> Answer:
+        submissions = self.pool.submissions
+        return await self._receive(request, "worker", "submissions", submissions.may_upload, submissions.uploaded)
 
-    async def _put_accepted(self, request: Request) -> BaseModel:
-        stored = await self._put("accepted", request.body)
-        self.pool.submissions.accepted_stored(request.key, request.match["id"], stored.hash)
-        return stored
+    async def _put_accepted(self, request: web.Request) -> Answer:
+        submissions = self.pool.submissions
+        return await self._receive(
+            request, "validator", "accepted", submissions.may_store_accepted, submissions.accepted_stored
+        )
 
-    async def _put(self, kind: str, body: bytes) -> messages.Stored:
-        content_hash = await asyncio.to_thread(self.store.put, kind, body)
-        return messages.Stored(size_bytes=len(body), hash=content_hash)
+    async def _receive(
+        self,
+        request: web.Request,
+        role: Role,
+        kind: str,
+        check_grant: Callable[[str, str], None],
+        stored: Callable[[str, str, str], None],
+    ) -> Answer:
+        """Stream a file into the store. Only a key with the grant is read from, and only up to the grant's size."""
+        limit_bytes, id = self.config.coordinator.max_submission_bytes, request.match_info["id"]
+        head = self.admission.admit(request, [role], limit_bytes)
+        check_grant(head.key, id)
+        upload = self._uploads[kind, id] = object()
+        try:
+            with self.store.receive(kind) as file:
+                size_bytes = 0
+                async for piece in body_pieces(request.content.readany, head, limit_bytes):
+                    if self._uploads.get((kind, id)) is not upload:  # the client lost its connection and sends again
+                        raise PoolError(f"another upload of {id} has started")
+                    await asyncio.to_thread(file.write, piece)
+                    size_bytes += len(piece)
+                check_grant(head.key, id)  # it may have expired meanwhile; then nothing is kept
+                content_hash = await asyncio.to_thread(file.commit)
+        finally:
+            if self._uploads.get((kind, id)) is upload:
+                del self._uploads[kind, id]
+        stored(head.key, id, content_hash)
+        return messages.Stored(size_bytes=size_bytes, hash=content_hash)
 
-    async def _get_submission(self, request: Request) -> bytes:
+    async def _get_submission(self, request: Request) -> Answer:
         content_hash, _ = self.pool.submissions.hashes(request.match["id"])
         return await asyncio.to_thread(self.store.get, "submissions", content_hash)
 
-    async def _get_accepted(self, request: Request) -> bytes:
+    async def _get_accepted(self, request: Request) -> Answer:
         _, content_hash = self.pool.submissions.hashes(request.match["id"])
         return await asyncio.to_thread(self.store.get, "accepted", content_hash)
 
     # --- checking and learning ---------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request) -> BaseModel:
+    async def _claim(self, request: Request) -> Answer:
         asked = messages.ClaimRequest.model_validate_json(request.body)
         return self.pool.submissions.claim(request.key, asked.most)
 
-    async def _content(self, request: Request) -> BaseModel:
+    async def _content(self, request: Request) -> Answer:
         return self.pool.submissions.content_owner(request.match["digest"])
 
-    async def _judge(self, request: Request) -> BaseModel:
+    async def _judge(self, request: Request) -> Answer:
         self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))
         return messages.Ok()
 
-    async def _batch(self, request: Request) -> BaseModel:
+    async def _batch(self, request: Request) -> Answer:
         if not STEP.fullmatch(request.match["step"]):
-            raise PoolError(f"{request.match['step'][:40]!r} is no step", 400)
+            raise PoolError(f"{request.match['step'][:40]!r} is not a step", 400)
         return self.pool.batches.of_step(int(request.match["step"]))
-
-    def _note(self, model: type[M], note: Callable[[M], None]) -> Handler:
-        async def handler(request: Request) -> BaseModel:
-            note(model.model_validate_json(request.body))
-            return messages.Ok()
-
-        return handler
 
     # --- every signed request ----------------------------------------------------------------------------------------
 
     def _signed(
-        self, handler: Handler, roles: tuple[str, ...] | None
+        self, handler: Handler, roles: Sequence[Role] | None, limit_bytes: int = MAX_JSON_BYTES
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Wrap a handler: verify the signature, then the role (None: a stranger may ask), then answer."""
+        """A route that answers `roles` (None: strangers too) and takes a small body."""
 
-        async def respond(request: web.Request) -> web.StreamResponse:
+        async def respond(request: web.Request) -> Answer:
+            head = self.admission.admit(request, roles, limit_bytes)
+            body = await read_body(request.content.readany, head, limit_bytes)
+            return await handler(Request(head.key, body, dict(request.match_info)))
+
+        return self._answering(respond)
+
+    def _answering(
+        self, respond: Callable[[web.Request], Awaitable[Answer]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Turn an answer into a response, and an error that a message explains into its status."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                body = await request.read()
-                path, query = split_target(request.raw_path)
-                key = verify_request(
-                    method=request.method,
-                    path=path,
-                    query=query,
-                    headers=request.headers,
-                    body=body,
-                    audience=self.run,
-                    now_s=time.time(),
-                    nonces=self.nonces,
-                )
-                if roles is not None and self.pool.members.role(key) not in roles:
-                    raise PoolError(f"only {' or '.join(roles)} may ask for {request.path}", 403)
-                answer = await handler(Request(key, body, dict(request.match_info)))
-            except web.RequestPayloadError as error:  # a content-encoding that the body is not in
+                found = await respond(request)
+            except web.RequestPayloadError as error:  # broken chunked encoding
                 return _error(400, str(error))
             except SignatureError as error:
                 return _error(401, str(error))
@@ -210,21 +233,24 @@ class Coordinator:
                 return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
             except PoolError as error:
                 return _error(error.status, str(error))
-            except StoreError as error:
+            except (StoreError, DatabaseFullError) as error:
                 return _error(507, str(error))
-            if isinstance(answer, bytes):
-                return web.Response(body=answer, content_type="application/vnd.apache.parquet")
-            return web.json_response(text=answer.model_dump_json())
+            if isinstance(found, bytes):
+                return web.Response(body=found, content_type="application/vnd.apache.parquet")
+            return web.json_response(text=found.model_dump_json())
 
-        return respond
+        return answer
+
+
+def _report(model: type[M], record: Callable[[M], None]) -> Handler:
+    """A route's handler that records a report of this model."""
+
+    async def handler(request: Request) -> Answer:
+        record(model.model_validate_json(request.body))
+        return messages.Ok()
+
+    return handler
 
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": message}, status=status)
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, timeout=10)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    return connection

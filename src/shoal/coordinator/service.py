@@ -1,4 +1,4 @@
-"""The coordinator as a process: it listens and answers until it is stopped. And the invites its operator makes.
+"""The coordinator as a process: listens and answers until it is stopped; and the invites that its operator makes.
 
 Called by `shoal coordinator` and `shoal invite`. Its folder holds its key, databases and the store, and its URL in
 `coordinator.json`, for `shoal invite` and `shoal status`. It is the one owner of the run's metrics: it writes their files
@@ -6,6 +6,8 @@ and feeds the tracker.
 """
 
 import asyncio
+import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -19,14 +21,19 @@ from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
-from shoal.protocol.messages import Role
+from shoal.protocol.messages import Role, Status
 from shoal.tracking.record import Record
+from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker
 
 POLL_S = 0.1
 RECORD_S = 2.0
+LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
+READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 KEY = "identity.pem"
 __all__ = ["ADDRESS", "KEY", "invite_from", "serve_forever"]
+
+log = logging.getLogger(__name__)
 
 
 def serve_forever(
@@ -38,11 +45,12 @@ def serve_forever(
     *,
     record_to: Path | None = None,
     url: str = "",
+    reports: bool = True,
 ) -> None:
     """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
 
-    `url` is how nodes reach it (default: where it listens).
-    Raises OSError where the port is taken, TrackerError where the tracker does not start.
+    `url` is how nodes reach it (default: where it listens). `reports`: when the run has finished, write summary and picture
+    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start.
     """
     identity = Identity.load_or_create(folder / KEY)
     coordinator = Coordinator(config, run, identity, folder)
@@ -50,22 +58,37 @@ def serve_forever(
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
     try:
-        asyncio.run(_serve(coordinator, folder, port, stop, record, url))
+        asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
         _catch_up(record, coordinator)
         record.close()
 
 
 async def _serve(
-    coordinator: Coordinator, folder: Path, port: int, stop: threading.Event, record: Record, url: str
+    coordinator: Coordinator,
+    folder: Path,
+    port: int,
+    stop: threading.Event,
+    record: Record,
+    url: str,
+    *,
+    reports: bool,
 ) -> None:
     host = coordinator.config.coordinator.host
-    runner = web.AppRunner(coordinator.app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        coordinator.app(),
+        access_log=None,
+        shutdown_timeout=1.0,
+        lingering_time=LINGER_S,
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        bound = int(runner.addresses[0][1])
-        Address(url=url or f"http://{host}:{bound}", run=coordinator.run).write(folder)
+        address = Address(url=url or f"http://{host}:{int(runner.addresses[0][1])}", run=coordinator.run)
+        address.write(folder)
+        log.info("run %s: listening at %s", coordinator.run, address.url)
         recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
@@ -74,8 +97,22 @@ async def _serve(
                 # In a thread: a tracker may wait for its own server, and members must not.
                 await asyncio.to_thread(record.take, news)
                 recorded_s = time.monotonic()
+                if reports and (status := coordinator.pool.status()).state == "finished":
+                    _catch_up(record, coordinator)
+                    await asyncio.to_thread(_report, coordinator.config, status, record)
+                    reports = False
     finally:
         await runner.cleanup()
+
+
+def _report(config: Config, status: Status, record: Record) -> None:
+    """Write the finished run's summary and picture, unless they are there from an earlier start."""
+    path = record.folder / SUMMARY
+    if path.exists() and json.loads(path.read_text())["steps"] >= status.trained:
+        return
+    wall_s = status.now_s - status.started_s
+    summary = write_report(record.folder, config=config, status=status, history=record.history, wall_s=wall_s)
+    log.info("the run has finished its %d steps; %s and %s are in %s", summary["steps"], SUMMARY, CURVE, record.folder)
 
 
 def _catch_up(record: Record, coordinator: Coordinator) -> None:
@@ -84,7 +121,7 @@ def _catch_up(record: Record, coordinator: Coordinator) -> None:
 
 
 def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float) -> Invite:
-    """An invite by the coordinator whose folder this is. Raises InviteError, AddressError."""
+    """An invite by the coordinator that uses this folder. Raises InviteError."""
     try:
         address, identity = Address.read(folder), Identity.load(folder / KEY)
     except (AddressError, IdentityError) as error:

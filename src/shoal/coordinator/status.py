@@ -1,53 +1,53 @@
-"""The whole run at a glance, read from the tables: what `/v1/status` answers.
+"""The current state of the run: what `/v1/status` answers.
 
 Invariant: it changes nothing, and its size does not grow with the run's length. Called by the coordinator's open route.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.protocol.messages import NodeStatus, Stats, Status
+from shoal.protocol.messages import NodeStatus, Signal, Stats, Status
 
 
 def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
     nodes = _nodes(db)
-    reasons = db.all("SELECT reason, count(*) AS n FROM submissions WHERE reason IS NOT NULL GROUP BY reason")
-    totals = db.one("SELECT coalesce(sum(tokens), 0) AS tokens, coalesce(sum(stale), 0) AS stale FROM groups")
+    totals = db.groups.totals()
     return Status(
         run=run,
-        state="finished" if db.evaluated_last(config.run.steps) else "running",
+        state="finished" if db.is_finished(config.run.steps) else "running",
         step=db.open_step(),
         steps=config.run.steps,
-        have=db.waiting(),
+        have=db.groups.count_waiting(),
         need=config.coordinator.prompts_per_step,
-        newest_version=db.newest(),
-        started_s=db.one("SELECT started_s FROM run")["started_s"],
+        newest_version=db.policies.newest(),
+        started_s=db.run.started_s(),
         now_s=db.clock(),
         nodes=nodes,
-        trained=db.one("SELECT count(*) AS n FROM history WHERE kind = 'step'")["n"],
+        trained=db.history.count("step"),
         notices=list(notices),
-        reject_reasons={row["reason"]: row["n"] for row in reasons},
+        reject_reasons=db.submissions.count_by_reason(),
         slashed=[node.name for node in nodes if node.evicted],
-        stale_groups=totals["stale"],
-        tokens_generated=totals["tokens"],
+        stale_groups=totals.stale,
+        tokens_generated=totals.tokens,
+        signal=Signal(**asdict(db.groups.signal(db.open_step()))),
     )
 
 
 def _nodes(db: Database) -> list[NodeStatus]:
-    counts = db.all("SELECT worker, state, count(*) AS n FROM submissions GROUP BY worker, state")
-    by = {(row["worker"], row["state"]): row["n"] for row in counts}
+    counts = db.submissions.count_by_worker_and_state()
     return [
         NodeStatus(
-            name=node["name"],
-            role=node["role"],
-            url=node["url"],
-            policy_version=node["version"],
-            seen_s=node["seen_s"],
-            evicted=bool(node["evicted"]),
-            accepted=by.get((node["key"], "accepted"), 0),
-            rejected=by.get((node["key"], "rejected"), 0),
-            stats=Stats.model_validate_json(node["stats"]),
+            name=node.name,
+            role=node.role,
+            url=node.url,
+            policy_version=node.version,
+            seen_s=node.seen_s,
+            evicted=bool(node.evicted),
+            accepted=counts.get((node.key, "accepted"), 0),
+            rejected=counts.get((node.key, "rejected"), 0),
+            stats=Stats.model_validate_json(node.stats),
         )
-        for node in db.all("SELECT * FROM nodes ORDER BY role, name")
+        for node in db.nodes.all()
     ]

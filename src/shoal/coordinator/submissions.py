@@ -1,19 +1,26 @@
-"""What became of a task: uploaded by its worker, claimed by a validator, judged.
+"""What happens to a task: its worker uploads, a validator claims, the validator's verdict accepts or rejects.
 
-Invariant: a submission is uploaded once, by the worker it was handed to and within its grant; only the validator that
-holds the claim accepts or rejects it; and it is credited exactly when it is accepted.
+Invariant: a submission is uploaded once, by the worker it was assigned to and within its grant; only the validator that
+holds the claim gives the verdict; groups are credited exactly when their submission is accepted.
 Called by the coordinator's routes.
+
+The pool itself gives one hard reason, `replayed`. It rests on an accepted submission with the same content. A rejected or
+unjudged copy does not count, because anyone can make one.
 """
 
-import sqlite3
+import logging
+from typing import NoReturn
 
 from shoal.config import Config
-from shoal.coordinator.assignments import as_assignment
+from shoal.coordinator.assignments import to_assignment
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.tables.submissions import Submission
 from shoal.coordinator.trust import Trust
 from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, Reason, Verdict, WorkerSample
+
+log = logging.getLogger(__name__)
 
 
 class Submissions:
@@ -26,166 +33,172 @@ class Submissions:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def may_upload(self, worker: str, submission: str) -> None:
-        """Raise PoolError unless this worker's grant for this submission is still good."""
-        row = self._row(submission)
-        if row["worker"] != worker:
-            raise PoolError(f"{submission} is another worker's task", 403)
-        if row["state"] != "open":
-            raise PoolError(f"{submission} is {row['state']}, not open for upload")
-        if self.db.clock() > row["deadline_s"]:
-            raise PoolError(f"{submission} came after its deadline; take a new task")
-        if row["version"] < (oldest := self.db.open_step() - self.config.coordinator.async_level):
-            raise PoolError(f"{submission} is of version {row['version']}, older than {oldest}; take a new task")
+    def may_upload(self, worker: str, id: str) -> None:
+        """Raise PoolError unless this worker's grant for this submission is valid."""
+        found = self._get(id)
+        if found.worker != worker:
+            raise PoolError(f"{id} is another worker's task", 403)
+        if found.state != "open":
+            raise PoolError(f"{id} is {found.state}, not open for upload")
+        if self.db.clock() > found.deadline_s:
+            raise PoolError(f"{id} came after its deadline; take a new task")
+        if found.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
+            raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
 
-    def uploaded(self, worker: str, submission: str, content_hash: str) -> None:
+    def uploaded(self, worker: str, id: str, content_hash: str) -> None:
         with self.db.transaction():
-            self.may_upload(worker, submission)
-            self.db.change(
-                "UPDATE submissions SET state = 'uploaded', hash = ?, uploaded_s = ? WHERE id = ?",
-                content_hash,
-                self.db.clock(),
-                submission,
-            )
+            self.may_upload(worker, id)
+            self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
+        log.info("%s uploaded by %s", id, self._name(worker))
 
     # --- the validator's side ----------------------------------------------------------------------------------------
 
     def claim(self, validator: str, most: int) -> Claims:
-        """Lease the oldest unchecked submission, and up to `most` of the same version; a lease that ran out is given anew.
+        """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
 
-        Which of them are prefilled is drawn here, after upload, so that no worker can know it.
+        Which ones are prefilled is drawn here, after upload, so no worker can know it.
         """
         with self.db.transaction():
             now_s = self.db.clock()
-            rows = self.db.all(
-                "SELECT * FROM submissions WHERE state = 'uploaded' OR (state = 'validating' AND"
-                " (lease_s < ? OR validator = ?)) ORDER BY seq",
-                now_s,
-                validator,
-            )
-            rows = [row for row in rows if row["version"] == rows[0]["version"]][:most]
+            found = self.db.submissions.claimable(validator, now_s)
+            found = [one for one in found if one.version == found[0].version][:most]
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
-            for row in rows:
-                full = row["full"] if row["full"] is not None else self.trust.draw(row["worker"])
-                self.db.change(
-                    "UPDATE submissions SET state = 'validating', validator = ?, lease_s = ?, full = ? WHERE id = ?",
-                    validator,
-                    lease_s,
-                    full,
-                    row["id"],
-                )
-                assignment = as_assignment(row, self.config)
-                claims.append(Claim(assignment=assignment, worker=row["worker"], lease_s=lease_s, full=bool(full)))
+            for one in found:
+                full = self.trust.draw(one.worker) if one.full_check is None else one.full_check
+                self.db.submissions.set_claimed(one.id, validator, lease_s, full)
+                assignment = to_assignment(one, self.config)
+                claims.append(Claim(assignment=assignment, worker=one.worker, lease_s=lease_s, full=full))
         return Claims(claims=claims)
 
     def content_owner(self, content: str) -> ContentOwner:
-        """Which judged submission first held these rollouts."""
-        row = self.db.one("SELECT id FROM submissions WHERE content = ? ORDER BY seq LIMIT 1", content)
-        return ContentOwner(submission=row["id"] if row else None)
+        """The accepted submission with this content."""
+        return ContentOwner(submission=self.db.submissions.content_owner(content))
 
-    def hashes(self, submission: str) -> tuple[str, str]:
-        """Content hashes of the uploaded and of the accepted file, "" where there is none yet."""
-        row = self._row(submission)
-        return row["hash"] or "", row["accepted_hash"] or ""
+    def hashes(self, id: str) -> tuple[str, str]:
+        """Content hashes of the uploaded and of the accepted file, "" for a file that does not exist yet."""
+        found = self._get(id)
+        return found.file_hash or "", found.accepted_hash or ""
 
-    def accepted_stored(self, validator: str, submission: str, content_hash: str) -> None:
-        """A validator has stored the accepted file of a submission it holds the claim on."""
+    def may_store_accepted(self, validator: str, id: str) -> None:
+        """Raise PoolError unless this validator holds the claim."""
+        self._claimed(validator, id)
+
+    def accepted_stored(self, validator: str, id: str, content_hash: str) -> None:
+        """Record the accepted file that the validator with the claim has stored."""
         with self.db.transaction():
-            self._claimed(validator, submission)
-            self.db.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", content_hash, submission)
+            self._claimed(validator, id)
+            self.db.submissions.set_accepted_hash(id, content_hash)
 
     def judge(self, validator: str, verdict: Verdict) -> None:
         """Accept or reject. A hard rejection slashes the worker and evicts it."""
         with self.db.transaction():
-            if self.db.one(
-                "SELECT 1 FROM submissions WHERE id = ? AND validator = ? AND state IN ('accepted', 'rejected')",
-                verdict.submission,
-                validator,
-            ):
-                return  # its answer was lost and it asks again
-            row = self._claimed(validator, verdict.submission)
-            reason = self._reason(row, verdict)
-            if reason is None and (row["accepted_hash"] is None or row["accepted_hash"] != verdict.accepted_hash):
-                raise PoolError(f"{row['id']}: store the accepted file before accepting it")
-            state = "rejected" if reason else "accepted"
-            self.db.change(
-                "UPDATE submissions SET state = ?, reason = ?, content = ?, verdict = ?, judged_s = ? WHERE id = ?",
-                state,
+            found = self._get(verdict.submission)
+            if found.state in ("accepted", "rejected") and found.validator == validator:
+                return  # the validator repeats a verdict because it did not get the answer
+            found = self._claimed(validator, verdict.submission)
+            reason = self._reason(found, verdict)
+            if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
+                raise PoolError(f"{found.id}: store the accepted file before accepting it")
+            self.db.submissions.set_judged(
+                found.id,
+                "rejected" if reason else "accepted",
                 reason,
                 verdict.content,
                 verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
                 self.db.clock(),
-                row["id"],
             )
-            entry = {
-                "submission": row["id"],
-                "worker": row["worker"],
-                "step": row["step"],
-                "file": row["hash"],
-                "full": bool(row["full"]),
-            }
-            if reason is None:
-                self.batches.credit(row["id"], row["version"], verdict.groups)
-                self.history.put_samples(self._samples(row, verdict))
-                tokens = sum(group.tokens for group in verdict.groups)
-                self.db.ledger.append("accepted", entry | {"tokens": tokens, "groups": len(verdict.groups)})
-                return
-            self.db.ledger.append("rejected", entry | {"reason": reason.value, "detail": verdict.detail})
-            if reason in HARD and self._evict(row["worker"]):
-                self.db.ledger.append("slashed", entry | {"reason": reason.value})
+            filled = self._accept(found, verdict) if reason is None else []
+            is_slashed = reason is not None and self._reject(found, reason, verdict.detail)
+        worker = self._name(found.worker)
+        if reason is None:
+            log.info("%s by %s accepted, %d groups", found.id, worker, len(verdict.groups))
+        else:
+            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, _printable(verdict.detail))
+        if is_slashed:
+            log.info("%s slashed and evicted: %s in %s", worker, reason, found.id)
+        for step in filled:
+            log.info("batch of step %d of %d is full", step + 1, self.config.run.steps)
 
-    def _samples(self, row: sqlite3.Row, verdict: Verdict) -> list[WorkerSample]:
-        worker = self.db.one("SELECT name FROM nodes WHERE key = ?", row["worker"])["name"]
+    def _accept(self, found: Submission, verdict: Verdict) -> list[int]:
+        """Returns the steps whose batches became full."""
+        filled = self.batches.credit(found.id, found.version, verdict.groups)
+        self.history.put_samples(self._samples(found, verdict))
+        tokens = sum(group.tokens for group in verdict.groups)
+        self.db.ledger.append("accepted", _entry(found) | {"tokens": tokens, "groups": len(verdict.groups)})
+        return filled
+
+    def _reject(self, found: Submission, reason: Reason, detail: str) -> bool:
+        """Returns whether the worker was slashed for it."""
+        self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
+        if reason not in HARD or not self._evict(found.worker):
+            return False
+        self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
+        return True
+
+    def _samples(self, found: Submission, verdict: Verdict) -> list[WorkerSample]:
+        worker = self._name(found.worker)
         return [
             WorkerSample(
                 **group.sample.model_dump(),
-                submission=row["id"],
+                submission=found.id,
                 group=number,
                 worker=worker,
-                policy_version=row["version"],
+                policy_version=found.version,
             )
             for number, group in enumerate(verdict.groups)
             if group.sample is not None
         ]
 
-    def _reason(self, row: sqlite3.Row, verdict: Verdict) -> Reason | None:
-        """Why it is rejected: what the validator found, or what only the pool can know."""
-        owner = self.content_owner(verdict.content).submission if verdict.content else None
-        if verdict.reason is None and owner not in (None, row["id"]):
-            return Reason.REPLAYED  # two validators held copies at the same time
+    def _reason(self, found: Submission, verdict: Verdict) -> Reason | None:
+        """The validator's reason, or `replayed` if two validators hold the same content at the same time."""
+        owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
+        if verdict.reason is None and owner not in (None, found.id):
+            return Reason.REPLAYED
         return verdict.reason
 
     def _evict(self, worker: str) -> bool:
-        """Take a worker's membership, its open task and what of its work was believed unchecked and is not yet in a batch.
+        """Evict a worker: it loses its open task and its unbatched groups that were accepted without a prefill.
 
-        What a validator holds to be believed unchecked goes back into the queue, to be drawn anew: in full, after a
-        rejection. False where that was done before.
+        Its submissions that a validator was to accept without a prefill return to the queue for a new draw. After the
+        rejection that draw is always a full check. False if the worker was evicted before.
         """
-        if self.db.one("SELECT evicted FROM nodes WHERE key = ?", worker)["evicted"]:
+        if not self.db.nodes.evict(worker):
             return False
-        self.db.change("UPDATE nodes SET evicted = 1 WHERE key = ?", worker)
-        self.db.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
-        self.db.change(
-            "UPDATE groups SET stale = 1 WHERE useful AND batch IS NULL AND submission IN"
-            " (SELECT id FROM submissions WHERE worker = ? AND NOT full)",
-            worker,
-        )
-        self.db.change(
-            "UPDATE submissions SET state = 'uploaded', validator = NULL, full = NULL"
-            " WHERE worker = ? AND state = 'validating' AND NOT full",
-            worker,
-        )
+        self.db.submissions.expire_open_of(worker)
+        self.db.groups.mark_unchecked_stale(worker)
+        self.db.submissions.requeue_unchecked_of(worker)
         return True
 
-    def _row(self, submission: str) -> sqlite3.Row:
-        row = self.db.one("SELECT * FROM submissions WHERE id = ?", submission)
-        if row is None:
-            raise PoolError(f"no submission {submission}", 404)
-        return row  # type: ignore[no-any-return]
+    def _name(self, worker: str) -> str:
+        node = self.db.nodes.get(worker)
+        return node.name if node else worker[:16]
 
-    def _claimed(self, validator: str, submission: str) -> sqlite3.Row:
-        row = self._row(submission)
-        if row["state"] != "validating" or row["validator"] != validator:
-            raise PoolError(f"{submission} is {row['state']} and not claimed by this validator")
-        return row
+    def _get(self, id: str) -> Submission:
+        return self.db.submissions.get(id) or _not_found(id)
+
+    def _claimed(self, validator: str, id: str) -> Submission:
+        found = self._get(id)
+        if found.state != "validating" or found.validator != validator:
+            raise PoolError(f"{id} is {found.state} and not claimed by this validator")
+        return found
+
+
+def _not_found(id: str) -> NoReturn:
+    raise PoolError(f"no submission {id}", 404)
+
+
+def _printable(detail: str) -> str:
+    """One short line. A detail may quote a worker's file, so it may hold anything."""
+    return "".join(character if character.isprintable() else " " for character in detail[:200])
+
+
+def _entry(found: Submission) -> dict[str, str | int | bool | None]:
+    """What every ledger entry about a submission says."""
+    return {
+        "submission": found.id,
+        "worker": found.worker,
+        "step": found.step,
+        "file": found.file_hash,
+        "full": bool(found.full_check),
+    }

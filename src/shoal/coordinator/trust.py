@@ -1,11 +1,11 @@
-"""How much of a worker's work is checked in full: everything at first, less as it proves honest, never nothing.
+"""How much of a worker's work is checked in full: all at first, less with a good record, never none.
 
-    share = max(check_floor, 2 ^ -(n // trust_after))       n: full checks in a row that found it honest
+    share = max(check_floor, 2 ^ -(n // trust_after))       n: full checks passed in a row
 
-Any rejection, a soft one too, sets n back to 0. Every submission gets the cheap checks; the share is of those that are
-prefilled as well. The draw is made when a validator claims, from the system's randomness: nobody can foresee it.
-With a lie in a share q of its work and a share s of it checked, a worker is caught within m submissions with probability
-1 - (1 - q s)^m (docs/trust.md).
+Any rejection, also a soft one, resets n to 0. Every submission gets the cheap checks; `share` is the probability that it
+is prefilled as well. The draw happens when a validator claims, from the system's randomness, so nobody can predict it.
+If a share q of a worker's submissions is false and a share s is checked, it is caught within m submissions with
+probability 1 - (1 - q s)^m (docs/trust.md).
 Called by `submissions`.
 """
 
@@ -22,20 +22,11 @@ class Trust:
         self.random = random  # uniform in [0, 1)
 
     def share(self, worker: str) -> float:
-        """The share of this worker's submissions that are to be checked in full."""
+        """The probability that a submission of this worker is checked in full."""
         section = self.config.validator
-        return max(section.check_floor, 2.0 ** -(self.honest_in_a_row(worker) // section.trust_after))
+        honest_in_a_row = self.db.submissions.honest_in_a_row(worker)
+        return max(section.check_floor, 2.0 ** -(honest_in_a_row // section.trust_after))
 
     def draw(self, worker: str) -> bool:
-        """Whether its next submission is."""
+        """Whether this worker's next submission is checked in full."""
         return self.random() < self.share(worker)
-
-    def honest_in_a_row(self, worker: str) -> int:
-        """Full checks passed since the last rejection."""
-        found = self.db.one(
-            "SELECT count(*) AS n FROM submissions WHERE worker = ? AND state = 'accepted' AND full AND seq >"
-            " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
-            worker,
-            worker,
-        )
-        return int(found["n"])

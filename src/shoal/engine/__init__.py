@@ -1,1 +1,1 @@
-"""Inference engines: the protocol, and the torch engine. Workers, evaluation and calibration use them."""
+"""Inference engines: the protocol and the torch engine. Used by workers, evaluation and calibration."""

@@ -1,7 +1,7 @@
-"""What a worker asks of an inference engine, and what it gets back.
+"""The interface of an inference engine: its inputs and results.
 
-The small torch engine (`torch_engine.py`) is the default and the tests' double; others plug in behind this protocol.
-Called by the worker and by evaluation.
+The small torch engine (`torch_engine.py`) is the default and the tests' double. Other engines implement this protocol.
+Used by the worker and by evaluation.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. Temperature 0 is greedy; the full distribution is sampled otherwise."""
+    """How completions are sampled: greedily at temperature 0, otherwise from the full distribution."""
 
     temperature: float
     max_tokens: int
@@ -23,20 +23,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion of T tokens, its end token included where it has one."""
+    """One sampled completion of T tokens, including its end token if there is one."""
 
     tokens: list[int]
     logprobs: list[float]  # of each token, at the sampling temperature
-    hidden_TH: Tensor  # bfloat16: the final hidden state each token was sampled from
+    hidden_TH: Tensor  # bfloat16: the final hidden state that each token was sampled from
 
 
 class Engine(Protocol):
     def load(self, folder: Path) -> None:
-        """Take the weights of a published version: a checked Hugging Face folder."""
+        """Load the weights of a published version: a verified Hugging Face folder."""
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[list[Completion]]:
-        """For each prompt, one completion a seed. The prompt is computed once for all its completions."""
+        """One completion per seed, for each prompt. A prompt is computed once for all its completions."""
         ...

@@ -1,9 +1,9 @@
-"""The default engine: batched decoding in plain torch, a group's prompt prefilled once.
+"""The default engine: batched decoding in plain torch. A group's prompt is prefilled once.
 
-    prefill P prompts -> repeat each prompt's keys and values for its G completions -> decode all rows together;
-    a finished row's place is taken by the last live row, so the batch shrinks without copying the rest.
+    prefill P prompts -> repeat each prompt's keys and values for its G completions -> decode all rows together
+    The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
 
-Invariant: which rows share a batch changes a completion only by numerics, never by randomness (noise is seeded).
+Invariant: a completion depends on the other rows of its batch only through rounding; its noise is seeded.
 Called by the worker and by evaluation. Left out: paged caches, continuous batching, prefix reuse across groups.
 """
 
@@ -21,17 +21,17 @@ from shoal.model.load import load_model, load_weights_
 from shoal.model.sampling import choose
 from shoal.shardcast.fetch.inplace import advance_
 
-GROW_BY = 64  # positions added to a full cache at once, at most
+GROW_BY = 64  # positions by which a full cache grows
 
 
 class TorchEngine:
-    """Holds one model; `load` swaps its weights in place."""
+    """Holds one model. `load` replaces its weights in place."""
 
     def __init__(self, dtype: DtypeName, device: str = "cpu") -> None:
         self.dtype = dtype
         self.device = device
         self.model: Any = None
-        self.folder: Path | None = None  # what the weights came from; None when they were changed since
+        self.folder: Path | None = None  # the source of the weights; None if they were changed since
 
     def load(self, folder: Path) -> None:
         if self.model is None:
@@ -99,7 +99,9 @@ class TorchEngine:
             ids_PL[row, longest - len(prompt) :] = torch.as_tensor(prompt)
             seen_PL[row, longest - len(prompt) :] = True
         positions_PL = (seen_PL.cumsum(-1) - 1).clamp(min=0)
-        itself = torch.eye(longest, dtype=torch.bool)  # keeps a padded query's softmax defined; nobody reads it
+        itself = torch.eye(
+            longest, dtype=torch.bool
+        )  # keeps the softmax of padded queries defined; their output is unused
         mask_P1LL = (seen_PL[:, None, None, :] & torch.ones(longest, longest, dtype=torch.bool).tril()) | itself
         cache = GroupCache(self.model.config.num_hidden_layers)
         output = self.model.base_model(
@@ -113,7 +115,7 @@ class TorchEngine:
 
 
 def _close_gaps(n_rows: int, finished: Sequence[int]) -> list[int]:
-    """Which old row each remaining row holds after live rows from the end took the finished ones' places.
+    """The old row that each remaining row holds after live rows from the end took the finished rows' places.
 
     >>> _close_gaps(6, [1, 4])
     [0, 5, 2, 3]
@@ -125,14 +127,14 @@ def _close_gaps(n_rows: int, finished: Sequence[int]) -> list[int]:
 
 
 class GroupCache(Cache):  # type: ignore[misc]
-    """Keys and values of every layer in buffers with room to grow, whose first rows are the live ones."""
+    """Keys and values of every layer, in buffers with room to grow. The first rows are the live ones."""
 
     def __init__(self, n_layers: int, room: int = 0) -> None:
         super().__init__(layers=[_GrowingLayer(room) for _ in range(n_layers)])
 
     @classmethod
     def repeat(cls, prompts: "GroupCache", rows: Tensor, room: int) -> "GroupCache":
-        """A new cache whose row b starts as a copy of `prompts`' row rows[b]; the old one is emptied as it goes."""
+        """A new cache whose row b is a copy of row rows[b] of `prompts`, which is emptied layer by layer."""
         repeated = cls(len(prompts.layers), room)
         for old, new in zip(prompts.layers, repeated.layers, strict=True):
             new.update(old.keys[rows], old.values[rows])
@@ -140,17 +142,17 @@ class GroupCache(Cache):  # type: ignore[misc]
         return repeated
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep the given old rows, in this order; only rows that change place are copied."""
+        """Keep the given old rows, in this order. Only rows that move are copied."""
         for layer in self.layers:
             layer.keep_rows(rows)
 
 
 class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's buffers [B, heads, capacity, D]; `keys` and `values` are views of the part in use."""
+    """One layer's buffers [B, heads, capacity, D]. `keys` and `values` are views of the used part."""
 
     def __init__(self, room: int) -> None:
         super().__init__()
-        self.room = room  # positions allocated beyond those in use, at first
+        self.room = room  # positions allocated at first beyond those in use
         self.buffers: list[Tensor] = []
         self.used = 0
         self.is_initialized = False

@@ -1,10 +1,11 @@
-"""The evaluator: held-out accuracy of policy versions, greedy and sampled, while the run goes on.
+"""The evaluator: held-out accuracy of policy versions, greedy and sampled, during the run.
 
-It is a member of the pool like any other: it receives versions through SHARDCAST, so what it measures is what workers got.
+It is an ordinary member of the pool: it receives versions through SHARDCAST, so it measures what workers received.
 Invariant: the first and the last version are always evaluated, on the same tasks, with the same noise.
 Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,11 @@ from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
-from shoal.tasks.prompt import completion_text, prompt_tokens
+from shoal.tasks.prompt import completion_text, grade, prompt_tokens
 
 IDLE_S = 0.3
+
+log = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -37,7 +40,7 @@ class Evaluator:
         self.tasks = tasks.load(config.tasks)
 
     def run(self, stop: threading.Event) -> str:
-        """Evaluate what is due until the run is finished, or `stop`. Returns which."""
+        """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""
         history = RunHistory()
         while history.add(self.node.get(f"/v1/history?after={history.cursor}", History)):
             pass
@@ -52,12 +55,16 @@ class Evaluator:
                 stop.wait(IDLE_S)
                 continue
             version, final = due
-            self.node.post("/v1/evaluations", self.evaluate(version, final), Ok)
+            found = self.evaluate(version, final)
+            self.node.post("/v1/evaluations", found, Ok)
+            log.info(
+                "version %d is evaluated: greedy %s, sampled %s, n %d", version, found.greedy, found.sampled, found.n
+            )
             done.add(due)
         return "stopped"
 
     def due(self, newest: int | None, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
-        """Which version to evaluate now: the first, then each `every`-th as it comes, then the last."""
+        """The version to evaluate now, and whether it is the last: the first one, then every `every`-th, then the last."""
         every, last = self.config.evaluator.every, self.config.run.steps
         if newest is None:
             return None
@@ -69,12 +76,12 @@ class Evaluator:
         return (newest, False) if is_due else None
 
     def evaluate(self, version: int, final: bool) -> Evaluation:
-        """Accuracy of one version over the held-out tasks (fewer of them between the first and the last)."""
+        """Accuracy of one version on the held-out tasks; versions between the first and the last use fewer tasks."""
         self.node.doing(f"fetching version {version}")
         relays = self.node.answer.relays if self.node.answer else []
         client = Client(relays, self.access, self.cache, keep=1)
         folder, _ = fetch_published(client, version)
-        engine = self.new_engine()  # for this evaluation only: the model leaves memory after it
+        engine = self.new_engine()  # for this evaluation only, so that its memory is freed
         engine.load(folder)
         self.node.policy_version = version
         self.node.doing(f"evaluating version {version}")
@@ -96,6 +103,6 @@ class Evaluator:
             prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
             for task, group in zip(chunk, engine.generate(prompts, seeds, sampling), strict=True):
-                right += self.tasks.grade(task, completion_text(tokenizer, group[0].tokens))
+                right += grade(self.tasks, task, completion_text(tokenizer, group[0].tokens))
                 self.node.tokens += len(group[0].tokens)
         return right / n

@@ -1,15 +1,15 @@
 """Measures what honest work looks like to the validator on this machine, and writes the limits that follow.
 
-Numerics differ between dtypes, batch shapes, packings and thread counts, so an honest worker's proofs and tokens never
-agree exactly. Every worker condition is judged under every validator condition; the worst honest figure of each statistic,
-times a margin, becomes the limit.
+Numerics differ between dtypes, batch shapes, packings and thread counts, so proofs and tokens of an honest worker do not
+agree exactly with the validator's. Every worker condition is judged under every validator condition. The limit of each
+statistic is its worst honest value times a margin.
 
     limits.toml     [validator] limits, for `--with`
     measured.json   every submission's figures, by condition
 
-Measure the policy as it is at first, when it is least sure and logprobs differ most, and a trained one.
-Called by `shoal calibrate`. Left out: other machines. Run it on each kind that will join, and lay the widest limits over
-the config.
+Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.
+Called by `shoal calibrate`. Left out: other machines. Run it on each kind of machine that will join, and use the widest
+limits.
 """
 
 import itertools
@@ -35,12 +35,12 @@ from shoal.protocol.messages import Assignment
 from shoal.rollout.produce import Producer
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
-from shoal.validator.checks import CHEAP, DEAR, first
+from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
 
 RUN = "calibration"
-MARGIN = 1.5  # limit = this times the worst honest figure, but not under the floor below
-TAIL_MARGIN = 3.0  # the same for the mean margin, to which one rare token adds much
+MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger
+TAIL_MARGIN = 3.0  # the same for the mean margin, which one rare token can dominate
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
     "proof_mantissa_mean": ("proof_mantissa_mean", 0.5, MARGIN),
@@ -51,7 +51,7 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
 
 
 class CalibrationError(ShoalError):
-    """Honest work that no limit can save: it fails a check that has none."""
+    """Honest work fails a check that has no limit to adjust."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Checking:
 
 
 def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Checking]]:
-    """What is tried: both dtypes, small and large batches, tight and loose packing, one thread and all.
+    """The conditions to measure: both dtypes, small and large batches, tight and loose packing, one thread and all.
 
-    A config that fixes model.dtype for all machines gets that dtype alone, and tighter limits for it. bf16 is left out
-    where this machine only emulates it, a hundred times slower than fp32.
+    If the config sets model.dtype, only that dtype is measured, which gives tighter limits. bf16 is skipped on machines
+    that only emulate it, a hundred times slower than fp32.
     """
     groups, row_tokens = config.workers.groups_per_submission, config.validator.row_tokens
     dtypes: list[DtypeName] = ["float32", "bfloat16"]
@@ -91,9 +91,9 @@ def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Check
 
 
 def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Path], say: Callable[[str], None]) -> None:
-    """Measure on each of `weights` (none: the config's model), and write both files.
+    """Measure with each of `weights` (none: the config's model), and write both files.
 
-    Raises CalibrationError where honest work fails a check without a limit.
+    Raises CalibrationError if honest work fails a check that has no limit.
     """
     folders = list(weights) or [resolve(config.model.name)]
     generations, checkings = conditions(config, torch.get_num_threads())
@@ -122,7 +122,7 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
         json.dumps({"machine": _machine(), "worst": worst, "rows": measured}, indent=1) + "\n"
     )
     (out / "limits.toml").write_text(
-        f"# {config.model.name}: with a margin over the worst of {len(measured)} honest judgements\n"
+        f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
         + tomli_w.dumps({"validator": limits})
     )
     for name, (limit, _, _) in LIMITS.items():
@@ -130,21 +130,24 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     failed = sum(row["failed_checks"] > 0 for row in measured)
     rollouts = sum(int(row["rollouts"]) for row in measured)
     say(
-        f"under the config's own limits {failed} of {len(measured)} judgements ({rollouts} rollouts) would have rejected"
+        f"the config's own limits would have rejected {failed} of {len(measured)} honest judgements ({rollouts} rollouts)"
     )
 
 
 def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) -> dict[str, float]:
-    """What the dear checks measure on an honest file, whatever their limits say of it."""
+    """What the expensive checks measure on an honest file, whether or not it is within their limits."""
     case = judge.open(asked, worker, data)
     if isinstance(case, Finding):
         raise CalibrationError(f"honest work cannot be read: {case.detail}")
+    examined = judge.examine_cheaply(case)
+    if examined.finding:
+        raise CalibrationError(f"honest work fails a cheap check: {examined.finding.detail}")
     assert judge.rules is not None
-    if finding := first(CHEAP, judge.rules, case):
-        raise CalibrationError(f"honest work fails a cheap check: {finding.detail}")
-    judge.prefill([case])
-    failed = [check.__name__ for check in DEAR if check(judge.rules, case)]
-    return case.evidence | {"failed_checks": float(len(failed)), "rollouts": float(len(case.rows))}
+    case = judge.prefill([examined.case])[0]
+    outcomes = [check(judge.rules, case) for check in EXPENSIVE]
+    figures = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
+    failed = sum(outcome.finding is not None for outcome in outcomes)
+    return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows))}
 
 
 def _machine() -> dict[str, str | int]:
@@ -164,7 +167,7 @@ def _producer(config: Config, generation: Generation, identity: Identity, folder
 
 
 class _InParts(Producer):
-    """Decodes so many groups together: another batch shape, and with it other rounding."""
+    """Decodes `groups` groups at a time: another batch shape, and so other rounding."""
 
     groups = 1
 

@@ -1,9 +1,9 @@
-"""The processes of a run as children of `shoal run`: started, started again when they die, stopped together.
+"""The processes of a run as children of `shoal run`: started, restarted when they die, stopped together.
 
-Each runs a `shoal` command, as it would on a machine of its own. Where forking is safe they are forked from one process
-that has imported everything they need (`preload`): importing PyTorch and transformers five times takes a laptop ten
-seconds, and a quarter of a gigabyte each. Elsewhere each is a new interpreter.
-Invariant: after `stop_all` no child is left. Called by `swarm`; each child ends by itself when this process is gone
+Each child runs a `shoal` command, as it would on its own machine. If forking is safe, children are forked from one process
+that has imported everything they need (`preload`): otherwise each would spend ten seconds of a laptop's time and a quarter
+of a gigabyte on importing PyTorch and transformers. If not, each child is a new interpreter.
+Invariant: after `stop_all` no child is left. Called by `swarm`; each child ends when this process is gone
 (`process.follow`). Never imports torch.
 """
 
@@ -25,10 +25,13 @@ from shoal.launch import process
 
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 LONGEST_BACKOFF_S = 8.0
-EVICTED, USAGE = 3, 2  # exit statuses of a child, see cli
+# The tracker of multiprocessing's semaphores removes those of a killed child; it need not say so after the prompt.
+QUIET = "ignore:resource_tracker:UserWarning"
+MAX_WORDS = 1000  # characters of a child's last line that an error repeats
+USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli
 
-# Of every child: memory goes back to the system in large pieces only (fewer page faults), idle threads sleep, and no
-# library starts threads while it is imported; each role then takes its share of the cores (`--threads`).
+# For every child: only large pieces of memory go back to the system (fewer page faults), idle threads sleep, and no library
+# starts threads during its import. Each role then takes its share of the cores (`--threads`).
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
@@ -40,12 +43,12 @@ ENVIRONMENT = {
 
 
 class ChildError(ShoalError):
-    """A process of the run that does not stay up; the message says which, why, and where its log is."""
+    """A process of the run that keeps failing; the message says which, why, and where its log is."""
 
 
 @dataclass
 class Child:
-    """One process, and what it takes to start it again."""
+    """One process, with what is needed to restart it."""
 
     name: str
     command: list[str]
@@ -55,7 +58,7 @@ class Child:
     restarts: int = 0
     start_at_s: float = 0.0
     process: BaseProcess | None = None
-    ended: bool = False  # on purpose: done, or evicted
+    ended: bool = False  # as intended: it is done, or evicted
 
     def start(self) -> None:
         arguments = (self.module, self.command, self.log)
@@ -63,7 +66,7 @@ class Child:
         self.process.start()
 
     def exit_status(self) -> int | None:
-        """Negative: the signal that ended it. None while it runs, and before it is started."""
+        """Negative: the signal that ended it. None while it runs, and before its start."""
         return self.process.exitcode if self.process else None
 
     def last_line(self) -> str:
@@ -71,17 +74,20 @@ class Child:
         return lines[-1] if lines else "nothing in its log"
 
     def last_words(self) -> str:
-        return self.last_line()[-300:]
+        """The beginning of its last line: an error's message starts with what failed."""
+        line = self.last_line()
+        return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}…"
 
 
 class Children:
-    """`device` is what the children compute on: CUDA fails in some forked processes, so none that uses it is forked."""
+    """`device`: where the children compute. CUDA fails in some forked processes, so with CUDA none is forked."""
 
     def __init__(self, logs: Path, max_restarts: int, device: str) -> None:
         self.logs = logs
         self.max_restarts = max_restarts
         self.all: list[Child] = []
         os.environ.update(ENVIRONMENT)  # the libraries read it when a process starts
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), QUIET]))
         forks = sys.platform == "linux" and device == "cpu"
         self.context: BaseContext = multiprocessing.get_context("forkserver" if forks else "spawn")
         self.context.set_forkserver_preload(["shoal.launch.preload"])
@@ -93,7 +99,7 @@ class Children:
         return child
 
     def run(self, name: str, command: list[str]) -> str:
-        """Run a `shoal` command to its end; returns the last line it printed. Raises ChildError where it fails."""
+        """Run a `shoal` command to its end. Returns the last line it printed. Raises ChildError if it fails."""
         child = Child(name, command, "shoal.cli", self.logs / f"{name}.log", self.context)
         child.start()
         assert child.process is not None
@@ -106,14 +112,14 @@ class Children:
         return child.last_line()
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name, of those that are started (they may have ended since)."""
+        """Process ids by name of the children that were started (they may have ended since)."""
         return {child.name: child.process.pid for child in self.all if child.process and child.process.pid}
 
     def restarts(self) -> dict[str, int]:
         return {child.name: child.restarts for child in self.all}
 
     def revive(self, say: Callable[[str], None]) -> None:
-        """Start those that died once more, later each time. Raises ChildError for one that died too often."""
+        """Restart children that died, with a longer pause each time. Raises ChildError if a restart does not help."""
         for child in self.all:
             self._revive(child, say)
 
@@ -130,7 +136,9 @@ class Children:
         if code in (0, EVICTED):
             child.ended = True
             return
-        if code == USAGE or child.restarts >= self.max_restarts:
+        if code in (USAGE, LASTING):
+            raise ChildError(f"{child.name} cannot run: {child.last_words()} (see {child.log})")
+        if child.restarts >= self.max_restarts:
             raise ChildError(f"{child.name} ended {child.restarts + 1} times: {child.last_words()} (see {child.log})")
         backoff_s = min(0.5 * 2**child.restarts, LONGEST_BACKOFF_S)
         child.restarts += 1
@@ -151,7 +159,7 @@ class Children:
 
 
 def _become(module: str, command: list[str], log: Path) -> None:
-    """In the child: a session of its own, its output in its log, the command as its title; then the command itself."""
+    """In the child: start a new session, write output to the log, set the title; then run the command."""
     starter, forker = multiprocessing.parent_process(), os.getppid()
     assert starter is not None
     process.follow(lambda: starter.is_alive() and os.getppid() == forker)

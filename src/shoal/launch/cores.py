@@ -1,7 +1,7 @@
-"""How the cores of one machine are shared out among the processes of a run.
+"""How the processes of a run share the cores of one machine.
 
-Invariant: every role that computes gets a thread, and together they get no more than there are cores, where it goes.
-Called by `swarm`.
+Invariant: every role that computes gets at least one thread; together they get at most the core count, when possible.
+Called by `members` and `swarm`.
 """
 
 import os
@@ -10,14 +10,14 @@ from shoal.config import Config
 
 
 def available_cores(wanted: int) -> int:
-    """Cores to share out: `wanted`, or all that this process may use."""
+    """The number of cores to share: `wanted`, or all that this process may use if it is 0."""
     return wanted or len(os.sched_getaffinity(0))
 
 
 def share_threads(config: Config, cores: int) -> dict[str, int]:
-    """Threads for each role that computes: at least one each, and no more together than there are cores, where it goes.
+    """Threads for each role that computes: at least one, and together at most `cores`, when possible.
 
-    With async level 0 learning and generating take turns, so each phase gets all cores.
+    With async level 0, learning and generating take turns, so each phase gets all cores.
     """
     if config.coordinator.async_level == 0:
         return {"learner": cores, "validator": 1, "worker": max(1, cores // config.workers.count), "evaluator": 1}

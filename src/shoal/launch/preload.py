@@ -1,13 +1,13 @@
-"""Imported once by the process from which the children of `shoal run` are forked: what the roles need, and heavy.
+"""The heavy imports of all roles, done once by the process from which the children of `shoal run` are forked.
 
-What is not named here is imported by the child that needs it. Nothing here may start a thread or compute.
+Invariant: nothing here starts a thread or computes. Other modules are imported by the child that needs them.
 """
 
 import gc
 import signal
 from importlib import import_module
 
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for `shoal run`, which ends its children
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # `shoal run` handles Ctrl-C and stops its children
 
 for module in (
     "shoal.roles.origin",
@@ -24,4 +24,4 @@ for module in (
     import_module(module)
 
 gc.collect()
-gc.freeze()  # the children's collectors leave these pages alone, so that they stay shared
+gc.freeze()  # the garbage collectors of children do not touch these pages, so they stay shared

@@ -1,8 +1,11 @@
-"""What has to be there before a run: the model in the cache, and the dtype this machine computes in.
+"""What a run needs before it starts: the model in the cache, tasks, a chat template, a device, a dtype for this machine.
 
-Called by `shoal prepare`, `shoal sft` and, in a process of its own, by `shoal run`, which itself never imports torch.
+Invariant: what can be found wrong without starting the pool is found wrong here, with one clear error.
+Called by `shoal prepare`, `shoal sft` and, as a child process, by `shoal run`, which never imports torch itself.
 """
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +13,48 @@ from shoal import tasks
 from shoal.config import Config, ConfigError
 from shoal.launch.check import check_length
 from shoal.model import dtype, sources
+from shoal.model.load import load_tokenizer
+from shoal.tasks.prompt import prompt_tokens
 
 
 def prepare(config: Config) -> dict[str, Any]:
-    """Fetch, convert or train the model and pick the dtype. Returns both, with the measured GFLOP/s.
+    """Fetch, convert or train the model and pick the dtype. Returns its folder and size, the dtype and the GFLOP/s.
 
-    Raises ConfigError, ModelNotFoundError.
+    Raises ConfigError, DeviceError, ModelNotFoundError, ChatTemplateError.
     """
+    dtype.check_device(config.model.device)
     try:
-        tasks.load(config.tasks)
+        loaded = tasks.load(config.tasks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
+    prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
-    return {"folder": str(folder), "dtype": picked, "gflops": {k: round(v, 1) for k, v in gflops.items()}}
+    return {
+        "folder": str(folder),
+        "parameters": count_parameters(folder),
+        "dtype": picked,
+        "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
+    }
 
 
 def model_folder(name: str) -> Path:
-    """The folder of model `name`, made first where it is `bundled:tiny` and not there yet."""
+    """The folder of model `name`. `bundled:tiny` is trained first if it does not exist yet."""
     if name == sources.TINY and not (sources.tiny_dir() / "config.json").exists():
         from shoal.sft.tiny import train_tiny
 
         train_tiny()
     return sources.resolve(name)
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in the folder's safetensors files, read from their headers."""
+    return sum(_parameters_in(file) for file in folder.glob("*.safetensors"))
+
+
+def _parameters_in(file: Path) -> int:
+    """The format's header: its length as 8 bytes, then JSON with the shape of each tensor."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,8 +1,7 @@
-"""What every process of a run does around its own loop: threads, logging, signals, and ending with its parent.
+"""What every process of a run has in common: threads, logging, signals, and ending with its parent.
 
-Called by `cli` for each role, by `children`, and by `swarm` for its own signals.
-Invariant: a process that follows another ends by itself when that one is gone, so that `shoal run` killed -9 leaves
-nothing behind.
+Invariant: a process that follows another one ends when that one is gone, so `shoal run` leaves nothing behind even when it
+is killed -9. Called by `cli` for each role, by `children`, and by `swarm` for its own signals.
 """
 
 import logging
@@ -23,7 +22,7 @@ class Interrupted(Exception):
 
 
 def begin(name: str, *, threads: int) -> threading.Event:
-    """Set the process up; returns the event that SIGTERM and SIGINT set. `threads` 0: all cores."""
+    """Set up logging, signals and threads. Returns the event that SIGTERM and SIGINT set. `threads` 0: all cores."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
@@ -40,13 +39,13 @@ def begin(name: str, *, threads: int) -> threading.Event:
 
 
 def follow(alive: Callable[[], bool]) -> None:
-    """End this process once `alive()`, asked twice a second, says that the one it belongs to is gone."""
+    """End this process when `alive()`, called twice a second, is false: the process it belongs to is gone."""
     threading.Thread(target=_end_with, args=(alive,), daemon=True, name="parent").start()
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within this, the first SIGINT or SIGTERM raises Interrupted in the main thread, and further ones are ignored."""
+    """The first SIGINT or SIGTERM raises Interrupted in the main thread; later ones are ignored."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not break the clean-up

@@ -1,7 +1,7 @@
 """`shoal run`: starts every process of a run on this machine, watches them, and stops them.
 
-The processes are the same commands that run on separate machines, speaking HTTP on loopback. This one holds no state that
-a run needs: it can be killed, and its children end with it.
+The processes are the same commands that run on separate machines, and they speak HTTP on loopback. This one holds no state
+that a run needs: it can be killed, and its children end with it.
 Invariant: when it returns, no child is left. Called by `cli`. It never imports torch.
 """
 
@@ -10,59 +10,44 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 import httpx
 from rich.console import Console
 
 from shoal import config as config_module
-from shoal.config import Cheat, Config
+from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.launch.children import Child, Children
-from shoal.launch.cores import available_cores, share_threads
+from shoal.files import copy_tree
+from shoal.launch import disk, members
+from shoal.launch.children import Children
+from shoal.launch.clean import remove_caches
+from shoal.launch.cores import available_cores
+from shoal.launch.folder import locked, stopped_run
+from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.launch.memory import Peaks
 from shoal.launch.process import Interrupted, signals_interrupt
-from shoal.protocol.history import RunHistory
+from shoal.launch.watch import Watch
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import Role, Status
-from shoal.protocol.watch import PoolWatch, UnreachableError
-from shoal.tracking.report import summary_table, write_report
-from shoal.view import LiveView
+from shoal.protocol.messages import Status
+from shoal.protocol.watch import PoolWatch
+from shoal.tracking.record import read_evaluations
+from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
+from shoal.view import LiveView, no_signal, sample_lines
 
 POLL_S = 0.3
 START_S = 60.0  # for the coordinator to listen
-INVITE_S = 30 * 86_400
+SHOWN_SAMPLES = 5
+
+__all__ = ["Swarm", "SwarmError", "stopped_run"]
 
 
 class SwarmError(ShoalError):
-    """The run could not start or go on; the message says why and where to look."""
-
-
-@dataclass
-class Seen:
-    """What the watch remembers from one look to the next."""
-
-    status: Status | None = None
-    history: RunHistory = field(default_factory=RunHistory)
-    progress: tuple[int, int] = (-1, -1)
-    progress_s: float = field(default_factory=time.monotonic)
-    peaks: Peaks = field(default_factory=Peaks)
-
-
-def stopped_run(folder: Path) -> tuple[str, str]:
-    """(name, coordinator's address) of the run in `folder`. Raises SwarmError where there is none."""
-    try:
-        found = json.loads((folder / "coordinator" / "coordinator.json").read_text())
-        return found["run"], found["url"]
-    except (OSError, ValueError, KeyError) as error:
-        raise SwarmError(f"{folder} holds no run to go on with: its coordinator never listened") from error
+    """The run cannot start or continue; the message says why and where to look."""
 
 
 class Swarm:
-    """`address` is where the coordinator of a run that goes on listened: its members know no other."""
+    """`address`: where the coordinator of a resumed run listened. Its members know no other address."""
 
     def __init__(self, config: Config, run: str, out: Path, address: str = "") -> None:
         self.config = config
@@ -70,63 +55,93 @@ class Swarm:
         self.out = out.resolve()
         self.url = address
         self.resume = bool(address)
-        self.client = httpx.Client(timeout=5)
-        self.watch = PoolWatch(address, self.client)
         self.console = Console()
+        self.view = LiveView(self.console)
         self.cores = available_cores(config.run.threads)
         self.children = Children(self.out / "logs", config.run.max_restarts, config.model.device)
-        self.seen = Seen(history=self.watch.history)
-        self.view = LiveView(self.console)
+        self.pool = PoolWatch(address, httpx.Client(timeout=5))
+        self.peaks = Peaks()
+        self.legs: list[Leg] = []
+        self.started_s = 0.0
+        self.status: Status | None = None  # the newest
 
     def run(self) -> int:
-        """The whole run. Returns the exit status.
-
-        Raises SwarmError or ChildError where the run could not be finished.
-        """
-        started_s = time.monotonic()
+        """The whole run. Returns the exit status. Raises ShoalError if the run could not be finished."""
+        if self.resume and self._is_finished():
+            return 0
         self._make_folder()
-        with signals_interrupt():
+        with locked(self.out):
             try:
-                self.config = self._prepare()
-                self._start_all()
-                self._watch()
+                with signals_interrupt():
+                    self._train()
             except Interrupted:
-                self.console.print("stopping")
+                self.console.print(f"stopped{self._how_to_resume()}", soft_wrap=True, highlight=False)
                 return 130
-            finally:
-                self.children.stop_all()
-                self.client.close()
-        self._finish(time.monotonic() - started_s)
+            except (ShoalError, OSError) as error:
+                self._show_samples()
+                raise SwarmError(f"{disk.explain(error, self.out)}{self._how_to_resume()}") from error
+            self._finish()
         return 0
 
+    def _train(self) -> None:
+        """Start everything and watch it until the run has finished. No child is left afterwards."""
+        self.started_s = time.monotonic()
+        self.legs = [*read_legs(self.out), Leg()]
+        try:
+            self._prepare()
+            self._start_all()
+            self._watch()
+        except Interrupted:
+            self.console.print("stopping")
+            raise
+        finally:
+            self.children.stop_all()
+            self.pool.client.close()
+            if self.children.all:
+                self._save_leg()
+
     # --- before ------------------------------------------------------------------------------------------------------
+
+    def _is_finished(self) -> bool:
+        """Whether the resumed run has nothing left to do; says so."""
+        finals = [found.version for found in read_evaluations(self.out) if found.final]
+        if not finals or max(finals) < self.config.run.steps or not (self.out / SUMMARY).exists():
+            return False
+        self.console.print(summary_table(json.loads((self.out / SUMMARY).read_text()), self.out))
+        more = f"shoal run --resume {self.out} --set run.steps={max(finals) + self.config.run.steps}"
+        self.console.print(f"the run has trained its {max(finals)} steps; to train more: {more}", soft_wrap=True)
+        return True
 
     def _make_folder(self) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if not self.resume and any(self.out.iterdir()):
-                raise SwarmError(f"{self.out} is not empty; choose another folder with --out, or go on with --resume")
+                raise SwarmError(
+                    f"{self.out} is not empty; choose another folder with --out, or resume it with --resume"
+                )
             (self.out / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise SwarmError(
                 f"cannot write to {self.out}: {error.strerror}; choose another folder with --out"
             ) from error
 
-    def _prepare(self) -> Config:
-        """Model and dtype, found by a process of its own; the resolved config is saved with the run."""
+    def _prepare(self) -> None:
+        """Have the model fetched and the dtype measured, check the disk, and save the resolved config with the run."""
         path = self.out / "config.toml"
         path.write_text(config_module.dumps(self.config))
-        self.console.print(f"[dim]preparing {self.config.model.name} (the first time takes a minute)[/dim]")
-        words = self.children.run("prepare", ["prepare", str(path), "--threads", str(self.cores)])
-        found = json.loads(words)
+        self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
+        found = json.loads(self.children.run("prepare", ["prepare", str(path), "--threads", str(self.cores)]))
         model = self.config.model.model_copy(update={"dtype": found["dtype"]})
-        resolved = self.config.model_copy(update={"model": model})
-        path.write_text(config_module.dumps(resolved))
+        self.config = self.config.model_copy(update={"model": model})
+        path.write_text(config_module.dumps(self.config))
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
-        self.console.print(
-            f"[dim]computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else "") + "[/dim]"
+        self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
+        needs, free = disk.needs(self.config, found["parameters"]), disk.free_bytes(self.out)
+        self._note(
+            f"disk: up to {disk.gigabytes(needs.peak_bytes)} during the run, up to {disk.gigabytes(needs.kept_bytes)} "
+            f"after it, {disk.gigabytes(free)} free"
         )
-        return resolved
+        disk.check_space(self.out, needs, free)
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -135,48 +150,22 @@ class Swarm:
         host = self.config.coordinator.host
         if not self.url:
             self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
-        self.watch.url = self.url
-        port = self.url.rpartition(":")[2]
-        command = ["coordinator", str(self.out / "config.toml"), "--run", self.run_name, "--port", port]
-        command += ["--record", str(self.out)]
-        self._wait_for(self._add("coordinator", *command, threads=1))
+        self.pool.url = self.url
+        self.watch = Watch(self.config, self.out, self.pool)
+        self.children.start("coordinator", members.coordinator_command(self.run_name, self.out, self.url))
+        self._wait_for_coordinator()
+        for member in members.members(self.config):
+            members.invite(member, identity, self.run_name, self.url, self.out)
+            command = members.command(member, self.config, self.out, self.cores)
+            self.children.start(member.name, command, members.module_of(member.command))
 
-        threads = share_threads(self.config, self.cores)
-
-        def add(role: Role, name: str, *more: str, cheat: str = "") -> None:
-            folder = self.out / name
-            folder.mkdir(mode=0o700, exist_ok=self.resume)
-            if not (folder / "invite").exists():  # a member that comes again is known by the one it has
-                expires_s = int(time.time()) + INVITE_S
-                invite = make_invite(
-                    identity, url=self.url, run=self.run_name, role=role, name=name, expires_s=expires_s
-                )
-                invite.save(folder / "invite")
-            self._add(name, cheat or role, "--join", str(folder / "invite"), *more, threads=threads.get(role, 1))
-
-        add("learner", "learner")
-        add("origin", "origin", "--watch", str(self.out / "learner" / "versions"))
-        for i in range(self.config.relays.count):
-            add("relay", f"relay-{i}")
-        for i in range(self.config.validator.count):
-            add("validator", f"validator-{i}" if self.config.validator.count > 1 else "validator")
-        for i in range(self.config.workers.count):
-            add("worker", f"worker-{i}")
-        lies = self.config.workers.cheat
-        for i, lie in enumerate(lies):
-            add("worker", f"cheater-{i}" if len(lies) > 1 else "cheater", cheat=lie)
-        add("evaluator", "evaluator")
-
-    def _add(self, name: str, *command: str, threads: int) -> Child:
-        module = "shoal.adversary.cheats" if command[0] in get_args(Cheat) else "shoal.cli"
-        return self.children.start(name, [*command, "--dir", str(self.out / name), "--threads", str(threads)], module)
-
-    def _wait_for(self, coordinator: Child) -> None:
+    def _wait_for_coordinator(self) -> None:
+        coordinator = self.children.all[0]
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s:
             if coordinator.exit_status() is not None:
                 raise SwarmError(f"the coordinator did not start: {coordinator.last_words()}")
-            if self._look() is not None:
+            if self.watch.look() is not None:
                 return
             time.sleep(0.1)
         raise SwarmError(
@@ -186,70 +175,76 @@ class Swarm:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the last version is evaluated: show the state, restart what died, keep the metrics."""
-        with self.view as view:
+        """Show the state, restart processes that died, and measure, until the last version is evaluated."""
+        with self.view:
             while True:
-                status = self._look()
+                status = self.watch.look()
                 if status is not None:
-                    view.update(status, self.seen.history)
-                    self._remember(status)
+                    self.status = status
+                    self.view.update(status, self.pool.history)
                     if status.state == "finished":
                         return
+                self._measure()
                 self.children.revive(self._say)
-                stalled_s = time.monotonic() - self.seen.progress_s
-                if stalled_s > self.config.run.stall_s:
-                    raise SwarmError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
+                self.watch.check()
                 time.sleep(POLL_S)
 
-    def _look(self) -> Status | None:
-        """The coordinator's view of the run; None while it is away (it may be restarting)."""
-        try:
-            return self.watch.look()
-        except UnreachableError:
-            return None
+    def _measure(self) -> None:
+        """Keep the figures of this leg on disk, so that they survive this process."""
+        if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
+            self._save_leg()
 
-    def _remember(self, status: Status) -> None:
-        seen = self.seen
-        seen.peaks.weigh(self.children.pids() | {"shoal run": os.getpid()})
-        known = len(seen.history.metrics) + len(seen.history.evaluations)
-        progress = (known, sum(node.accepted for node in status.nodes))
-        if progress != seen.progress:
-            seen.progress, seen.progress_s = progress, time.monotonic()
-        seen.status = status
+    def _save_leg(self) -> None:
+        self.legs[-1] = Leg(
+            wall_s=time.monotonic() - self.started_s,
+            restarts=self.children.restarts(),
+            peak_rss_bytes=self.peaks.rss_bytes,
+            peak_together_bytes=self.peaks.together_bytes,
+        )
+        write_legs(self.out, self.legs)
 
     def _say(self, line: str) -> None:
-        """Tell the person who watches, and who reads the logs later."""
+        """Tell the person who watches, and whoever reads the logs later."""
         self.view.log(line)
         with (self.out / "logs" / "run.log").open("a") as log:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
-    def _who_waits(self) -> str:
-        nodes = self.seen.status.nodes if self.seen.status else []
-        waiting = [f"{node.name} is waiting for {node.stats.doing}" for node in nodes if node.stats.waiting]
-        return "; ".join(waiting) or f"see {self.out / 'logs'}"
+    def _note(self, line: str) -> None:
+        self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, wall_s: float) -> None:
-        """The trained model, the report and the table."""
-        versions = sorted((self.out / "learner" / "versions").glob("v*"))
-        shutil.rmtree(self.out / "model", ignore_errors=True)  # of a run that is resumed with more steps
-        shutil.copytree(versions[-1], self.out / "model")
-        status = self.seen.status
-        if status is None:
-            raise SwarmError(f"the coordinator was never heard of; see {self.out / 'logs'}")
+    def _show_samples(self) -> None:
+        """What the model wrote last, for a run that learned nothing."""
+        if self.status is None or not no_signal(self.status.signal):
+            return
+        for line in sample_lines(self.pool.history.samples[-SHOWN_SAMPLES:]):
+            self.view.log(line)
+
+    def _how_to_resume(self) -> str:
+        if not (self.out / "coordinator" / "coordinator.json").exists():
+            return ""
+        return f"; resume with: shoal run --resume {self.out}"
+
+    def _finish(self) -> None:
+        """The trained model, the report and the table; then free what is no longer needed."""
+        assert self.status is not None
+        shutil.rmtree(self.out / MODEL, ignore_errors=True)  # of a run that is resumed with more steps
+        copy_tree(sorted((self.out / "learner" / "versions").glob("v*"))[-1], self.out / MODEL)
+        legs = total(self.legs)
         summary = write_report(
             self.out,
             config=self.config,
-            status=status,
-            history=self.seen.history,
-            seed=self.config.run.seed,
-            wall_s=wall_s,
-            restarts=self.children.restarts(),
-            peak_rss_bytes=self.seen.peaks.rss_bytes,
-            peak_together_bytes=self.seen.peaks.together_bytes,
+            status=self.status,
+            history=self.pool.history,
+            wall_s=legs.wall_s,
+            restarts=legs.restarts,
+            peak_rss_bytes=legs.peak_rss_bytes,
+            peak_together_bytes=legs.peak_together_bytes,
         )
+        freed = remove_caches(self.out, self.config.learner.keep_every)
         self.console.print(summary_table(summary, self.out))
+        self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
 
 
 def _free_port(host: str) -> int:

@@ -1,11 +1,11 @@
-"""Group advantages, a pure function of rewards.
+"""Group advantages: a pure function of rewards.
 
 Source: GRPO (arXiv 2402.03300); without the division by std as in Dr. GRPO (arXiv 2503.20783) and INTELLECT-2.
 """
 
 from torch import Tensor
 
-EPSILON = 1e-6  # of the std that is divided by
+EPSILON = 1e-6  # added to the std
 
 
 def group_advantages(rewards_G: Tensor, *, normalize_std: bool) -> Tensor:

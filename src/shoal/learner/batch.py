@@ -1,6 +1,6 @@
-"""Groups as training data: with advantages, packed into rows that are computed one at a time.
+"""Groups as training data: with advantages, and packed into rows that are computed one at a time.
 
-Invariant: every completion token of every group comes exactly once, whatever the row's budget.
+Invariant: every completion token of every group appears exactly once, for any row length.
 Called by the learner's loop.
 """
 
@@ -24,12 +24,12 @@ class MicroBatch:
     pack: Pack
     behaviour_N: Tensor
     advantage_N: Tensor
-    rollout_N: Tensor  # int64: tokens of one rollout have one number, counted from 0
+    rollout_N: Tensor  # int64: the number of each token's rollout, from 0
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tree that fits a row, with what training needs of its completions."""
+    """A tree that fits a row, with the logprobs and advantages of its completions."""
 
     tree: Tree
     behaviour: list[list[float]]
@@ -37,12 +37,17 @@ class _Part:
 
 
 def teaching(groups: Sequence[Group], loss: LossSection) -> list[Group]:
-    """The groups that have a gradient. Where neither KL nor entropy counts, those of equal rewards have none."""
+    """The groups that have a gradient. Groups of equal rewards have none if both beta and entropy are 0."""
     return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
 def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bool) -> list[MicroBatch]:
-    """The groups' trees in as few rows of `row_tokens` positions as best fit finds."""
+    """The groups' trees in rows of `row_tokens` positions, filled by best fit.
+
+    Rows are longer if a prompt and one of its completions need it: what the validator accepted can be trained on.
+    """
+    longest = max((len(group.prompt) + max(map(len, group.completions)) for group in groups), default=0)
+    row_tokens = max(row_tokens, longest)
     parts = [part for group in groups for part in _parts(group, row_tokens, normalize_std)]
     rows = assign_rows([part.tree.n_tokens for part in parts], row_tokens)
     return [_micro_batch([parts[i] for i in row]) for row in rows]

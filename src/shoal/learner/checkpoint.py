@@ -1,17 +1,18 @@
-"""The learner's memory across restarts: fp32 masters, optimizer state, counters, and what was trained on.
+"""Checkpoints of the learner: fp32 masters, optimizer state, counters, random state, and what was trained on.
 
-Written by torch.distributed.checkpoint as safetensors, each rank its own shards, in the background: the next step waits
-for its batch and takes its gradients meanwhile, and only the next optimizer step, which would change what is being
-written, waits for the end. So nothing is copied. Any number of ranks can read what any other number wrote.
-Invariant: a checkpoint folder appears whole (temporary name, fsync, rename) or not at all; nothing is unpickled (DCP's own
-file format keeps a pickle, its Hugging Face format doesn't).
-Called by the learner's loop. Paper of the format's idea: ByteCheckpoint (arXiv 2407.20143).
+torch.distributed.checkpoint writes them as safetensors in the background, each rank its own shards. Meanwhile the learner
+waits for its next batch and computes gradients. Only the next optimizer step, which would change the tensors being
+written, waits for the end, so no tensor is copied. Any number of ranks can read what any other number wrote.
+Invariant: writing a checkpoint does not change training. A checkpoint folder appears whole (temporary name, fsync, rename)
+or not at all. Nothing is unpickled: DCP's own format holds a pickle, its Hugging Face format does not.
+Called by the learner's loop. The idea of the format: ByteCheckpoint (arXiv 2407.20143).
 """
 
 import json
 import logging
 import shutil
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,8 +31,9 @@ from shoal.files import fsync
 from shoal.learner.policy import Policy
 
 PROGRESS = "progress.json"
-RNG = "rng_state"  # of torch on the CPU
-FILE_BYTES = 24 << 20  # of tensors in one file, which is copied in memory to be written: small copies reuse that
+RNG = "rng_state"  # torch's, on the CPU
+STEPS = "steps"  # AdamW's own count of updates for each master; it leaves out updates without a gradient
+FILE_BYTES = 24 << 20  # tensors per file; a file is copied in memory to be written, and small copies reuse memory
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -39,17 +41,22 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", modul
 
 @dataclass
 class Progress:
-    """Where training stands: so many steps are done, so the policy is version `step`."""
+    """How far training is. `step` steps are done, so the policy is version `step`."""
 
     step: int = 0
     updates: int = 0
     skipped_in_row: int = 0
-    version_digest: str = ""  # BLAKE3 of that version's weights file; empty where none was published yet
+    version_digest: str = ""  # BLAKE3 of that version's weights file; empty before it is published
     trained: list[str] = field(default_factory=list)  # submissions, in order: the position in the data
+
+    def advance(self, submissions: Iterable[str]) -> None:
+        """One more step is done, trained on groups of `submissions`."""
+        self.step += 1
+        self.trained += dict.fromkeys(submissions)
 
 
 class _NoCopy(AsyncStager):
-    """Hands the tensors themselves to the writer: who changes them waits for it first."""
+    """Gives the writer the live tensors. Whoever changes them must wait for it first."""
 
     _synchronize_after_execute = False
 
@@ -81,7 +88,7 @@ class Checkpoints:
         if self.ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        self.ranks.tell(b"")  # the folder is there
+        self.ranks.broadcast(b"")  # the folder exists
         tensors = self._tensors()
         future = async_save(
             tensors,
@@ -92,10 +99,13 @@ class Checkpoints:
         )
         assert isinstance(future, Future)
         progress.updates, progress.skipped_in_row = self.policy.updates, self.policy.skipped_in_row
-        self._writing = future, replace(progress, trained=[*progress.trained])  # a copy: the caller's goes on
+        self._writing = (
+            future,
+            replace(progress, trained=[*progress.trained]),
+        )  # a copy: the caller continues to change it
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written, if any, and give it its name. Raises OSError where the disk refused."""
+        """Wait for the checkpoint being written, if any, and give it its name. Raises OSError if the disk refused."""
         if self._writing is None:
             return
         (future, progress), self._writing = self._writing, None
@@ -116,10 +126,10 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self) -> Progress:
-        """Load the newest whole checkpoint into the policy. Returns where it stands; a fresh Progress for none."""
+        """Load the newest whole checkpoint into the policy and return its progress, or a new Progress without one."""
         complete = self._complete()
         for half in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
-            log.warning("ignoring %s: it was being written when the learner ended", half)
+            log.warning("ignoring %s: the learner ended while it was being written", half)
         if not complete:
             return Progress()
         newest = complete[-1]
@@ -132,23 +142,32 @@ class Checkpoints:
             process_group=self.ranks.checkpoint_group,
             no_dist=self.ranks.size == 1,
         )
+        if STEPS in tensors:
+            for master, step in zip(self.policy.masters.values(), tensors[STEPS], strict=True):
+                self.policy.optimizer.state[master]["step"].copy_(step)
         self.policy.round()
         torch.set_rng_state(tensors[RNG])
         return progress
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Masters and optimizer state by name; the optimizer's is made where it has not stepped yet but will be read."""
+        """Masters and optimizer state by name: the live tensors, except for the random state and `STEPS`."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         for name, master in self.policy.masters.items():
             tensors[f"model.{name}"] = master.detach()
-            if not self.policy.updates:
-                continue
-            state = self.policy.optimizer.state[master]
-            if not state:
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            state["step"] = torch.tensor(float(self.policy.updates), device=master.device)
-            tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+        if self.policy.updates:
+            states = {name: self._optimizer_state(master) for name, master in self.policy.masters.items()}
+            tensors[STEPS] = torch.stack([state["step"].cpu() for state in states.values()])
+            for name, state in states.items():
+                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
         return tensors
+
+    def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
+        """The live state of one master. Before its first update it is made here as AdamW would make it."""
+        state: dict[str, Tensor] = self.policy.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f".{_name(step)}"
@@ -167,7 +186,7 @@ def _name(step: int) -> str:
 
 
 def _files(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Which file, counted from 1, each tensor goes to."""
+    """The number of the file, from 1, that each tensor goes to."""
     numbers, number, used_bytes = {}, 1, 0
     for name, tensor in tensors.items():
         size_bytes = tensor.numel() * tensor.element_size()

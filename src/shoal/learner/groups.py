@@ -1,21 +1,30 @@
-"""The groups of one step: accepted files, downloaded and checked again here, because what trains is believed by nobody.
+"""The groups of one step: accepted files, downloaded and verified again. The learner trusts no other process.
 
-Invariant: every row is under a registered validator's signature and within the async level. A file that breaks the schema
-is put aside under its name and the step goes on without it.
-Called by the learner's loop on the leading rank; `encode` and `decode` carry groups to the others.
+Invariant: every row is signed by a registered validator, is within the async level, and holds possible values. A file that
+breaks the schema is quarantined under its name, and groups that are too old or implausible are left out and counted; the
+step continues without them.
+Called by the learner's loop on the leading rank. `encode` and `decode` carry groups to the other ranks.
 """
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.files import write_file
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
+
+# Seeded sampling (`model.sampling`) never draws a token whose logprob is below about -20. The rest is for numerics.
+LOWEST_LOGPROB = -50.0
+HIGHEST_LOGPROB = 1e-3
+LARGEST_REWARD = 1e6
+LONGEST_PROMPT = 1 << 17  # tokens; bounds what reading an accepted file may allocate
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +41,7 @@ class Group:
     policy_version: int
     prompt: list[int]
     completions: list[list[int]]
-    behaviour: list[list[float]]  # logprobs under the version that sampled, as the validator computed them
+    behaviour: list[list[float]]  # logprobs under the sampling version, from the accepted file
     rewards: list[float]
 
     @property
@@ -42,16 +51,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Fetched:
+    """The groups to train on, and how many groups of the batch were left out, by reason."""
+
     groups: list[Group]
-    refused: int  # groups older than the async level
-    quarantined: int  # groups of files that break the schema
+    refused: int = 0  # older than the async level
+    quarantined: int = 0  # in files that break the schema
+    implausible: int = 0  # with a logprob or reward that cannot be true
 
 
 def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched:
-    """Download and check a full batch. Raises BatchError where none of it may be trained on."""
+    """Download and verify a full batch. Raises BatchError if a file is not of this run, or if no group is left."""
     validators = set(node.descriptor().keys.get("validator", []))
     files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
-    groups, refused, quarantined = [], 0, 0
+    groups, refused, quarantined, implausible = [], 0, 0, 0
     for member in batch.groups:
         if member.submission not in files:
             files[member.submission] = _read(node, member.submission, config, quarantine)
@@ -63,25 +75,46 @@ def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched
         if batch.step - file.header.policy_version > config.coordinator.async_level:
             refused += 1
             continue
-        groups.append(_group(file, member.submission, member.group, config.sampling.group_size))
+        group = _group(file, member.submission, member.group, config.sampling.group_size)
+        if problem := implausible_value(group):
+            implausible += 1
+            log.error("group %d of %s is left out: %s", member.group, member.submission, problem)
+            continue
+        groups.append(group)
     if not groups:
         raise BatchError(
-            f"step {batch.step}: nothing to train on; {refused} groups are older than {config.coordinator.async_level} "
-            f"versions, {quarantined} are of files put aside in {quarantine}"
+            f"step {batch.step}: no group is left to train on; {refused} are older than {config.coordinator.async_level} "
+            f"versions, {implausible} hold impossible values (see the log), {quarantined} are in files moved to {quarantine}"
         )
-    return Fetched(groups, refused, quarantined)
+    return Fetched(groups, refused, quarantined, implausible)
+
+
+def implausible_value(group: Group) -> str:
+    """What cannot be true of a group's logprobs and rewards; empty if everything can.
+
+    One such value would dominate the batch or make a metric infinite. Logprobs of submissions that were accepted without a
+    prefill are the worker's own.
+    """
+    for logprobs in group.behaviour:
+        for value in logprobs:
+            if not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:  # not for NaN either
+                return f"a logprob of {value:g} is outside [{LOWEST_LOGPROB:g}, 0]"
+    for value in group.rewards:
+        if not (math.isfinite(value) and abs(value) <= LARGEST_REWARD):
+            return f"a reward of {value:g} is outside [-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"
+    return ""
 
 
 def _read(node: Node, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
     data = node.get_bytes(f"/v1/accepted/{submission}")
     max_rows = config.workers.groups_per_submission * config.sampling.group_size
+    longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:
-        return read_accepted(data, max_rows=max_rows, max_tokens=config.learner.row_tokens)
+        return read_accepted(data, max_rows=max_rows, max_tokens=longest)
     except RolloutFileError as error:
-        quarantine.mkdir(parents=True, exist_ok=True)
         path = quarantine / f"{submission}.parquet"
-        path.write_bytes(data)
-        log.error("accepted file %s is put aside as %s, the step goes on without it: %s", submission, path, error)
+        write_file(path, data)
+        log.error("accepted file %s is moved to %s, and the step continues without it: %s", submission, path, error)
         return None
 
 
@@ -90,7 +123,7 @@ def _check_origin(
 ) -> None:
     header = file.header
     if header.signer not in validators:
-        raise BatchError(f"{submission} is signed by {header.signer[:16]}, which is no validator of this run")
+        raise BatchError(f"{submission} is signed by {header.signer[:16]}, which is not a validator of this run")
     if header.run != run or header.policy_version > step:
         raise BatchError(f"{submission} is of run {header.run}, version {header.policy_version}")
 
@@ -110,7 +143,7 @@ def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, siz
 
 
 def encode(groups: Sequence[Group]) -> bytes:
-    """As JSON, in which floats survive exactly."""
+    """As JSON, which keeps floats exactly."""
     return json.dumps([asdict(group) for group in groups]).encode()
 
 

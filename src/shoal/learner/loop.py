@@ -1,19 +1,22 @@
-"""The learner's loop: wait for a full batch, train, publish, remember. Nothing here waits for a worker or a relay.
+"""The learner's loop: wait for a full batch, train, publish, checkpoint, report. It never waits for a worker or a relay.
 
-Publishing is writing a folder; the origin picks it up, and workers go on with the version they have meanwhile.
-Invariant: policy version v is the state after steps 0..v-1, and a version, once published, is never another.
-Called by `shoal learner`; under torchrun every rank runs it, and the leader alone talks to the pool.
-Papers: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
+Publishing writes a folder, which the origin picks up. Meanwhile workers continue with the version they have.
+Invariant: policy version v is the state after steps 0..v-1, and a published version never changes.
+Called by `shoal learner`. Under torchrun every rank runs this loop, and only the leader talks to the pool.
+Paper: PRIME-RL in INTELLECT-2 (arXiv 2505.07291, section 2).
 """
 
+import logging
 import shutil
 import threading
 import time
 from pathlib import Path
+from statistics import fmean
 
 from blake3 import blake3
 
 from shoal.config import Config
+from shoal.files import copy_tree
 from shoal.learner import lora, metrics
 from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.checkpoint import Checkpoints, Progress
@@ -24,13 +27,16 @@ from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Batch, Ok, StepReport
 from shoal.protocol.node import Node
-from shoal.shardcast.store import version_name
+from shoal.shardcast.format.names import version_name
 
-IDLE_S = 0.1
+POLL_S = 0.1
+MODEL = "model"  # folder of the trained model, once the run has finished
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
-    """`node` is the leader's way to the pool; None on the other ranks."""
+    """`node` is the leader's connection to the pool, and None on the other ranks."""
 
     def __init__(self, node: Node | None, config: Config, policy: Policy, folder: Path) -> None:
         self.node = node
@@ -44,27 +50,27 @@ class Learner:
         self.peak_gflops = measure_gflops(policy.compute, str(policy.device))
 
     def run(self, stop: threading.Event) -> str:
-        """Train to the last step, or until `stop`. Returns which."""
+        """Train until the last step or until `stop`. Returns "finished" or "stopped"."""
         progress = self.checkpoints.restore()
         self.publish(progress)
         while progress.step < self.config.run.steps:
-            batch, waited_s = self.wait_for_batch(progress.step, stop)
+            batch, waiting_s = self.wait_for_batch(progress.step, stop)
             started_s = time.monotonic()
-            fetched = self.share(batch)
+            fetched = self.fetch(batch)
             if fetched is None:
                 self.checkpoints.finish()
                 return "stopped"
-            told = self.train(fetched.groups)
-            progress.step += 1
-            progress.trained += dict.fromkeys(group.submission for group in fetched.groups)
-            told |= self.publish(progress)
-            self.remember(progress)
-            self.report(progress.step - 1, fetched, told, time.monotonic() - started_s, waited_s)
+            figures = self.train(fetched.groups)
+            progress.advance(group.submission for group in fetched.groups)
+            figures |= self.publish(progress)
+            self.checkpoint(progress)
+            self.report(progress.step - 1, fetched, figures, time.monotonic() - started_s, waiting_s)
         self.checkpoints.finish()
+        self.leave_model(progress)
         return "finished"
 
     def wait_for_batch(self, step: int, stop: threading.Event) -> tuple[Batch | None, float]:
-        """The step's groups once enough are accepted, and the seconds waited. None where `stop` came first."""
+        """The step's batch once it is full, and the seconds waited. None if `stop` came first, and on other ranks."""
         if self.node is None:
             return None, 0.0
         self.node.doing(f"step {step}'s batch", waiting=True)
@@ -74,29 +80,29 @@ class Learner:
             if batch.ready:
                 self.node.doing(f"training step {step}")
                 return batch, time.monotonic() - started_s
-            stop.wait(IDLE_S)
+            stop.wait(POLL_S)
         return None, 0.0
 
-    def share(self, batch: Batch | None) -> Fetched | None:
-        """The batch's groups, downloaded by the leader, on every rank. None where the leader stops."""
+    def fetch(self, batch: Batch | None) -> Fetched | None:
+        """The batch's groups on every rank: the leader downloads and broadcasts them. None if the leader stops."""
         if self.node is None:
-            message = self.ranks.tell(None)
-            return Fetched(decode(message), 0, 0) if message else None
+            message = self.ranks.broadcast(None)
+            return Fetched(decode(message)) if message else None
         fetched = None
         try:
             if batch is not None:
                 fetched = fetch(self.node, batch, self.config, self.folder / "quarantine")
             return fetched
-        finally:  # the other ranks wait to be told, also where this raises
+        finally:  # the other ranks wait for this message even if `fetch` raises
             if self.ranks.size > 1:
-                self.ranks.tell(b"" if fetched is None else encode(fetched.groups))
+                self.ranks.broadcast(b"" if fetched is None else encode(fetched.groups))
 
     def train(self, groups: list[Group]) -> dict[str, float]:
-        """The step's optimizer updates, each over an equal share of the groups. Returns the step's metrics of training."""
+        """Make the step's optimizer updates, each on an equal share of the groups. Returns the metrics of training."""
         started_s = time.monotonic()
         settings = self.config.learner
-        updates = min(settings.optimizer_steps_per_step, len(groups))
-        shares = [groups[update::updates] for update in range(updates)]
+        n_updates = min(settings.optimizer_steps_per_step, len(groups))
+        shares = [groups[update::n_updates] for update in range(n_updates)]
         packed = [
             micro_batches(
                 teaching(share, settings.loss),
@@ -107,27 +113,26 @@ class Learner:
         ]
         if settings.behaviour_logprobs == "recomputed":
             packed = [self.policy.recompute_behaviour(rows) for rows in packed]
-        told = []
+        updates = []
         for share, rows in zip(shares, packed, strict=True):
             n_tokens = sum(group.n_tokens for group in share)
             n_rollouts = sum(len(group.completions) for group in share)
             over = denominator(settings.loss.kind, n_tokens, n_rollouts, self.config.sampling.max_tokens)
             computed = sum(len(micro.advantage_N) for micro in rows)
-            told.append((computed, self.policy.update(rows, over)))
-        return metrics.update_metrics(told) | {"perf/train_s": time.monotonic() - started_s}
+            updates.append((computed, self.policy.update(rows, over)))
+        return metrics.update_metrics(updates) | {"perf/train_s": time.monotonic() - started_s}
 
     def publish(self, progress: Progress) -> dict[str, float]:
-        """Write the policy's version for the origin to pick up. Returns what it cost."""
+        """Write the current version for the origin, unless it is published already. Returns size and seconds."""
         started_s = time.monotonic()
-        version = progress.step
-        final = self.versions / version_name(version)
-        temporary = final.with_name(f".{final.name}")
-        published = self.policy.published() if not final.exists() else iter(())
+        final = self.versions / version_name(progress.step)
+        tensors = iter(()) if final.exists() else self.policy.published()
         if self.ranks.leads and not final.exists():
+            temporary = final.with_name(f".{final.name}")
             shutil.rmtree(temporary, ignore_errors=True)
-            save_model(self.policy.model, self.policy.tokenizer, temporary, published, self.policy.stored)
+            save_model(self.policy.model, self.policy.tokenizer, temporary, tensors, self.policy.stored)
             temporary.rename(final)
-        for _ in published:  # the other ranks gather with the leader
+        for _ in tensors:  # the other ranks take part in gathering each tensor
             pass
         section = self.config.learner.lora
         adapters = lora.adapters(self.policy.model) if section else {}
@@ -136,34 +141,52 @@ class Learner:
         if section is not None:
             lora.save(adapters, section, self.folder / "adapter")
         progress.version_digest = blake3(max_threads=blake3.AUTO).update_mmap(final / WEIGHTS).hexdigest()
-        self.node.policy_version = version
+        self.node.policy_version = progress.step
+        log.info("version %d is written to %s", progress.step, final)
         for old in sorted(self.versions.glob("v*"))[: -self.config.learner.keep_versions]:
             shutil.rmtree(old)
         return metrics.sync_metrics(final, time.monotonic() - started_s)
 
-    def remember(self, progress: Progress) -> None:
-        """Begin a checkpoint each few steps and at the end."""
+    def leave_model(self, progress: Progress) -> None:
+        """Copy the last version to where the user looks for it."""
+        if self.node is None:
+            return
+        model = self.folder / MODEL
+        shutil.rmtree(model, ignore_errors=True)  # of an earlier run with fewer steps
+        copy_tree(self.versions / version_name(progress.step), model)
+        log.info("finished %d steps; the trained model is in %s", progress.step, model)
+
+    def checkpoint(self, progress: Progress) -> None:
+        """Begin to write a checkpoint every few steps and after the last one."""
         if progress.step % self.config.learner.checkpoint_every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
-    def report(self, step: int, fetched: Fetched, told: dict[str, float], busy_s: float, waiting_s: float) -> None:
+    def report(self, step: int, fetched: Fetched, figures: dict[str, float], busy_s: float, waiting_s: float) -> None:
+        """Post the step's metrics and what it trained on."""
         if self.node is None:
             return
-        groups, settings = fetched.groups, self.config.learner
-        passes = (settings.loss.beta > 0) + (settings.behaviour_logprobs == "recomputed")
-        told |= metrics.reward_metrics(groups)
-        told |= metrics.completion_metrics(groups, max_tokens=self.config.sampling.max_tokens)
-        told |= metrics.age_metrics(groups, step, refused=fetched.refused)
-        told |= {"data/quarantined": float(fetched.quarantined)}
-        told |= metrics.speed_metrics(
-            n_tokens=sum(group.n_tokens for group in groups),
-            flops=metrics.training_flops(self.shape, teaching(groups, settings.loss), extra_forwards=passes)
-            / self.ranks.size,
-            train_s=told.pop("perf/train_s"),
+        figures |= metrics.batch_metrics(fetched, step, max_tokens=self.config.sampling.max_tokens)
+        figures |= metrics.speed_metrics(
+            n_tokens=sum(group.n_tokens for group in fetched.groups),
+            flops=self._flops(fetched.groups) / self.ranks.size,
+            train_s=figures.pop("perf/train_s"),
             busy_s=busy_s,
             waiting_s=waiting_s,
             peak_gflops=self.peak_gflops,
         )
-        told |= metrics.memory_metrics(str(self.policy.device))
-        trained = [group.submission for group in groups]
-        self.node.post("/v1/steps", StepReport(step=step, metrics=told, trained=trained), Ok)
+        figures |= metrics.memory_metrics(str(self.policy.device))
+        trained = [group.submission for group in fetched.groups]
+        self.node.post("/v1/steps", StepReport(step=step, metrics=metrics.finite(figures), trained=trained), Ok)
+        log.info(
+            "step %d trained: %d groups, reward %.3f, busy %.1f s, waiting %.1f s",
+            step + 1,
+            len(fetched.groups),
+            fmean(reward for group in fetched.groups for reward in group.rewards),
+            busy_s,
+            waiting_s,
+        )
+
+    def _flops(self, groups: list[Group]) -> float:
+        settings = self.config.learner
+        passes = (settings.loss.beta > 0) + (settings.behaviour_logprobs == "recomputed")
+        return metrics.training_flops(self.shape, teaching(groups, settings.loss), extra_forwards=passes)

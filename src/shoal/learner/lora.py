@@ -1,11 +1,11 @@
 """Low-rank adapters in place of whole weights, through the `peft` package (`pip install 'shoal[lora]'`).
 
-The published version is the merged one, W + scale * B A, so that workers and validators need not know; the adapter alone
-is kept beside it. The learner computes W x + scale * B (A x) in its own rounding, so its logprobs differ from those of
-the merged bf16 weights by more than rounding of one product: `learner.behaviour_logprobs = "recomputed"` takes that out
-of the ratio. Source: LoRA (arXiv 2106.09685).
-Invariant: names of published tensors are those of the base model.
-Called by the policy. Left out: adapters of embeddings and output head.
+The published version is merged, W + scale * B A, so workers and validators need no change. The adapter is also saved
+alone. The learner computes W x + scale * B (A x), which rounds differently, so its logprobs differ from those of the
+merged bf16 weights. `learner.behaviour_logprobs = "recomputed"` removes that difference from the ratio.
+Source: LoRA (arXiv 2106.09685).
+Invariant: published tensors have the names of the base model.
+Called by the policy. Left out: adapters of the embeddings and the output head.
 """
 
 import shutil
@@ -22,11 +22,11 @@ from shoal.learner.ranks import whole
 
 
 class MissingPeftError(ShoalError):
-    """The package that does this is not installed; the message says how to."""
+    """The package peft is not installed. The message says how to install it."""
 
 
 def attach(model: Any, section: LoraSection) -> Any:
-    """`model` with adapters that are trained, and everything else frozen. Changes nothing of what it computes yet."""
+    """`model` with trainable adapters and everything else frozen. Its output is unchanged at first."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -35,7 +35,7 @@ def attach(model: Any, section: LoraSection) -> Any:
 
 
 class Merged(Mapping[str, Tensor]):
-    """The base model's weights by name, each with its adapter added as it is asked for; float32 where it has one."""
+    """The base model's weights by name. A weight with an adapter is merged on access, in float32."""
 
     def __init__(self, model: Any) -> None:
         self.tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
@@ -59,7 +59,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def adapters(model: Any) -> dict[str, Tensor]:
-    """The adapters alone, on the CPU, by peft's names. All ranks must call it together."""
+    """The adapters alone, on the CPU, by peft's names. All ranks must call it."""
     return {
         f"base_model.model.{name.replace('.default.', '.')}": whole(tensor.detach()).cpu().contiguous()
         for name, tensor in model.state_dict().items()
@@ -68,7 +68,7 @@ def adapters(model: Any) -> dict[str, Tensor]:
 
 
 def save(tensors: dict[str, Tensor], section: LoraSection, folder: Path) -> None:
-    """Write `adapters` as a folder that peft reads, in place of the one before."""
+    """Write `adapters` as a folder that peft reads. It replaces the previous one."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

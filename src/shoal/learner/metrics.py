@@ -1,22 +1,23 @@
-"""What one step tells of itself: pure functions from its groups, its updates, its seconds and its model to named numbers.
+"""The metrics of one step: pure functions of its groups, updates, times and model that return named numbers.
 
-Invariant: a figure that a step cannot know is left out, never made up; what is told of a skipped update, which may be no
-number, is in none. Names are those of docs/metrics.md; a step's metrics are these functions' answers, joined. Called by
-the learner's loop once a step. The coordinator adds `reward/mean` and `reward/zero_std_frac`, for it alone knows the groups
-that were not trained on.
+Invariant: a figure that is unknown or not finite is left out. The figures of a skipped update, which may be NaN, count in
+no mean. Names are those of docs/metrics.md. The learner's loop joins these functions' results once per step. The
+coordinator adds `reward/mean` and `reward/zero_std_frac`, because only it knows the groups that were not trained on.
 
-FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with prompt and head counted once:
+FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), with the prompt counted once:
 
     tokens    S = P + sum(L)                               positions that go through the body
-    pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         positions that attention lets see each other
+    pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         pairs of positions that attention computes
     forward   2*body*S + 2*head*sum(L) + 4*layers*width*K  2 for multiply and add; attention: QK^T and AV
-    training  3 * forward                                  the backward pass takes two products for each of the forward's
+    training  3 * forward                                  the backward pass has two products for each of the forward's
 
-Source: PaLM (arXiv 2204.02311, appendix B), whose 6N + 12LHQT a token this is, with the tree's own pairs in place of T. MFU
-is as there: recomputation and padding are no useful work. Left out: embedding look-ups, norms, activations, softmax, the
-optimizer (under 1 % together at these sizes); mixtures of experts, of which a token uses a part.
+Source: PaLM (arXiv 2204.02311, appendix B): its 6N + 12LHQT per token, with the tree's own pairs in place of T. As there,
+MFU does not count recomputation and padding. Left out: embedding look-ups, norms, activations, softmax and the optimizer
+(together under 1 % at these sizes); mixtures of experts, where a token uses only some of the weights.
 """
 
+import logging
+import math
 import resource
 import statistics
 import sys
@@ -27,21 +28,23 @@ from typing import Any
 
 import torch
 
-from shoal.learner.groups import Group
+from shoal.learner.groups import Fetched, Group
 
 PER_TOKEN = "policy/"
-LAST = "optim/lr"  # of a step's updates the last one's value is told
+LAST = "optim/lr"  # the value of a step's last update, not a mean
 SKIPPED = "optim/skipped"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's FLOPs depend on."""
+    """The sizes that determine a model's FLOPs."""
 
     body: int  # parameters of matrices that every position goes through
     head: int  # parameters of the output projection, tied or not
     layers: int
-    width: int  # of attention: heads x size of one
+    width: int  # of attention: heads x head size
 
 
 def shape_of(model: Any) -> Shape:
@@ -59,24 +62,34 @@ def shape_of(model: Any) -> Shape:
 
 
 def forward_flops(shape: Shape, prompt: int, completions: Sequence[int]) -> float:
-    """Floating-point operations of one forward over a tree of these lengths, in tokens; formula above."""
+    """Floating-point operations of one forward over a tree of these lengths, in tokens. The formula is above."""
     trained = sum(completions)
     pairs = prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
     return 2.0 * (shape.body * (prompt + trained) + shape.head * trained) + 4.0 * shape.layers * shape.width * pairs
 
 
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
-    """Floating-point operations that training on these groups takes.
+    """Floating-point operations of training on these groups.
 
-    `extra_forwards`: passes without gradient beside each training pass (1 for a reference model; 1 more where the
-    behaviour's logprobs are computed again).
+    `extra_forwards`: passes without gradient per training pass: 1 for a reference model, 1 for recomputed behaviour.
     """
     forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions]) for g in groups)
     return (3 + extra_forwards) * forward
 
 
+def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
+    """What the step trained on, and what it left out."""
+    left_out = {"data/quarantined": float(fetched.quarantined), "data/implausible": float(fetched.implausible)}
+    return (
+        reward_metrics(fetched.groups)
+        | completion_metrics(fetched.groups, max_tokens=max_tokens)
+        | age_metrics(fetched.groups, step, refused=fetched.refused)
+        | left_out
+    )
+
+
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Of the groups trained on. Rewards lie in whatever range the tasks give."""
+    """Rewards of the groups trained on, in the range that the tasks give."""
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward/batch_mean": statistics.fmean(rewards),
@@ -85,7 +98,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def completion_metrics(groups: Sequence[Group], *, max_tokens: int) -> dict[str, float]:
-    """Lengths in tokens; truncated: as long as a completion may get."""
+    """Lengths in tokens. A completion of `max_tokens` counts as truncated."""
     lengths = [len(completion) for group in groups for completion in group.completions]
     return {
         "completion/length_mean": statistics.fmean(lengths),
@@ -94,7 +107,7 @@ def completion_metrics(groups: Sequence[Group], *, max_tokens: int) -> dict[str,
 
 
 def age_metrics(groups: Sequence[Group], step: int, *, refused: int) -> dict[str, float]:
-    """Policy versions between what sampled a group and what is trained at `step`; `refused`: groups, for their age."""
+    """Age of the groups: policy versions from the one that sampled to the one trained at `step`."""
     ages = [step - group.policy_version for group in groups]
     return {
         "async/staleness_mean": statistics.fmean(ages),
@@ -104,19 +117,19 @@ def age_metrics(groups: Sequence[Group], step: int, *, refused: int) -> dict[str
 
 
 def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """A step's optimizer updates, each as the tokens computed for it and what `Policy.update` told.
+    """Metrics of a step's optimizer updates. Each update is the number of tokens computed and `Policy.update`'s figures.
 
-    `policy/...` are sums over tokens and become means a token; `optim/lr` is the last one's; all else, the mean of the
-    updates that were made. An update that tells `optim/skipped` = 1 counts there and nowhere else. Means a token are
-    left out where no token was computed.
+    `policy/...` are sums over tokens and become means per token. `optim/lr` is the last update's. Everything else becomes
+    the mean over the updates made. A skipped update counts only in `optim/skipped`. Means per token are left out if no
+    token was computed.
     """
-    made = [(n_tokens, told) for n_tokens, told in updates if not told.get(SKIPPED)]
+    made = [(n_tokens, figures) for n_tokens, figures in updates if not figures.get(SKIPPED)]
     metrics = {SKIPPED: float(len(updates) - len(made))}
     if not made:
         return metrics
     n_tokens = sum(n for n, _ in made)
     for name in made[0][1]:
-        values = [told[name] for _, told in made]
+        values = [figures[name] for _, figures in made]
         if name.startswith(PER_TOKEN):
             if n_tokens:
                 metrics[name] = sum(values) / n_tokens
@@ -128,9 +141,9 @@ def update_metrics(updates: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 def speed_metrics(
     *, n_tokens: int, flops: float, train_s: float, busy_s: float, waiting_s: float, peak_gflops: float
 ) -> dict[str, float]:
-    """How fast the step was. `train_s`: of `busy_s`, what the updates took; `peak_gflops`: of a matrix product here.
+    """Speed of the step. `train_s` is the part of `busy_s` spent on updates, `peak_gflops` a matrix product's here.
 
-    Tokens per second count the whole step, waiting included; MFU counts `train_s` alone.
+    Tokens per second count the whole step, waiting included. MFU counts `train_s` only.
     """
     return {
         "perf/tokens": float(n_tokens),
@@ -142,7 +155,7 @@ def speed_metrics(
 
 
 def memory_metrics(device: str) -> dict[str, float]:
-    """The most memory this process held so far; on CUDA also the most that tensors held on `device`."""
+    """Peak memory of this process so far; on CUDA also the peak of tensors on `device`."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of macOS counts bytes, Linux's KiB
     metrics = {"memory/rss_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)}
     if device.startswith("cuda"):
@@ -151,6 +164,14 @@ def memory_metrics(device: str) -> dict[str, float]:
 
 
 def sync_metrics(version: Path, seconds: float) -> dict[str, float]:
-    """Of publishing the folder `version`: its size, before deltas make what travels smaller, and how long it took."""
+    """Size of the published folder `version`, before deltas make the transfer smaller, and seconds to write it."""
     size_bytes = sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
     return {"sync/bytes": float(size_bytes), "sync/seconds": seconds}
+
+
+def finite(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures that are finite numbers. The coordinator refuses others, so they are left out with a line in the log."""
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            log.error("metric %s is %s and is left out", name, value)
+    return {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -1,7 +1,6 @@
-"""An allocation that fails while a row is computed becomes an error that says which field to lower.
+"""Turns a failed allocation while a row is computed into an error that names the setting to lower.
 
-Called by the policy around each row. Left out: the kernel's killer, which ends a process that was given more memory than
-there is; `shoal run` reports that as signal 9.
+Called by the policy around each row. Left out: the kernel's out-of-memory killer, which `shoal run` reports as signal 9.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from shoal.errors import ShoalError
 
 
 class OutOfMemoryError(ShoalError):
-    """This machine or device has too little memory for a row; the message says what to lower."""
+    """This machine or device has too little memory for a row. The message says what to lower."""
+
+    restart_helps = True  # another process may have held the memory
 
 
 @contextmanager
@@ -22,11 +23,11 @@ def explained(config: LearnerSection) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        told = str(error)
+        message = str(error)
         is_other = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-        if is_other and "not enough memory" not in told and "can't allocate memory" not in told:
+        if is_other and "not enough memory" not in message and "can't allocate memory" not in message:
             raise
-        first = next(iter(told.splitlines()), type(error).__name__)
+        first = next(iter(message.splitlines()), type(error).__name__)
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
         hint += " or learner.keep_logits = false" if config.keep_logits else ""
         raise OutOfMemoryError(

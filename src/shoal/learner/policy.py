@@ -1,10 +1,9 @@
 """The policy being trained: a model, its fp32 masters, its optimizer, and one update.
 
-The optimizer moves fp32 masters. The model holds the masters rounded to bf16, which is what is published, in the dtype
-that this machine computes in. So gradients are taken at exactly the weights that workers sample with: at RL learning
-rates an update is smaller than a bf16 step, and a learner that looked at its masters would see a policy that nobody
-samples from.
-Invariant: between updates the model is the rounded masters; an update happens whole or not at all, on all ranks alike.
+The optimizer updates fp32 masters. The model holds the masters rounded to bf16, as published, in this machine's compute
+dtype. So gradients are taken at exactly the weights that workers sample with. At RL learning rates an update is smaller
+than a bf16 step, so gradients at the masters would be those of a policy that no worker samples from.
+Invariant: between updates the model equals the rounded masters. An update happens completely or not at all, on all ranks.
 Called by the learner's loop and by supervised fine-tuning (`sft`).
 """
 
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class DivergedError(ShoalError):
-    """A loss or gradient norm that the guard does not let pass; nothing was updated."""
+    """The guard refused a loss or gradient norm. Nothing was updated."""
 
 
 class Policy:
@@ -53,7 +52,7 @@ class Policy:
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
         self.model = load_model(folder, "float32", device)
-        self.stored = stored_shapes(self.model)  # what a published version holds
+        self.stored = stored_shapes(self.model)  # of a published version
         if config.lora is not None:
             self.model = lora.attach(self.model, config.lora)
         self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
@@ -72,10 +71,10 @@ class Policy:
         )
         self.updates = 0  # optimizer steps so far
         self.skipped_in_row = 0
-        self.before_update: Callable[[], None] = lambda: None  # a checkpoint being written ends before masters move
+        self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
 
     def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
-        """Spread over the ranks, take fp32 masters of what is trained, and leave the model rounded, in compute dtype."""
+        """Shard the model, copy the trained weights as fp32 masters, and round the model to bf16, in compute dtype."""
         self.ranks.shard(scorer, self.compute)
         masters = {}
         for name, parameter in scorer.model.named_parameters():
@@ -83,7 +82,7 @@ class Policy:
             rounded = exact.bfloat16()
             if self.ranks.size == 1:
                 parameter.data = rounded.to(self.compute)
-            else:  # FSDP keeps its shards in fp32, and casts what it gathers
+            else:  # FSDP keeps its shards in fp32 and casts what it gathers
                 exact = exact.clone()
                 parameter.detach().copy_(rounded)
             if parameter.requires_grad:
@@ -91,22 +90,22 @@ class Policy:
         return masters
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
-        """One optimizer step on micro-batches whose losses add up over `denominator`. Returns sums and norms."""
+        """One optimizer step on micro-batches whose losses are sums over `denominator`. Returns sums and norms."""
         sums = dict.fromkeys(SUMMED, 0.0)
 
         def loss(micro: MicroBatch) -> Tensor:
-            value, told = self._loss(micro, denominator)
-            for name, amount in told.items():
+            value, terms = self._loss(micro, denominator)
+            for name, amount in terms.items():
                 sums[name] += amount
             return value
 
-        told = self.step(loss, micro_batches)
-        return self.ranks.sum(sums) | told
+        figures = self.step(loss, micro_batches)
+        return self.ranks.sum(sums) | figures
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
-        """Accumulate the gradients of `loss` over `batches`, clip, update. Raises DivergedError before any change."""
+        """Accumulate the gradients of `loss` over `batches`, clip and update. Raises DivergedError before any change."""
         total = 0.0
-        for batch in self.ranks.deal(batches):
+        for batch in self.ranks.scatter(batches):
             with out_of_memory.explained(self.config):
                 value = self._idle() if batch is None else loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
@@ -115,26 +114,26 @@ class Policy:
         total = self.ranks.sum({"loss": total})["loss"]
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.grad_clip)))
         decision = judge(self.updates, total, norm, self.config.guard, skipped_in_row=self.skipped_in_row)
-        told = {"loss": total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
-        if decision.action == "go on":
-            self._move()
-        self.optimizer.zero_grad(set_to_none=True)  # now, so that no gradients lie in memory while waiting
+        figures = {"loss": total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
+        if decision.action == "update":
+            self._update_masters()
+        self.optimizer.zero_grad(set_to_none=True)  # now, so that gradients take no memory while waiting
         if decision.action == "stop":
             raise DivergedError(decision.why)
         if decision.action == "skip":
             log.warning(decision.why)
             self.skipped_in_row += 1
-            return told | {"optim/skipped": 1.0}
+            return figures | {"optim/skipped": 1.0}
         self.skipped_in_row = 0
-        return told
+        return figures
 
     @property
     def lr(self) -> float:
-        """Of the next update: linear warm-up, then constant."""
+        """The next update's learning rate: linear warm-up, then constant."""
         return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
 
     def _collect(self) -> None:
-        """Add the model's gradients to the masters', in fp32, and drop them."""
+        """Move the model's gradients to the masters', in fp32."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 master = self.masters[name]
@@ -142,7 +141,7 @@ class Policy:
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
                 weight.grad = None
 
-    def _move(self) -> None:
+    def _update_masters(self) -> None:
         self.before_update()
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
@@ -152,26 +151,26 @@ class Policy:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Leave the model at the masters, rounded."""
+        """Set the model to the masters, rounded to bf16."""
         for name, weight in self.weights.items():
             weight.copy_(self.masters[name].bfloat16())
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """What a version consists of: (name, bf16 tensor on the CPU), one at a time; all ranks must go through it."""
+        """The tensors of a version, one at a time: (name, bf16 tensor on the CPU). All ranks must iterate over it."""
         tensors = lora.Merged(self.model) if self.config.lora else self.model.state_dict()
         for name in self.stored:
             yield name, whole(tensors[name].detach()).to("cpu", torch.bfloat16)
 
     def logprobs(self, packed: Pack, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The policy's logprobs of the pack's completion tokens, with gradient, and their entropies where asked for."""
+        """The policy's logprobs of the pack's completion tokens, with gradient, and the entropies if requested."""
         found: tuple[Tensor, Tensor | None] = self.scorer(packed.to(self.device), self.temperature, with_entropy)
         return found
 
     @torch.no_grad()
     def recompute_behaviour(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same micro-batches with this policy's own logprobs as the behaviour's; elsewhere than at their rank, as is."""
+        """The micro-batches with this policy's logprobs as behaviour. Other ranks' micro-batches are unchanged."""
         found = list(micro_batches)
-        for turn, micro in enumerate(self.ranks.deal(micro_batches)):
+        for turn, micro in enumerate(self.ranks.scatter(micro_batches)):
             with out_of_memory.explained(self.config):
                 logp_N, _ = self.logprobs(micro.pack if micro else IDLE)
             if micro is not None:
@@ -179,7 +178,7 @@ class Policy:
         return found
 
     def _idle(self) -> Tensor:
-        """A loss without gradient, by the same calls, for a rank that has no micro-batch left while others still have."""
+        """A loss of 0 by the same calls, for a rank that has no micro-batch left while other ranks have."""
         value = self.logprobs(IDLE)[0].sum() * 0.0
         self._reference_logprobs(IDLE)
         return value

@@ -1,11 +1,11 @@
-"""The processes that train one policy together: their number, what they tell each other, how weights lie on them.
+"""The processes that train one policy together: their number, their messages, and how weights are sharded over them.
 
     torchrun --nproc-per-node 4 -m shoal learner --join INVITE --dir DIR
 
-Rank 0 leads: it alone talks to the pool. The others compute. Sharding, gradients and mixed precision are FSDP2's
-(`fully_shard`); started without torchrun there is one rank, and nothing of torch.distributed is touched.
-Invariant: what passes between ranks is bytes and tensors, never pickled objects; every rank makes the same calls in the
-same order. Called by the learner. Source: SimpleFSDP/FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+Rank 0 leads and is the only one that talks to the pool. Sharding, gradient reduction and mixed precision are FSDP2's
+(`fully_shard`). Without torchrun there is one rank, and torch.distributed is not used.
+Invariant: ranks exchange bytes and tensors, never pickled objects, and all make the same calls in the same order.
+Called by the learner. Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
 import os
@@ -22,16 +22,18 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """One process, unless made by `start` under torchrun."""
+    """A single process, unless made by `start` under torchrun."""
 
     def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None) -> None:
         self.rank = rank
         self.size = size
-        self.checkpoint_group = checkpoint_group  # its own: a checkpoint is written while gradients are reduced
+        self.checkpoint_group = (
+            checkpoint_group  # separate, because a checkpoint is written while gradients are reduced
+        )
 
     @classmethod
     def start(cls, timeout_s: float) -> "Ranks":
-        """The ranks that torchrun's environment tells of. No rank waits longer than `timeout_s` for another."""
+        """The ranks described by torchrun's environment. No rank waits longer than `timeout_s` for another."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -54,8 +56,8 @@ class Ranks:
 
             dist.destroy_process_group()
 
-    def tell(self, message: bytes | None) -> bytes:
-        """The leader's message, on every rank; the others pass None."""
+    def broadcast(self, message: bytes | None) -> bytes:
+        """The leader's message, on every rank. The other ranks pass None."""
         if self.size == 1:
             assert message is not None
             return message
@@ -71,7 +73,7 @@ class Ranks:
         return data.numpy().tobytes()
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each named value, added up over the ranks; all name the same."""
+        """Each named value, summed over the ranks. All ranks pass the same names."""
         if self.size == 1:
             return dict(values)
         import torch.distributed as dist
@@ -81,15 +83,15 @@ class Ranks:
         dist.all_reduce(totals)
         return dict(zip(names, totals.tolist(), strict=True))
 
-    def deal(self, items: Sequence[T]) -> list[T | None]:
-        """This rank's share: every item goes to one rank; None fills up, so that all ranks have equally many."""
+    def scatter(self, items: Sequence[T]) -> list[T | None]:
+        """This rank's share of `items`, which all ranks pass. Shares are padded with None to equal length."""
         rounds = -(-len(items) // self.size)
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 
     def shard(self, scorer: Scorer, compute: torch.dtype) -> None:
-        """Spread the weights over the ranks, block by block; each is whole only while it is computed, in `compute`.
+        """Shard the weights over the ranks, block by block. A block is gathered, in `compute`, only while it is used.
 
-        Gradients are added up over the ranks, not averaged, in float32.
+        Gradients are summed over the ranks, not averaged, in float32.
         """
         if self.size == 1:
             return
@@ -104,7 +106,7 @@ class Ranks:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered on every rank; any other as it is. All ranks must call it together."""
+    """A sharded tensor gathered on every rank; any other tensor unchanged. All ranks must call it."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,1 +1,1 @@
-"""The append-only record of who did what: registration, accepted work, rejections, slashing, policies and steps."""
+"""The append-only record of the pool: registrations, accepted and rejected work, slashing, policies and trained steps."""

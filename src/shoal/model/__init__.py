@@ -1,1 +1,1 @@
-"""What every role that touches weights shares. A library: it knows no process, message or network."""
+"""Loading, packed forward passes, logprobs and seeded sampling. A library without processes, messages or network."""

@@ -1,19 +1,19 @@
-"""Attention within trees that lie side by side in one row: what a token sees is its prompt and its own completion.
+"""Attention over trees packed into one row: a token attends to its prompt and to earlier tokens of its completion.
 
-Three ways to compute the same thing, chosen by the device:
+Three kernels compute the same result. The device decides:
 
-    cascade  CPU. Each prompt and each completion attends causally to itself, batched by length; the completions of a
-             tree then attend to its prompt, whose keys are read once for all of them; the two parts of a softmax are
-             merged by their log-sum-exps. No masked score is ever computed.
-    flex     CUDA. PyTorch's flex_attention with a block mask, compiled: masked blocks are skipped.
-    masked   elsewhere, and the reference of the tests: one dense mask, which costs the square of the row.
+    cascade  CPU. Each prompt and each completion attends causally to itself, batched by length. Then the completions of a
+             tree attend to its prompt, whose keys are read once for all of them. The two parts of each softmax are
+             merged by their log-sum-exps. No masked score is computed.
+    flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
+    masked   other devices, and the tests' reference: one dense mask. Its cost grows with the square of the row.
 
-The backward of a merged softmax needs no formula of its own: the flash backward of each part, given the *merged* output
-and log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
-Registered with transformers as "shoal"; without a layout (decoding with a cache) it is transformers' own SDPA.
+The backward of a merged softmax needs no new formula: the flash backward of each part, given the *merged* output and
+log-sum-exp, yields that part's share of the gradients, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+Registered with transformers as "shoal". Without a layout (decoding with a cache) it is transformers' SDPA.
 
-Invariant: a token's output depends on its prompt and its completion alone, whatever it is packed with.
-Called through transformers by whoever computes a pack: `tree.forward_hidden`.
+Invariant: a token's output depends only on its prompt and its completion, whatever else is in the row.
+Called through transformers by `tree.forward_hidden`.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NAME = "shoal"
-SHORT = 128  # queries up to which PyTorch's bf16 backward takes two to five times as long as its fp32 one
-UNEVEN = 0.75  # segments shorter than this share of the longest of their batch start a batch of their own
+SHORT = 128  # queries; up to here PyTorch's bf16 backward takes two to five times as long as its fp32 one
+UNEVEN = 0.75  # a segment shorter than this share of its batch's longest one starts a new batch
 
 Kernel = Literal["cascade", "flex", "masked"]
 
@@ -37,15 +37,15 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class Span:
-    """Where one tree lies in the row: its prompt first, then its completions, end to end."""
+    """The position of one tree in the row: its prompt, then its completions, without gaps."""
 
     start: int
     prompt: int  # tokens
-    completions: tuple[int, ...]  # tokens of each
+    completions: tuple[int, ...]  # tokens of each one
 
     @property
     def branches(self) -> int:
-        """Where the completions begin."""
+        """The position where the completions begin."""
         return self.start + self.prompt
 
     @property
@@ -57,12 +57,12 @@ class Span:
 class Segments:
     """Segments of similar length as one batch, padded at the end."""
 
-    index_BL: Tensor  # int64, positions in the row; 0 where padded
+    index_BL: Tensor  # int64, positions in the row; 0 for padding
     padded_BL11: Tensor  # bool
 
 
 class Layout:
-    """Who sees whom in a row of T positions, and how it is computed on `device`."""
+    """Which position attends to which in a row of T positions, and the kernel that computes it on `device`."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device, kernel: Kernel | None = None) -> None:
         self.spans = list(spans)
@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def segments(self) -> list[Segments]:
-        """All that attends causally to itself: prompts and completions; a tree of one completion is one segment."""
+        """The parts that attend causally to themselves: prompts and completions. A tree of one completion is one segment."""
         found: list[tuple[int, int]] = []  # start, length
         for span in self.spans:
             if len(span.completions) == 1:
@@ -103,7 +103,7 @@ class Layout:
 
     @cached_property
     def home_T(self) -> Tensor:
-        """For each position of the row, where it lies in the segments' batches, flattened one after the other."""
+        """For each position of the row, its index in the segments' batches, flattened and concatenated."""
         index = torch.cat([segments.index_BL.flatten() for segments in self.segments])
         kept = ~torch.cat([segments.padded_BL11.flatten() for segments in self.segments])
         home_T = torch.empty(self.length, dtype=torch.long, device=self.device)
@@ -112,7 +112,7 @@ class Layout:
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
-        """(completions, the prompt they also attend to) of each tree that has several."""
+        """(completions, prompt) of each tree with several completions, which also attend to the prompt."""
         return [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def owners(self) -> tuple[Tensor, Tensor]:
-        """tree_T and branch_T: which tree a position belongs to, and which part of it; 0 is the prompt."""
+        """tree_T and branch_T: each position's tree, and its part of that tree; part 0 is the prompt."""
         tree, branch = [], []
         for i, span in enumerate(self.spans):
             tree += [i] * (span.end - span.start)
@@ -131,7 +131,7 @@ class Layout:
 
     @cached_property
     def mask_11TT(self) -> Tensor:
-        """bool, True where the row's query may see the column's key."""
+        """bool, True if the row's query attends to the column's key."""
         at_T = torch.arange(self.length, device=self.device)
         return self._sees(at_T[:, None], at_T)[None, None]
 

@@ -1,8 +1,8 @@
-"""Which dtype to compute in, measured on this machine, because neither name nor vendor of a CPU tells.
+"""Picks the compute dtype by measurement on this machine, because a CPU's name and vendor do not predict it.
 
-Two 2-core CPUs measured while this was written: fp32 170 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other.
-Called once at the start of a run (`shoal run` writes the pick into the resolved config) or of a process started alone.
-Left out: fp16 and fp8. What is *published* is bf16 whatever is computed in.
+Two 2-core CPUs, measured: fp32 170 and bf16 1 GFLOP/s on one, fp32 190 and bf16 850 on the other.
+Called once at the start of a run (`shoal run` writes the result into the resolved config) or of a process started alone.
+Left out: fp16 and fp8. *Published* weights are bf16 in any case.
 """
 
 import time
@@ -10,15 +10,30 @@ from typing import Literal
 
 import torch
 
+from shoal.errors import ShoalError
+
 DtypeName = Literal["float32", "bfloat16"]
 
 SIZE = 512  # rows, columns and depth of the product that is timed: 0.27 GFLOP
 REPEATS = 5
-BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it has to pay for it
+BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it must be clearly faster
+
+
+class DeviceError(ShoalError):
+    """The configured device does not exist on this machine."""
+
+
+def check_device(device: str) -> None:
+    """Raises DeviceError for a device that torch cannot use here."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceError(f'model.device = "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
 
 
 def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
-    """GFLOP/s of a square matrix product in `dtype` with torch's current thread count: the best of a few."""
+    """GFLOP/s of a square matrix product in `dtype` with torch's current thread count: the best of several."""
     a = torch.randn(SIZE, SIZE, device=device).to(dtype)
     best_s = float("inf")
     for _ in range(REPEATS):
@@ -27,13 +42,17 @@ def measure_gflops(dtype: torch.dtype, device: str = "cpu") -> float:
         if device != "cpu":
             torch.cuda.synchronize()
         best_s = min(best_s, time.perf_counter() - start)
-        if best_s > 0.2:  # hopeless (bf16 emulated): no need to measure it five times
+        if best_s > 0.2:  # far too slow (bf16 is emulated): one measurement is enough
             break
     return 2 * SIZE**3 / best_s / 1e9
 
 
 def pick(wanted: str, device: str = "cpu") -> tuple[DtypeName, dict[str, float]]:
-    """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto")."""
+    """The dtype to compute in, and GFLOP/s for each that was measured (none where `wanted` is not "auto").
+
+    Raises DeviceError.
+    """
+    check_device(device)
     if wanted == "float32":
         return "float32", {}
     if wanted == "bfloat16":

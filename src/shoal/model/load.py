@@ -1,7 +1,7 @@
-"""A Hugging Face folder in, a causal language model out, and back: the only place that reads or writes weights.
+"""Loads a causal language model from a Hugging Face folder and saves it: the only module that reads or writes weights.
 
-Invariant: weights are read from safetensors only, and written as one bf16 `model.safetensors`, tensor by tensor, that
-`AutoModelForCausalLM.from_pretrained` loads. A published policy version is such a folder, tokenizer included.
+Invariant: weights are read from safetensors only. They are written as one bf16 `model.safetensors`, tensor by tensor, which
+`AutoModelForCausalLM.from_pretrained` loads. A published policy version is such a folder, including the tokenizer.
 Called by every role that touches weights.
 """
 
@@ -15,41 +15,40 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
 
-from shoal.errors import ShoalError
 from shoal.model import attention
 from shoal.model.dtype import DtypeName
+from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
 
 WEIGHTS = "model.safetensors"
-OPENED_FOR = 16  # tensors: what was read of a mapped file counts as this process's memory until it is closed
-
-
-class UnsupportedModelError(ShoalError):
-    """A model whose logits are not lm_head(hidden), which the proofs and checks rely on."""
+OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
 
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu") -> Any:
-    """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped)."""
+    """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
+
+    Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
+    """
     AttentionInterface.register(attention.NAME, attention.attend)
     AttentionMaskInterface.register(attention.NAME, sdpa_mask)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=getattr(torch, dtype),
-        attn_implementation=attention.NAME,
-        use_safetensors=True,
-        local_files_only=True,
-    )
-    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, field, None) not in (None, 1, 1.0):
-            raise UnsupportedModelError(f"{folder}: config field {field!r} rescales logits; Shoal does not support it")
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UnsupportedModelError(f"{folder}: its output head has a bias; Shoal does not support it")
-    if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
-        raise UnsupportedModelError(f"{folder}: config field 'sliding_window' is set; Shoal attends to whole sequences")
-    model.eval()
-    return model.to(device)
+    check_config(AutoConfig.from_pretrained(folder, local_files_only=True), folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        raise UnsupportedModelError(f"{folder}: its attention cannot be replaced by Shoal's; {NEXT_STEP}") from error
+    model = model.to(device).eval()
+    check_packing(model, folder)
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -57,7 +56,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_weights_(model: Any, folder: Path) -> None:
-    """Copy a published version's weights into `model`, in place, tensor by tensor (no second copy in memory)."""
+    """Copy a published version's weights into `model`, in place, tensor by tensor: no second copy is in memory."""
     own = model.state_dict()
     tied = tied_names(model)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -65,7 +64,7 @@ def load_weights_(model: Any, folder: Path) -> None:
         missing, unknown = set(own) - names - tied, names - set(own)
         if missing or unknown:
             raise ValueError(f"{folder / WEIGHTS}: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
-        for name in names:  # all of them before the first copy: a refused file leaves the model as it was
+        for name in names:  # all checked before the first copy, so that a refused file leaves the model unchanged
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(own[name].shape):
                 raise ValueError(f"{folder / WEIGHTS}: {name} is {shape}, not {tuple(own[name].shape)}")
@@ -85,11 +84,11 @@ def save_model(
 ) -> None:
     """Write `model` in bf16 with its config and tokenizer. `folder` must not exist yet.
 
-    `tensors`, where given, are the weights to write in place of the model's own: each name that `shapes` lists (else
-    `stored_shapes` of the model), in its order, whole, on any device. One is held at a time. Raises ValueError, naming
-    it, for any other.
-    The weights come last, front to back, under a temporary name until they are whole, so that an origin that watches the
-    parent folder reads them meanwhile (`shardcast.growing`). Raises OSError, naming the folder, where the disk refuses.
+    `tensors`, if given, replace the model's own weights. They must have the names of `shapes` (default: the model's
+    `stored_shapes`), in that order, whole, on any device. One is in memory at a time. Raises ValueError, naming the
+    tensor, for any other.
+    The weights are written last, front to back, under a temporary name until they are complete. An origin that watches the
+    parent folder reads them meanwhile (`shardcast.publish`). Raises OSError, naming the folder, if the disk refuses.
     """
     folder.mkdir(parents=True)
     with _naming(folder):
@@ -107,34 +106,34 @@ def save_model(
             expected = iter(shapes.items())
             for name, tensor in tensors:
                 if (wanted := next(expected, None)) != (name, tuple(tensor.shape)):
-                    raise ValueError(f"{folder}: tensor {name} {tuple(tensor.shape)} came in place of {wanted}")
+                    raise ValueError(f"{folder}: got tensor {name} {tuple(tensor.shape)} instead of {wanted}")
                 file.write(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data)
             if wanted := next(expected, None):
-                raise ValueError(f"{folder}: tensor {wanted} did not come")
+                raise ValueError(f"{folder}: tensor {wanted} is missing")
         temporary.rename(folder / WEIGHTS)
 
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """What the disk refuses is an OSError that names the folder, whichever library was writing."""
+    """Turns a failed write by any library into an OSError that names the folder."""
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, f"{folder} could not be written: {error.strerror}") from error
     except Exception as error:
-        if type(error) is Exception:  # all that tokenizers raises for it
+        if type(error) is Exception:  # tokenizers raises nothing more specific
             raise OSError(f"{folder} could not be written: {error}") from error
         raise
 
 
 def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """The weights that a published version holds, in the order of its file."""
+    """Names and shapes of the weights in a published version, in file order."""
     tied = tied_names(model)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """What a safetensors file of bf16 tensors begins with."""
+    """The header of a safetensors file of bf16 tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end_bytes = 0
     for name, shape in shapes.items():

@@ -1,12 +1,12 @@
-"""Logprobs and entropies of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
+"""Logprobs and entropies of chosen tokens from hidden states, for a slice of tokens at a time.
 
-The full logits of a batch (tokens x vocabulary) are the largest tensor of training a small model; here they exist only
-for a few hundred tokens at a time and are computed again in the backward pass, unless they are to be kept. The
-formulas, with z the logits over the temperature, p their softmax and H its entropy:
+The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
+few hundred tokens at a time and are recomputed in the backward pass, unless `keep_logits` is set. With z the logits over
+the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
-Called by the learner. Left out: a bias of the output head, which no supported model has.
+Called by the learner. Left out: a bias in the output head.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PRODUCT_BYTES = 128 << 20  # logits of one matrix product, in float32: large, so that it runs at full speed
-CACHED_BYTES = 4 << 20  # of which so much is exponentiated together: small, so that it stays in the CPU's cache
+PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
+CACHED_BYTES = 4 << 20  # part of them exponentiated together: small enough for the CPU's cache
 
 
 def chosen_logprobs(
@@ -29,11 +29,11 @@ def chosen_logprobs(
     with_entropy: bool = False,
     keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """logprob of each target under softmax(hidden @ head.T / temperature), and the entropy where asked for.
+    """Logprob of each target under softmax(hidden @ head.T / temperature), and the entropy if requested.
 
-    hidden_NH and head_VH in the compute dtype, target_N int64. Returns (logp_N, entropy_N or None), float32, in nats,
-    differentiable in hidden and head. With `keep_logits` the backward pass, of which there may be one, uses the forward's
-    logits, all of which lie in memory meanwhile, in the compute dtype; the results are the same.
+    hidden_NH and head_VH are in the compute dtype, target_N is int64. Returns (logp_N, entropy_N or None), float32, in
+    nats, differentiable in hidden and head. `keep_logits` keeps all logits in memory, in the compute dtype, and the
+    backward pass, which may run once, uses them. The results are the same.
     """
     logp_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head_VH, target_N, temperature, with_entropy, keep_logits
@@ -85,7 +85,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 else:
                     grad_RV = logp_RV.exp_().mul_(-grad_logp_N[i, None])
                 grad_RV.scatter_add_(-1, target_N[i, None], grad_logp_N[i, None])
-                z_CV[i.start - start : i.stop - start] = grad_RV  # the logits are done with
+                z_CV[i.start - start : i.stop - start] = grad_RV  # the logits are not needed any more
             rows = slice(start, start + len(z_CV))
             if grad_hidden_NH is not None:
                 torch.mm(z_CV, head_VH, out=grad_hidden_NH[rows])
@@ -96,14 +96,14 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, logits_CV in the compute dtype) a slice of rows at a time."""
+    """(first row, logits_CV in the compute dtype), one slice of rows at a time."""
     step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
     for start in range(0, len(hidden_NH), step):
         yield start, hidden_NH[start : start + step] @ head_VH.T
 
 
 def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """What `_logits` gave."""
+    """The slices that `_logits` yielded."""
     start = 0
     for z_CV in kept:
         yield start, z_CV
@@ -111,7 +111,7 @@ def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
 
 
 def _cached(z_CV: Tensor, start: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """(rows as a slice of all N, float32 logits over the temperature) a few rows of a product at a time."""
+    """(rows as a slice of all N, float32 logits over the temperature), a few rows of a product at a time."""
     step = max(1, CACHED_BYTES // (4 * z_CV.shape[1])) if z_CV.device.type == "cpu" else len(z_CV)
     for row in range(0, len(z_CV), step):
         z_RV = z_CV[row : row + step].to(torch.float32, copy=True)

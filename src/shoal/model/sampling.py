@@ -1,10 +1,10 @@
-"""Seeded sampling: every sampled token can be derived again from the logits and public numbers alone.
+"""Seeded sampling: every sampled token can be derived again from the logits and public numbers.
 
 A token is the argmax of `logits / temperature + Gumbel noise` (the Gumbel-max trick: its distribution is the softmax).
-The noise is not random but a counter-based hash of (run, step, worker, submission, rollout, position, token id), so a
-validator with its own logits finds the same token, up to numerics, and a worker has no choice left to make.
+The noise is a counter-based hash of (run, step, worker, submission, rollout, position, token id). So a validator with its
+own logits finds the same token, up to numerics, and a worker cannot choose.
 
-Invariant: noise depends on integers only and is exact up to the two float32 logarithms at its end, on every device.
+Invariant: noise depends only on integers and is exact up to the two final float32 logarithms, on every device.
 Called by the engine (`choose`) and by the validator's replay check (`replay_margins`).
 Left out: top-k, top-p and penalties. The recipe samples from the full distribution.
 Sources: Gumbel-max, Maddison et al. 2014 (arXiv 1411.0030); the finaliser is MurmurHash3's fmix32 (public domain).
@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST_NOISE = 16.7
+LARGEST_NOISE = 16.7  # nats; the upper bound of `gumbel_noise`
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int) -> int:
-    """The 63-bit seed of one rollout: a hash of everything that names it."""
+    """The 63-bit seed of one rollout: a hash of everything that identifies it."""
     name = f"shoal/seed\n{run}\n{step}\n{worker}\n{submission}\n{rollout}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
 
 
 def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """One 64-bit key for each position: splitmix64 of seed + position times its odd constant (Steele et al. 2014)."""
+    """One 64-bit key per position: splitmix64 of seed + position times its odd constant (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(seeds, np.uint64)
         x = x + (np.asarray(positions, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -39,7 +39,7 @@ def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 
 def gumbel_noise(keys: np.ndarray, ids: np.ndarray) -> Tensor:
-    """Standard Gumbel noise of token `ids` under position `keys`, which broadcast together. float32, on the CPU.
+    """Standard Gumbel noise of token `ids` under position `keys`, broadcast together. float32, on the CPU.
 
     Noise lies in [-2.9, 16.7]: uniforms carry 23 bits, so a token of probability below about 6e-8 is never drawn.
     """
@@ -64,10 +64,10 @@ def choose(
 
 
 def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """How far each claimed token is from being the one that the seed yields. Returns margins_N, float32, >= 0, in nats.
+    """How far each claimed token is from the token that the seed yields. Returns margins_N, float32, >= 0, in nats.
 
-    0 where the token is the argmax of scaled_NV (logits / temperature) plus its noise; otherwise by how much another
-    token's score exceeds its own: what numerics would have had to shift for the claim to be honest.
+    The margin is 0 if the token is the argmax of scaled_NV (logits / temperature) plus its noise. Otherwise it is the
+    amount by which the best token's score exceeds its own, which numerics would have to explain for an honest claim.
     """
     return _outscore(scaled_NV.float(), tokens_N, seeds, positions)[0]
 
@@ -75,10 +75,10 @@ def replay_margins(scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], po
 def _outscore(
     scaled_NV: Tensor, tokens_N: Tensor, seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """By how much the best score of a row (logit and noise) exceeds that of the given token, and whose it is.
+    """The amount by which the best score of a row (logit plus noise) exceeds the given token's, and the best token.
 
-    Noise is made only for tokens that could win: those within its reach of the given token's score. Of a trained model's
-    vocabulary these are a few per cent.
+    Noise is computed only for tokens whose logit plus the largest possible noise reaches the given token's score. In a
+    trained model these are a few per cent of the vocabulary.
     """
     scaled, given_N = scaled_NV.numpy(force=True), tokens_N.numpy(force=True)
     n_rows, vocabulary = scaled.shape
@@ -86,7 +86,7 @@ def _outscore(
     reach_N = scaled[row_N, given_N] + gumbel_noise(keys_N, given_N).numpy() - LARGEST_NOISE
     could_win = scaled > reach_N[:, None]
     could_win[row_N, given_N] = True
-    # Candidates of all rows in one list, row by row.
+    # The candidates of all rows in one list, row by row.
     flat_C = np.flatnonzero(could_win)
     first_N = np.searchsorted(flat_C, row_N * vocabulary)
     row_C = np.repeat(row_N, np.diff(first_N, append=len(flat_C)))
@@ -95,7 +95,9 @@ def _outscore(
     score_C += scaled.ravel()[flat_C]
     best_N = np.maximum.reduceat(score_C, first_N)
     margin_N = best_N - score_C[np.searchsorted(flat_C, row_N * vocabulary + given_N)]
-    winner_W = np.flatnonzero(score_C == best_N[row_C])[::-1]  # of equal scores the lowest id: it is written last
+    winner_W = np.flatnonzero(score_C == best_N[row_C])[
+        ::-1
+    ]  # reversed: of equal scores, the lowest id is written last
     best_token_N = given_N.copy()
     best_token_N[row_C[winner_W]] = id_C[winner_W]
     return torch.from_numpy(margin_N).to(scaled_NV.device), torch.from_numpy(best_token_N).to(scaled_NV.device)

@@ -1,7 +1,7 @@
-"""Logprobs of packed completions under a causal language model, as one module: what is sharded, compiled, differentiated.
+"""Logprobs of packed completions under a causal language model, as one module that can be sharded and compiled.
 
-Invariant: everything of the model that a forward touches is touched inside this module's `forward`, as FSDP requires.
-Called by the learner. The validator wants hidden states instead and calls `tree.forward_hidden`.
+Invariant: a forward uses the model's weights only inside this module's `forward`, as FSDP requires.
+Called by the learner. The validator needs hidden states and calls `tree.forward_hidden` instead.
 """
 
 from typing import Any
@@ -33,21 +33,21 @@ class Scorer(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's blocks: the unit of sharding, compiling and recomputing."""
+        """The decoder's blocks: the unit of sharding, compilation and recomputation."""
         lists = [list(module) for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len)
 
 
 def recompute_activations(scorer: Scorer) -> None:
-    """Keep only each block's input for the backward pass, and compute what is inside again."""
+    """Keep only each block's input for the backward pass and recompute the rest."""
     scorer.model.activation_checkpointing_enable({"use_reentrant": False})
-    scorer.model.train()  # transformers recomputes in training mode only
+    scorer.model.train()  # transformers recomputes only in training mode
     for module in scorer.model.modules():
         if isinstance(module, nn.Dropout):
-            module.eval()  # the policy that is trained is the one that samples
+            module.eval()  # the trained policy must equal the one that samples
 
 
 def compile_blocks(scorer: Scorer) -> None:
-    """Compile each block (they share one compilation), for rows of any length."""
+    """Compile each block for rows of any length. All blocks share one compilation."""
     for layer in scorer.layers:
         layer.compile(dynamic=True)

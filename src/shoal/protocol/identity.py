@@ -1,18 +1,16 @@
-"""A node's identity: one ed25519 key, which is also its name everywhere in the pool.
+"""A node's identity: one ed25519 key. The public key is the node's name everywhere in the pool.
 
-Invariant: a signature serves one purpose. `domain` is mandatory and is signed in front of the message, so a
-ledger signature can never be shown as the signature of a manifest. And a key has one spelling: `verify`
-accepts only lowercase hex of a canonical point, or one banned key would have many names.
+Invariant: a signature serves one purpose. The mandatory `domain` is signed together with the message, so a ledger signature
+cannot pass as the signature of a manifest. And a key has one spelling: `verify` accepts only the lowercase hex of a
+canonical point. Otherwise one banned key would have many names.
 
-Called by every process that signs or checks anything. It imports only `errors` and `files`.
+Called by every process that signs or verifies. It imports only `errors` and `files`.
 
-Left out: passphrases (a worker restarts unattended; the file's mode guards it), key rotation (a new key is a
-new node), hardware keys.
+Left out: passphrases (a worker restarts unattended; the file's mode protects the key), key rotation (a new key is a new
+node), hardware keys.
 """
 
-import os
 import re
-import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 from pydantic import BaseModel, ConfigDict
 
 from shoal.errors import ShoalError
-from shoal.files import fsync
+from shoal.files import write_new_file
 
 PUBLIC_HEX = re.compile("[0-9a-f]{64}")
 SIGNATURE_HEX = re.compile("[0-9a-f]{128}")
@@ -37,7 +35,7 @@ DOMAIN = re.compile("[a-z0-9._/-]{1,64}")
 
 FIELD_PRIME = 2**255 - 19
 ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
-# y of the eight points of small order. As keys they accept signatures that nobody made.
+# y of the eight points of small order. As public keys they accept signatures that nobody made.
 SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
 
 
@@ -47,18 +45,18 @@ class IdentityError(ShoalError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """A private key and the name it gives its owner."""
+    """A private key, and the public key that names its owner."""
 
     private_key: Ed25519PrivateKey = field(repr=False)
 
     @classmethod
     def generate(cls) -> Self:
-        """Return a new identity from the system's randomness; it lives in memory until saved."""
+        """A new identity from the system's randomness, in memory only until it is saved."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a PEM PKCS8 file; IdentityError when it is missing, unreadable or not an ed25519 key."""
+        """Read a PEM PKCS8 file. IdentityError if it is missing, unreadable or not an ed25519 key."""
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except FileNotFoundError as error:
@@ -70,35 +68,25 @@ class Identity:
         except (ValueError, UnsupportedAlgorithm) as error:
             raise IdentityError(_unusable(path, "is not a PEM private key")) from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise IdentityError(_unusable(path, "holds a key of another kind than ed25519"))
+            raise IdentityError(_unusable(path, "holds a key that is not ed25519"))
         return cls(key)
 
     @classmethod
     def load_or_create(cls, path: Path) -> Self:
-        """Load the key at path, or make and save one; processes that start at once agree on one key."""
+        """Load the key at path, or make and save one. Processes that start at the same time agree on one key."""
         if not path.exists():
             identity = cls.generate()
             try:
                 identity.save(path)
                 return identity
             except FileExistsError:
-                pass  # another process was faster: its key is the key
+                pass  # another process saved its key first; both use that one
         return cls.load(path)
 
     def save(self, path: Path) -> None:
-        """Write the key as PEM PKCS8, mode 0600, whole or not at all; FileExistsError when path is taken."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp gives mode 0600
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-                file.flush()
-                os.fsync(file.fileno())
-            path.hardlink_to(temporary)  # a rename would overwrite; a link refuses, atomically
-        finally:
-            temporary.unlink()
-        fsync(path.parent)
+        """Write the key as PEM PKCS8, mode 0600, whole or not at all. FileExistsError if the path is taken."""
+        pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_new_file(path, pem, mode=0o600)
 
     @cached_property
     def public(self) -> str:
@@ -113,7 +101,7 @@ class Identity:
 
 
 def verify(public: str, message: bytes, signature: str, *, domain: str) -> bool:
-    """Return whether public signed message for this purpose; anything malformed is False, never an error."""
+    """Whether `public` signed message for this purpose. False, never an error, if anything is malformed."""
     try:
         key = public_key(public)
     except IdentityError:
@@ -128,7 +116,7 @@ def verify(public: str, message: bytes, signature: str, *, domain: str) -> bool:
 
 
 def public_key(public: str) -> Ed25519PublicKey:
-    """Return the key that a name stands for; IdentityError unless it is the one spelling of a safe point."""
+    """The key with this name. IdentityError unless it is the canonical spelling of a safe point."""
     if not _matches(PUBLIC_HEX, public):
         raise IdentityError("a public key is 64 lowercase hex characters")
     raw = bytes.fromhex(public)
@@ -139,7 +127,7 @@ def public_key(public: str) -> Ed25519PublicKey:
 
 
 class Signed(BaseModel):
-    """A text, the key that signed it and the signature: what travels when HTTP is not there to vouch."""
+    """A signed text: payload, key and signature, for data that is verified apart from the request that carried it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -1,16 +1,16 @@
-"""Every message that crosses a machine, in one place. The rollout files are in `store/` (they need pyarrow).
+"""Every message between machines, in one place. The rollout files are in `store/` because they need pyarrow.
 
-Invariant: strict models: unknown fields, wrong types and out-of-range numbers are refused before anything is built.
-Everybody imports this; it imports nobody.
+Invariant: models are strict: unknown fields, wrong types and out-of-range numbers are refused before anything is built.
+Every room that talks over HTTP imports this; it imports nothing of Shoal.
 
     who asks      what                                  request -> answer
     anyone        GET  /v1/run                          -> Signed[RunDescriptor]
     new node      POST /v1/register                     Registration -> Registered
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
-    validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; none: wait)
+    validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
-    validator     GET  /v1/contents/{digest}            -> ContentOwner (who handed in these rollouts first)
+    validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     origin        POST /v1/policies                     Policy -> Ok
@@ -19,8 +19,8 @@ Everybody imports this; it imports nobody.
     learner       POST /v1/steps                        StepReport -> Ok
     evaluator     POST /v1/evaluations                  Evaluation -> Ok
     anyone        GET  /v1/status                       -> Status (now)
-    anyone        GET  /v1/history?after=CURSOR         -> History (metrics, evaluations, samples since then)
-    anyone        GET  /metrics                         -> the pool's figures, in Prometheus' text format
+    anyone        GET  /v1/history?after=CURSOR         -> History (metrics, evaluations, samples after the cursor)
+    anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
 from enum import StrEnum
@@ -28,8 +28,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LARGEST = 2**53 - 1  # integer: every reader of JSON and SQLite holds it exactly
-MAX_SENDERS = 64  # of one version, by each node told
+LARGEST = 2**53 - 1  # integer that every JSON reader and SQLite represent exactly
+MAX_SENDERS = 64  # of one version, in each node's report
 VERSION = 1  # of this protocol; a descriptor with another one is refused
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
@@ -47,7 +47,7 @@ class Message(BaseModel):
 
 
 class InvitePayload(Message):
-    """What the coordinator signs into an invite: who may join as what, once, until when."""
+    """What the coordinator signs into an invite: who may join, in which role, until when. It is valid once."""
 
     run: str
     role: Role
@@ -57,7 +57,7 @@ class InvitePayload(Message):
 
 
 class RunDescriptor(Message):
-    """What a node must know of the run: the resolved config and whose signatures count."""
+    """What a node must know about the run: the resolved config, and whose signatures are valid."""
 
     protocol: int
     run: str
@@ -67,9 +67,7 @@ class RunDescriptor(Message):
 
 class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
-    url: str | None = Field(
-        default=None, max_length=200, pattern=r"^https?://[^\s]+$"
-    )  # an origin or relay serves there
+    url: Annotated[str, Url] | None = None  # where an origin or relay serves
 
 
 class Registered(Message):
@@ -81,22 +79,22 @@ class Registered(Message):
 
 
 class Intake(Message):
-    """How the newest weights came to a node."""
+    """How a node received the newest weights."""
 
     bytes_per_s: dict[Annotated[str, Field(max_length=200)], float] = Field(
         default={}, max_length=MAX_SENDERS
     )  # by sender's URL
-    behind_s: float | None = Field(default=None, ge=0)  # from their publication until they were whole here
+    behind_s: float | None = Field(default=None, ge=0)  # from their publication until they were complete here
 
 
 class Stats(Message):
-    """What a node tells of itself for the view and the summary. Believed for display only."""
+    """What a node reports about itself, for the view and the summary. Used for display only."""
 
     doing: str = Field(default="", max_length=80)
-    tokens: int = Field(default=0, ge=0, le=LARGEST)  # generated or checked since its start
+    tokens: int = Field(default=0, ge=0, le=LARGEST)  # generated or checked since it started
     busy_s: float = Field(default=0, ge=0)
     waiting_s: float = Field(default=0, ge=0)
-    waiting: bool = False  # then `doing` names what it waits for
+    waiting: bool = False  # if so, `doing` names what the node waits for
     rss_bytes: int = Field(default=0, ge=0, le=LARGEST)  # peak
     pid: int = Field(default=0, ge=0, le=LARGEST)
     intake: Intake = Intake()
@@ -109,7 +107,7 @@ class Heartbeat(Message):
 
 
 class Assignment(Message):
-    """One submission's worth of work, and the grant to upload it. The tasks follow from these numbers."""
+    """The work for one submission, and the grant to upload it. Its tasks are derived from these numbers."""
 
     id: str = SubmissionId
     number: int = Field(ge=0)
@@ -117,7 +115,7 @@ class Assignment(Message):
     policy_version: int = Field(ge=0)
     policy_digest: str = Hex64
     groups: int = Field(ge=1)
-    deadline_s: float  # unix time after which the work is handed out again
+    deadline_s: float  # unix time after which the task expires
     upload_path: str
     max_bytes: int
 
@@ -128,8 +126,8 @@ class HeartbeatAnswer(Message):
     relays: list[str]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
-    reader_token: str = ""  # opens relays and the origin to this node, for a while; none for the evicted
-    banned: list[str] = []  # keys that get no weights any more; told to who serves them
+    reader_token: str = ""  # lets this node read from relays and the origin, for a while; "" if it is evicted
+    banned: list[str] = []  # keys that get no weights any more; for origin and relays only
 
 
 class Stored(Message):
@@ -145,13 +143,13 @@ class Ok(Message):
 
 
 class Reason(StrEnum):
-    """Why a submission was rejected: one word per lie. `HARD` ones are provably false and slash."""
+    """Why a submission was rejected: one word per lie. `HARD` reasons are provably false and slash the worker."""
 
-    UNREADABLE = "unreadable"  # not our Parquet, or beyond its bounds
-    SIGNATURE = "signature"  # not signed by the worker that was given the task
+    UNREADABLE = "unreadable"  # not a rollout file, or beyond its bounds
+    SIGNATURE = "signature"  # not signed by the worker that has the task
     CONTEXT = "context"  # names another run, step, version or submission
-    REPLAYED = "replayed"  # these rollouts were handed in before
-    TASKS = "tasks"  # other tasks, targets or seeds than derived
+    REPLAYED = "replayed"  # an accepted submission already has these rollouts
+    TASKS = "tasks"  # not the derived tasks, targets or seeds
     BOUNDS = "bounds"  # token ids, lengths or numbers out of range
     REWARD = "reward"  # claimed reward is not the recomputed one
     PROOF = "proof"  # TOPLOC: not the hidden states of the stated weights
@@ -175,7 +173,7 @@ class Claim(Message):
     assignment: Assignment
     worker: str = Hex64
     lease_s: float
-    full: bool = True  # False: the cheap checks only, drawn at random by the worker's trust
+    full: bool = True  # False: cheap checks only; drawn at random, by the worker's trust
 
 
 class Claims(Message):
@@ -232,10 +230,9 @@ class BatchGroup(Message):
 class Batch(Message):
     step: int
     ready: bool
-    have: int  # useful groups accepted for this step so far
+    have: int  # useful groups accepted so far and in no batch yet
     need: int
     groups: list[BatchGroup] = []
-    finished: bool = False  # the run ends before this step
 
 
 class StepReport(Message):
@@ -269,6 +266,16 @@ class NodeStatus(Message):
     stats: Stats
 
 
+class Signal(Message):
+    """Whether the accepted groups teach anything: the rewards of a useful group differ."""
+
+    groups: int = Field(default=0, ge=0)  # accepted while the open step has been open
+    useful: int = Field(default=0, ge=0)  # of these
+    flat: int = Field(default=0, ge=0)  # newest accepted groups in a row with equal rewards
+    lowest: float | None = None  # mean rewards of those
+    highest: float | None = None
+
+
 class Status(Message):
     run: str
     state: Literal["running", "finished"]
@@ -281,15 +288,16 @@ class Status(Message):
     now_s: float
     nodes: list[NodeStatus]
     trained: int  # steps
-    notices: list[str]  # what the operator should know, newest last
+    notices: list[str]  # for the operator, newest last
     reject_reasons: dict[str, int]
     slashed: list[str]
-    stale_groups: int  # useful groups that grew too old before a batch took them
-    tokens_generated: int  # accepted tokens, as the validators counted them
+    stale_groups: int  # useful groups that became too old before they got into a batch
+    tokens_generated: int  # accepted tokens, counted by the validators
+    signal: Signal = Signal()
 
 
 class WorkerSample(Sample):
-    """A sample, and whose work it is."""
+    """A sample, and who generated it."""
 
     submission: str = SubmissionId
     group: int = Field(ge=0)
@@ -298,9 +306,9 @@ class WorkerSample(Sample):
 
 
 class History(Message):
-    """What became known after a cursor, oldest first. A step that is reported again comes again."""
+    """Entries after a cursor, oldest first. A step that is reported again appears again."""
 
-    cursor: int = Field(ge=0)  # ask with this one next
+    cursor: int = Field(ge=0)  # for the next request
     metrics: list[dict[str, float]]  # one per trained step
     evaluations: list[Evaluation]
     samples: list[WorkerSample]

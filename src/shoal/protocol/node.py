@@ -1,18 +1,21 @@
-"""A member of the pool, as every process but the coordinator is one: joins, lives, asks.
+"""A member of the pool: every process except the coordinator. It joins, sends heartbeats, and makes requests.
 
-    node = Node.join(invite, folder)      identity from the folder, run descriptor under the coordinator's signature
-    with node.heart(): ...                a heartbeat a second in the background; `node.answer` is the latest reply
-    node.post("/v1/claims", ...)          signed requests, repeated while the coordinator is away, up to a deadline
+    node = Node.join(invite, folder, stop=stop)   loads or makes the key, registers with the invite
+    with node.heart(): ...                        one heartbeat a second in the background; `node.answer` is the newest reply
+    node.post("/v1/claims", ...)                  a signed request, repeated while the coordinator is away, until a deadline
 
-Invariant: nothing is believed of the run that the coordinator, whose key is in the invite, has not signed.
+Invariants: a node trusts nothing about the run that the coordinator's key, which is in the invite, has not signed. Once
+`stop` is set, no request takes longer than GRACE_S.
 Called by worker, validator, learner, origin, relay and evaluator. It knows no other process.
 """
 
+import logging
 import os
 import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -39,20 +42,30 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access
-from shoal.shardcast.serve.tls import trusting
+from shoal.shardcast.tls import client_context
 
 HEARTBEAT_S = 1.0
-PATIENCE_S = 120.0  # how long a request outlasts a coordinator that is down or restarting
+PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
+GRACE_S = 1.0  # for a request in flight when this process is told to stop
+LOOK_S = 0.1  # between two looks at the stop event
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class NodeError(ShoalError):
-    """The coordinator refused, or could not be reached in time; the message says which and what to try."""
+    """The coordinator refused, or did not answer in time; the message says which and what to try."""
+
+    restart_helps = True
+
+
+class StoppedError(NodeError):
+    """This process was told to stop before the coordinator answered."""
 
 
 class RefusedError(NodeError):
-    """The coordinator answered, and the answer is no."""
+    """The coordinator answered with a refusal; `status` is its HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -60,11 +73,14 @@ class RefusedError(NodeError):
 
 
 class Node:
-    def __init__(self, identity: Identity, invite: Invite, client: httpx.Client, patience_s: float) -> None:
+    def __init__(
+        self, identity: Identity, invite: Invite, client: httpx.Client, patience_s: float, stop: threading.Event
+    ) -> None:
         self.identity = identity
         self.invite = invite
         self.client = client
         self.patience_s = patience_s
+        self.stop = stop
         self.name = ""
         self.policy_version: int | None = None
         self.answer: HeartbeatAnswer | None = None
@@ -81,26 +97,37 @@ class Node:
         *,
         url: str | None = None,
         patience_s: float = PATIENCE_S,
+        stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> "Node":
-        """Load or make this node's key in `folder` and register. `url` is where an origin or relay serves."""
+        """Load or make this node's key in `folder` and register. `url` is where an origin or relay serves.
+
+        `stop` ends every wait of this node. Raises RefusedError for an invite that is not accepted.
+        """
         identity = Identity.load_or_create(folder / "identity.pem")
         auth = SignedAuth(identity, invite.run)
         client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
-        node = cls(identity, invite, client, patience_s)
+        node = cls(identity, invite, client, patience_s, stop or threading.Event())
         registration = Registration(invite=invite.signed.model_dump_json(), url=url)
-        node.name = node.post("/v1/register", registration, Registered).name
+        try:
+            registered = node.post("/v1/register", registration, Registered)
+        except RefusedError as refusal:
+            refusal.restart_helps = refusal.status >= 500  # an invite that is refused once is refused again
+            raise
+        node.name = registered.name
+        log.info("joined run %s at %s as %s (%s)", invite.run, invite.url, registered.name, registered.role)
         return node
 
     @classmethod
-    def read_config(cls, invite: Invite) -> Config:
+    def read_config(cls, invite: Invite, stop: threading.Event) -> Config:
         """The run's config, for a role that must listen before it can register its address."""
-        return cls(Identity.generate(), invite, httpx.Client(base_url=invite.url, timeout=30), PATIENCE_S).config()
+        client = httpx.Client(base_url=invite.url, timeout=30)
+        return cls(Identity.generate(), invite, client, PATIENCE_S, stop).config()
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def descriptor(self) -> RunDescriptor:
-        """What the coordinator says of the run now, checked against the key in the invite."""
+        """The coordinator's description of the run, with its signature checked against the key in the invite."""
         signed = self._parse(Signed, self._request("GET", "/v1/run"))
         try:
             descriptor = RunDescriptor.model_validate_json(signed.open(self.invite.key, domain="run"))
@@ -114,7 +141,7 @@ class Node:
         return config_module.parse(self.descriptor().config, source="run descriptor")
 
     def wait_for_key(self, role: Role, stop: threading.Event) -> str:
-        """The key of the first node registered as `role`; waits for one, up to this node's patience."""
+        """The key of the first node registered as `role`; waits up to `patience_s` for one."""
         deadline_s = time.monotonic() + self.patience_s
         while not stop.is_set():
             if keys := self.descriptor().keys.get(role):
@@ -122,9 +149,9 @@ class Node:
             if time.monotonic() > deadline_s:
                 raise NodeError(f"no {role} joined run {self.invite.run} in {self.patience_s:.0f} s; start one")
             stop.wait(0.2)
-        raise NodeError("stopped while waiting")
+        raise StoppedError(f"stopped while waiting for a node of role {role}")
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def get(self, path: str, answer: type[M]) -> M:
         return self._parse(answer, self._request("GET", path))
@@ -143,19 +170,45 @@ class Node:
         pause_s = 0.1
         while True:
             try:
-                response = self.client.request(method, path, content=content)
+                response = self._send(method, path, content)
             except httpx.TransportError as error:
+                if self.stop.is_set():
+                    raise self._stopped(method, path) from error
                 if time.monotonic() + pause_s > deadline_s:
                     raise NodeError(
                         f"the coordinator at {self.invite.url} did not answer {method} {path} for "
                         f"{self.patience_s:.0f} s ({type(error).__name__}); is it running and reachable?"
                     ) from error
-                time.sleep(pause_s)
+                self.stop.wait(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
                 continue
             if response.status_code >= 400:
                 raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
             return response
+
+    def _send(self, method: str, path: str, content: bytes) -> httpx.Response:
+        """One request. It runs in its own thread, so that a silent host does not delay a stop."""
+        answer: Future[httpx.Response] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self.client.request(method, path, content=content))
+            except Exception as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True, name="request").start()
+        stopped_s: float | None = None
+        while True:
+            try:
+                return answer.result(LOOK_S)
+            except TimeoutError:
+                if self.stop.is_set():
+                    stopped_s = stopped_s or time.monotonic()
+                    if time.monotonic() - stopped_s > GRACE_S:
+                        raise self._stopped(method, path) from None
+
+    def _stopped(self, method: str, path: str) -> StoppedError:
+        return StoppedError(f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}")
 
     def _parse(self, model: type[M], response: httpx.Response) -> M:
         try:
@@ -163,30 +216,30 @@ class Node:
         except ValidationError as error:
             raise NodeError(f"{response.request.url.path}: unexpected answer: {error.errors()[0]['msg']}") from error
 
-    # --- living ------------------------------------------------------------------------------------------------------
+    # --- heartbeats and what they report -----------------------------------------------------------------------------
 
     def access(self, publisher: str, config: Config) -> Access:
-        """How this node reaches relays and the origin, whose key is `publisher`; how versions came is told to the view."""
+        """How this node reaches relays and the origin, whose key is `publisher`. Heartbeats report each download."""
         authority = Path(config.relays.tls_ca) if config.relays.tls_ca else None
         return Access(
             publisher,
             self.invite.run,
             token=self.reader_token,
-            tls=trusting(authority),
+            tls=client_context(authority),
             on_fetched=self.came,
         )
 
     def came(self, rates_Bps: dict[str, float], behind_s: float | None) -> None:
-        """How the newest weights came to this node: bytes a second by sender's URL, seconds since their publication."""
+        """Report a download of weights: bytes per second by sender's URL, and seconds since the version was published."""
         fastest = sorted(rates_Bps, key=lambda url: -rates_Bps[url])[:MAX_SENDERS]
         self.intake = Intake(bytes_per_s={url: rates_Bps[url] for url in fastest}, behind_s=behind_s)
 
     def reader_token(self) -> str:
-        """What opens relays and the origin to this node; the coordinator renews it with each heartbeat."""
+        """The token that relays and the origin ask for; each heartbeat's answer renews it."""
         return self.answer.reader_token if self.answer else ""
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
-        """Report what this node does from now on, or what it waits for, and count the time of what it did before."""
+        """Report what this node does, or waits for, from now on. The time since the last call counts as busy or waiting."""
         now_s = time.monotonic()
         self._seconds["waiting" if self._waiting else "busy"] += now_s - self._since_s
         self._doing, self._waiting, self._since_s = what, waiting, now_s
@@ -208,7 +261,7 @@ class Node:
 
     @contextmanager
     def heart(self) -> Iterator[None]:
-        """Beat once a second in the background. A coordinator that stays away too long shows at the next request."""
+        """Send a heartbeat each second in the background. Failures are left to the caller's own next request."""
         stopped = threading.Event()
 
         def beat_on() -> None:
@@ -216,7 +269,7 @@ class Node:
                 try:
                     self.beat()
                 except NodeError:
-                    continue  # the loop's own next request meets the same and reports it
+                    continue  # the caller's next request fails in the same way and reports it
 
         thread = threading.Thread(target=beat_on, daemon=True, name="heart")
         thread.start()

@@ -1,16 +1,20 @@
 """Signed HTTP requests: RFC 9421 message signatures with ed25519, RFC 9530 content digests.
 
-Invariant: a request that `verify_request` accepts was made by the named key, for this audience, with this
-method, path, query and body, within a minute of our clock, and is accepted once.
+Invariant: an accepted request was made by the named key, for this audience, with this method, path, query and body, within
+a minute of our clock, and is accepted once.
 
-The signature is over the bare RFC 9421 base, as any other implementation makes it. The base begins with
-`"@method"`, and all other signatures of the pool with `shoal/`, so neither can serve as the other.
+Verification has two parts. `verify_head` needs the headers only: a server can refuse a stranger before it reads the body.
+`SignedHead.check_body` then compares the body's hash with the signed digest. `verify_request` does both for a body that is
+in memory.
 
-`SignedAuth` is called by everything that speaks to the pool through httpx; `verify_request` by its servers,
-with path and query as they came over the wire (`split_target`), never decoded.
+The signature covers the bare RFC 9421 base, so other implementations can make it. The base begins with `"@method"` and all
+other signatures of the pool begin with `shoal/`, so neither can be used as the other.
 
-Left out: responses (integrity comes from signed manifests and hashes), streamed bodies, headers beyond ours
-(a server must not let an uncovered header, such as Content-Type, decide anything), more than one signature.
+`SignedAuth` signs for every httpx client of the pool; `verify_head` and `verify_request` are called by servers, with path
+and query as they came over the wire (`split_target`), never decoded.
+
+Left out: responses (signed manifests and hashes protect them), headers other than ours (a server must not base a decision
+on an uncovered header, such as Content-Type), more than one signature.
 """
 
 import re
@@ -49,7 +53,7 @@ Reason = Literal[
 
 
 class SignatureError(ValueError):
-    """A request that must not be served: `reason` is for programs, the message adds detail for a log."""
+    """A request that must not be served. `reason` is for programs; the message adds details for a log."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -60,13 +64,13 @@ class NonceStore(Protocol):
     """Remembers which nonces a key has used."""
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        """Record the nonce and return True, or return False if it may have been recorded before."""
+        """Record the nonce and return True; return False if it may have been recorded before."""
         ...
 
 
 @dataclass(frozen=True)
 class _Parameters:
-    """What the `signature-input` header says beside the covered components."""
+    """The parameters in the `signature-input` header."""
 
     created_s: int
     nonce: str
@@ -87,10 +91,9 @@ def sign_request(
     created_s: int,
     nonce: str,
 ) -> dict[str, str]:
-    """Return the four headers that make this request the identity's own.
+    """Return the four headers that sign this request.
 
-    path and query are in wire form (percent-encoded), query without its "?". ValueError when a part cannot
-    be signed.
+    path and query are in wire form (percent-encoded), query without its "?". ValueError if a part cannot be signed.
     """
     for text, pattern in (
         (method, METHOD),
@@ -112,6 +115,52 @@ def sign_request(
     }
 
 
+@dataclass(frozen=True)
+class SignedHead:
+    """The verified head of a request: who signed it, and the digest that its body must have."""
+
+    key: str
+    digest: str  # the `content-digest` header
+
+    def check_body(self, body_sha256: bytes, size_bytes: int) -> None:
+        """Raise SignatureError unless this is the SHA-256 of the body that was signed."""
+        if self.digest != _digest_header(body_sha256):
+            raise SignatureError("body changed", f"the body of {size_bytes} bytes does not match its digest")
+
+
+def verify_head(
+    *,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    audience: str,
+    now_s: float,
+    nonces: NonceStore,
+    max_age_s: int = MAX_AGE_S,
+) -> SignedHead:
+    """Verify everything that needs no body. SignatureError unless the named key signed this head.
+
+    The server must not use the body before `check_body` has passed. Clocks may differ: `created` may be max_age_s in the
+    past or in the future. The nonce is spent last, so a head that another key forged cannot spend it. A head is served
+    once: whoever repeats it with another body is refused before that body is read.
+    """
+    ours = _our_headers(headers)
+    parameters, signature = _parse_signature(ours)
+    digest, claimed_audience = ours["content-digest"], ours["shoal-audience"]
+    if not (METHOD.fullmatch(method) and PATH.fullmatch(path) and QUERY.fullmatch(query)):
+        raise SignatureError("malformed", "method, path or query is not in wire form")
+    if not DIGEST.fullmatch(digest):
+        raise SignatureError("malformed", "content-digest must hold exactly one sha-256 digest")
+    _check_audience(claimed_audience, audience)
+    _check_time(parameters.created_s, now_s, max_age_s)
+    base = signature_base(method, path, query, digest, claimed_audience, str(parameters))
+    _check_signature(parameters.key, base, signature)
+    if not nonces.spend(parameters.key, parameters.nonce, parameters.created_s):
+        raise SignatureError("replayed", "this nonce was used, or is older than what the nonce store remembers")
+    return SignedHead(parameters.key, digest)
+
+
 def verify_request(
     *,
     method: str,
@@ -124,24 +173,19 @@ def verify_request(
     nonces: NonceStore,
     max_age_s: int = MAX_AGE_S,
 ) -> str:
-    """Return the public key that made the request; SignatureError for every other request.
-
-    Clocks may differ: `created` may lie max_age_s in the past or in the future. The nonce is spent last, so
-    that a forged request cannot use up the nonce of a real one.
-    """
-    ours = _our_headers(headers)
-    parameters, signature = _parse_signature(ours)
-    digest, claimed_audience = ours["content-digest"], ours["shoal-audience"]
-    if not (METHOD.fullmatch(method) and PATH.fullmatch(path) and QUERY.fullmatch(query)):
-        raise SignatureError("malformed", "method, path or query is not in wire form")
-    _check_audience(claimed_audience, audience)
-    _check_time(parameters.created_s, now_s, max_age_s)
-    _check_body(digest, body)
-    base = signature_base(method, path, query, digest, claimed_audience, str(parameters))
-    _check_signature(parameters.key, base, signature)
-    if not nonces.spend(parameters.key, parameters.nonce, parameters.created_s):
-        raise SignatureError("replayed", "this nonce was used, or is older than what the nonce store remembers")
-    return parameters.key
+    """Verify head and body of a request that is in memory whole. Returns the public key that signed it."""
+    head = verify_head(
+        method=method,
+        path=path,
+        query=query,
+        headers=headers,
+        audience=audience,
+        now_s=now_s,
+        nonces=nonces,
+        max_age_s=max_age_s,
+    )
+    head.check_body(sha256(body).digest(), len(body))
+    return head.key
 
 
 def signature_base(method: str, path: str, query: str, digest: str, audience: str, parameters: str) -> bytes:
@@ -159,7 +203,7 @@ def signature_base(method: str, path: str, query: str, digest: str, audience: st
 
 def content_digest(body: bytes) -> str:
     """Return the `content-digest` header of a body (RFC 9530)."""
-    return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"
+    return _digest_header(sha256(body).digest())
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -169,7 +213,7 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def _our_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Pick our four headers in any case; a multi-dict's repeated header is refused, not resolved."""
+    """Pick our four headers, whatever their case. A repeated header is refused."""
     ours: dict[str, str] = {}
     for name, text in headers.items():
         lower = name.lower()
@@ -180,12 +224,12 @@ def _our_headers(headers: Mapping[str, str]) -> dict[str, str]:
     if "signature" not in ours and "signature-input" not in ours:
         raise SignatureError("unsigned", "the request carries no signature")
     if len(ours) < 4:
-        raise SignatureError("malformed", f"of the four signing headers only {sorted(ours)} came")
+        raise SignatureError("malformed", f"only {sorted(ours)} of the four signing headers came")
     return ours
 
 
 def _parse_signature(ours: Mapping[str, str]) -> tuple[_Parameters, bytes]:
-    """Read exactly the form that `sign_request` writes; RFC 9421 allows more, we need none of it."""
+    """Parse exactly the form that `sign_request` writes. RFC 9421 allows more forms; we need none of them."""
     stated = SIGNATURE_INPUT.fullmatch(ours["signature-input"])
     signature = SIGNATURE.fullmatch(ours["signature"])
     if stated is None:
@@ -211,11 +255,8 @@ def _check_time(created_s: int, now_s: float, max_age_s: int) -> None:
         raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock")
 
 
-def _check_body(digest: str, body: bytes) -> None:
-    if not DIGEST.fullmatch(digest):
-        raise SignatureError("malformed", "content-digest must hold exactly one sha-256 digest")
-    if digest != content_digest(body):
-        raise SignatureError("body changed", f"the body of {len(body)} bytes does not match its digest")
+def _digest_header(body_sha256: bytes) -> str:
+    return f"sha-256=:{b64encode(body_sha256).decode()}:"
 
 
 def _check_signature(key: str, base: bytes, signature: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What each node command starts: one file per role. Every function joins the pool and runs the role's own loop.
+"""The node commands, one file per role. Each function joins the pool and runs the role's loop.
 
 `cli` calls them; torch is imported only by the roles that compute.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.protocol.invite import Invite
 from shoal.roles.joining import join
 
-NICENESS = 10  # only the last evaluation is waited for; the others take the cores that training leaves
+NICENESS = 10  # training has priority: the run waits only for the last evaluation
 
 
 def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
@@ -18,7 +18,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     from shoal.evals.heldout import Evaluator
 
     os.nice(NICENESS)
-    node, config, dtype = join(invite, folder, threads)
+    node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
 

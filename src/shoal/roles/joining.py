@@ -1,10 +1,11 @@
-"""What every role that computes does first: joins the pool, and learns the run's config and the dtype to compute in.
+"""The first steps of every role that computes: check the device, join the pool, get the config, pick the dtype.
 
-Called by the roles of this room.
+Called by the other modules of this room.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
     from shoal.model.dtype import DtypeName
 
 
-def join(invite: Invite, folder: Path, threads: int) -> tuple[Node, Config, DtypeName]:
-    """Join the pool. Returns the node, the run's config, and the dtype to compute in on this machine."""
+def join(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> tuple[Node, Config, DtypeName]:
+    """Join the pool. Returns the node, the run's config, and the dtype to compute in on this machine.
+
+    Raises RefusedError, DeviceError.
+    """
     from shoal.model import dtype
     from shoal.model.threads import compute_on
 
     compute_on(threads)
-    node = Node.join(invite, folder)
+    node = Node.join(invite, folder, stop=stop)
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked

@@ -1,4 +1,4 @@
-"""`shoal learner`: joins as the learner, loads the policy and trains until the run ends; under torchrun, on every rank."""
+"""`shoal learner`: joins as the learner, loads the policy and trains until the run ends. Under torchrun, on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
     from shoal.model.sources import resolve
 
     ranks = Ranks.start(RANKS_TIMEOUT_S)
-    with _leading(invite, folder, threads, ranks) as (node, config, dtype):
+    with _leading(invite, folder, threads, ranks, stop) as (node, config, dtype):
         torch.manual_seed(config.run.seed)
         model = resolve(config.model.name)
         policy = Policy(model, config.learner, dtype, config.model.device, config.sampling.temperature, ranks)
@@ -43,18 +43,18 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
 
 @contextmanager
 def _leading(
-    invite: Invite, folder: Path, threads: int, ranks: Ranks
+    invite: Invite, folder: Path, threads: int, ranks: Ranks, stop: threading.Event
 ) -> Iterator[tuple[Node | None, Config, DtypeName]]:
     """The leader joins the pool and broadcasts config and dtype to the other ranks, which have no node."""
     from shoal.model.threads import compute_on
 
     if not ranks.leads:
         compute_on(threads)
-        received = json.loads(ranks.tell(None))
+        received = json.loads(ranks.broadcast(None))
         yield None, config_module.parse(received["config"]), received["dtype"]
         return
-    node, config, dtype = join(invite, folder, threads)
+    node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         node.doing("loading the model")
-        ranks.tell(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
+        ranks.broadcast(json.dumps({"config": config.model_dump(exclude_none=True), "dtype": dtype}).encode())
         yield node, config, dtype

@@ -1,9 +1,10 @@
-"""`shoal origin --join`: SHARDCAST's origin as a member of the pool. It publishes what the learner writes.
+"""`shoal origin --join`: SHARDCAST's origin as a member of the pool. It publishes the versions that the learner writes.
 
 Invariant: a version is announced to the coordinator once the origin can serve all of it.
 """
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -13,12 +14,16 @@ from shoal.protocol.messages import Ok, Policy
 from shoal.protocol.node import Node
 from shoal.roles.serving import WATCH_S, serve_store
 from shoal.shardcast import Manifest, Origin, Store
+from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
+
+log = logging.getLogger(__name__)
 
 
 def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event) -> str:
-    """Serve what the learner writes under `watched` until the run ends."""
-    config = Node.read_config(invite)
+    """Publishes what the learner writes under `watched`, until the run ends."""
+    check_apart(watched, folder)
+    config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
     store = Store(folder / "store", keep=config.origin.keep, quota_bytes=config.origin.quota_bytes)
     origin = Origin(
@@ -34,22 +39,23 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
         while not stop.is_set():
             if node.answer and node.answer.state != "running":
                 return node.answer.state
-            newest = max(watched.glob("v*"), default=None)  # if the learner ran ahead, nobody needs those between
+            newest = max(watched.glob("v*"), default=None)  # skip versions that the learner has overtaken
             manifest = None
             if newest is not None and int(newest.name[1:]) != node.policy_version:
-                node.doing(f"cutting {newest.name}")
+                node.doing(f"publishing {newest.name}")
                 manifest = await asyncio.to_thread(origin.publish, newest, int(newest.name[1:]))
             elif (growing := writer.begun()) is not None:
-                node.doing(f"cutting version {growing.version} while it is written")
+                node.doing(f"publishing version {growing.version} while it is written")
                 manifest = await asyncio.to_thread(writer.follow, growing)
             if manifest is not None:
                 await asyncio.to_thread(_announce, node, manifest)
                 node.policy_version = manifest.version
+                log.info("version %d is published: %d bytes", manifest.version, manifest.size_bytes)
             node.doing(writer.given_up or "the learner", waiting=True)
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch))
+    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch, stop))
 
 
 def _announce(node: Node, manifest: Manifest) -> None:

@@ -1,6 +1,7 @@
-"""`shoal relay --join`: SHARDCAST's relay as a member of the pool. It mirrors the origin and serves workers."""
+"""`shoal relay --join`: SHARDCAST's relay as a member of the pool. It mirrors the origin and serves the run's nodes."""
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from shoal.protocol.node import Node
 from shoal.roles.serving import WATCH_S, serve_store
 from shoal.shardcast import Relay, Store
 
+log = logging.getLogger(__name__)
+
 
 def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
-    """Mirror the origin and serve it on, until the run ends."""
-    config = Node.read_config(invite)
+    """Mirrors the origin and serves the run's nodes, until the run ends."""
+    config = Node.read_config(invite, stop)
     store = Store(folder / "store", keep=config.relays.keep, quota_bytes=config.relays.quota_bytes)
 
     async def mirror(node: Node) -> str:
@@ -22,7 +25,7 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
         origins = [member.url for member in status.nodes if member.role == "origin" and member.url]
 
         def upstream() -> list[str]:
-            """The origin, and the relays that are up now: among them they find out who is nearer to it."""
+            """The origin and the relays that are up now, in any order: the relay finds its own place among them."""
             return origins + (node.answer.relays if node.answer else [])
 
         relay = Relay(upstream, store, node.access(publisher, config))
@@ -32,14 +35,16 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
                 if node.answer and node.answer.state != "running":
                     return node.answer.state
                 held = relay.status.versions
+                if held and node.policy_version != max(held):
+                    log.info("version %d is mirrored", max(held))
                 node.policy_version = max(held) if held else None
                 node.came(relay.status.rates_Bps, relay.status.behind_s)
                 node.doing(relay.status.last_error or "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():
-                await task  # raises what stopped the mirror
+                await task  # raises the exception that ended it
             return "stopped"
         finally:
             task.cancel()
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.relays.host, config.relays.port, mirror))
+    return asyncio.run(serve_store(invite, config, folder, store, config.relays.host, config.relays.port, mirror, stop))

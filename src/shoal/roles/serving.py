@@ -1,22 +1,27 @@
-"""What origin and relay share: listen, join the pool with that address, serve the run's nodes, shut out the evicted.
+"""Shared by origin and relay: listen, join the pool with that address, serve the run's nodes, ban the evicted ones.
 
 Called by the roles `origin` and `relay`.
 """
 
 import asyncio
+import logging
 import ssl
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
 
 from shoal.config import Config
+from shoal.files import write_file
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Store, app, serve
-from shoal.shardcast.serve.tls import serving
+from shoal.shardcast.tls import server_context
 
 WATCH_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 async def serve_store(
@@ -27,23 +32,24 @@ async def serve_store(
     host: str,
     port: int,
     live: Callable[[Node], Awaitable[str]],
+    stop: threading.Event,
 ) -> str:
-    """Serve the store to the pool's nodes and join with the address, then do `live` until it returns."""
-    readers = Guard(
-        None,
+    """Serves the store to the pool's nodes, joins with the address, and runs `live`."""
+    guard = Guard(
         audience=invite.run,
         pool_key=None if config.relays.public else invite.key,
         rate_Bps=config.relays.rate_bytes_per_s,
         connections=config.relays.connections,
     )
     relays = config.relays
-    tls = serving(_path(relays.tls_cert), _path(relays.tls_key))
-    runner, bound = await _bind(app(store, guard=readers), host, port, tls, folder / "port")
+    tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
+    runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
     try:
         url = f"{'https' if tls else 'http'}://{host}:{bound}"
-        node = await asyncio.to_thread(Node.join, invite, folder, url=url)
+        log.info("listening at %s", url)
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heart():
-            banning = asyncio.create_task(_ban(node, readers))
+            banning = asyncio.create_task(_ban(node, guard))
             try:
                 return await live(node)
             finally:
@@ -52,23 +58,22 @@ async def serve_store(
         await runner.cleanup()
 
 
-async def _ban(node: Node, readers: Guard) -> None:
-    """Whom the coordinator evicts gets no weights from the next heartbeat on."""
+async def _ban(node: Node, guard: Guard) -> None:
+    """Nodes that the coordinator evicts get no weights after the next heartbeat."""
     while True:
         if node.answer:
-            readers.update(allowed=None, banned=frozenset(node.answer.banned))
+            guard.ban(frozenset(node.answer.banned))
         await asyncio.sleep(WATCH_S)
 
 
 async def _bind(
-    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, memory: Path
+    application: web.Application, host: str, port: int, tls: ssl.SSLContext | None, last_port: Path
 ) -> tuple[web.AppRunner, int]:
-    """Listen on `port`, or on the port this node had before its restart, or on a free one."""
-    text = memory.read_text() if port == 0 and memory.exists() else ""
-    remembered = int(text) if text.isdecimal() else port  # empty where it was killed while it wrote
-    runner, bound = await serve(application, host, remembered, ssl=tls)
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    memory.write_text(str(bound))
+    """Listens on `port`. Port 0 means the port from before a restart, or a free one."""
+    last = last_port.read_text() if port == 0 and last_port.exists() else ""
+    port = int(last) if last.isdecimal() else port  # an earlier version may have left an empty file
+    runner, bound = await serve(application, host, port, ssl=tls)
+    write_file(last_port, str(bound).encode())
     return runner, bound
 
 

@@ -13,7 +13,7 @@ def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     """Returns how the run ended."""
     from shoal.validator.service import Validator
 
-    node, config, dtype = join(invite, folder, threads)
+    node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         return Validator(node, config, folder / "weights", publisher, dtype).run(stop)

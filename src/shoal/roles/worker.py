@@ -17,7 +17,7 @@ def run_worker(
     from shoal.rollout.produce import Producer
     from shoal.rollout.worker import Worker, follow
 
-    node, config, dtype = join(invite, folder, threads)
+    node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         engine = TorchEngine(dtype, config.model.device)

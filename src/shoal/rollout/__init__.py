@@ -1,1 +1,1 @@
-"""Untrusted generation: a worker loop, the engine protocol and the default engine."""
+"""Untrusted generation: the worker's loop, and the submissions it produces."""

@@ -1,7 +1,8 @@
-"""What an assignment asks for, made and signed: prompts, completions, rewards, proofs, one Parquet file. No network.
+"""Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Called by the worker's loop. Each method is one place where a worker could lie, and the liars of the tests do.
+Called by the worker's loop; it does no network requests. Each method is one place where a worker could lie, and the
+lying workers of the tests override one each.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from shoal import tasks, toploc
 from shoal.config import Config
 from shoal.engine.protocol import Completion, Engine, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
+from shoal.model.positions import check_max_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
-from shoal.tasks.derive import GroupPlan, plan_groups
-from shoal.tasks.prompt import completion_text, prompt_tokens, reward
+from shoal.tasks.derive import GroupPlan, plan_submission
+from shoal.tasks.prompt import completion_reward, prompt_tokens
 
 
 class Producer:
@@ -31,7 +33,11 @@ class Producer:
         self.tokens = 0  # generated so far
 
     def load(self, folder: Path, version: int) -> int | None:
-        """Take a version's weights. Returns the version to tell the coordinator (None: not ready for tasks)."""
+        """Load a version's weights. Returns the version to report to the coordinator (None: not ready for tasks).
+
+        Raises TooManyTokensError if the run's completions do not fit the model.
+        """
+        check_max_tokens(folder, self.config.sampling.max_tokens)
         self.engine.load(folder)
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(folder)
@@ -47,17 +53,7 @@ class Producer:
         return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
-        return plan_groups(
-            run=self.run,
-            step=assignment.step,
-            policy_digest=assignment.policy_digest,
-            worker=self.identity.public,
-            submission=assignment.number,
-            groups=assignment.groups,
-            group_size=self.config.sampling.group_size,
-            n_tasks=len(self.tasks.train),
-            length_targets=self.config.tasks.length_targets,
-        )
+        return plan_submission(self.config, self.run, assignment, self.identity.public, len(self.tasks.train))
 
     def prompt(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -67,7 +63,7 @@ class Producer:
         return self.engine.generate(prompts, seeds, self.sampling)
 
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
-        """Every row of the file, group by group, rewarded and proven."""
+        """Every row of the file, group by group, with rewards and proofs."""
         proofs = iter(self.prove([completion for group in groups for completion in group]))
         return [
             self.rollout(number, plan, seed, completion, next(proofs))
@@ -80,8 +76,6 @@ class Producer:
 
     def rollout(self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]) -> Rollout:
         task = self.tasks.train[plan.task_index]
-        grade = self.tasks.grade(task, completion_text(self.tokenizer, completion.tokens))
-        alpha = self.config.tasks.length_penalty
         return Rollout(
             group=group,
             task=task.id,
@@ -89,12 +83,16 @@ class Producer:
             seed=seed,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
-            reward=reward(grade, len(completion.tokens), plan.target_length, alpha),
+            reward=self.reward(plan, completion.tokens),
             proofs=proofs,
         )
 
+    def reward(self, plan: GroupPlan, tokens: Sequence[int]) -> float:
+        task = self.tasks.train[plan.task_index]
+        return completion_reward(self.tasks, self.tokenizer, self.config.tasks, task, plan.target_length, tokens)
+
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
-        """Bind the rows, proofs among them, to run, step, policy, worker, submission and prompts with one signature."""
+        """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""
         header = Header(
             schema_version=SCHEMA_VERSION,
             run=self.run,

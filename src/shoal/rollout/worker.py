@@ -1,9 +1,10 @@
-"""The worker: takes a task, has it produced, hands it in. Untrusted, outbound only.
+"""The worker's loop: get a task, produce the submission, upload it. Untrusted; it makes outbound requests only.
 
 Called by `shoal worker`. It meets the rest of the system only through messages and files.
 Left out: several submissions in flight.
 """
 
+import logging
 import threading
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from shoal.shardcast.fetch.follow import Follower
 
 IDLE_S = 0.1
 
+log = logging.getLogger(__name__)
+
 
 class Worker:
     def __init__(self, node: Node, producer: Producer) -> None:
@@ -24,7 +27,7 @@ class Worker:
         self.loaded: int | None = None
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
-        """Work until the run ends, this worker is evicted, or `stop`. Returns which."""
+        """Work until the run ends, this worker is evicted, or `stop` is set. Returns which."""
         while not stop.is_set():
             self.take_weights(follower.newest())
             answer = self.node.beat(wants_task=True)
@@ -35,31 +38,37 @@ class Worker:
                 stop.wait(IDLE_S)
                 continue
             self.node.doing(f"generating for step {answer.assignment.step}")
-            self.hand_in(answer.assignment, self.producer.submission(answer.assignment))
+            log.info(
+                "task %s: %d groups for step %d", answer.assignment.id, answer.assignment.groups, answer.assignment.step
+            )
+            self.upload(answer.assignment, self.producer.submission(answer.assignment))
             self.node.tokens = self.producer.tokens
         return "stopped"
 
     def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
-        """Swap in a newer version, between two submissions."""
+        """Load a newer version, between two submissions."""
         if newest is None or newest[1].version == self.loaded:
             return
         folder, manifest = newest
         self.node.doing(f"loading version {manifest.version}")
         self.node.policy_version = self.producer.load(folder, manifest.version)
         self.loaded = manifest.version
+        log.info("version %d is loaded", manifest.version)
 
-    def hand_in(self, assignment: Assignment, data: bytes) -> None:
+    def upload(self, assignment: Assignment, data: bytes) -> None:
         """Upload. A refusal (too late, evicted) costs this submission only."""
         try:
             self.node.put(assignment.upload_path, data, Stored)
+            log.info("submission %s is handed in: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
             self.node.doing(f"dropping {assignment.id}: {refusal}")
+            log.info("submission %s is dropped: %s", assignment.id, refusal)
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
-    """A follower of the relays that the coordinator names in its heartbeat answers."""
+    """A follower of the relays that heartbeat answers name."""
 
     access = node.access(publisher, config)
 
@@ -71,8 +80,8 @@ def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:
 
     def client() -> Client:
         relays = known()
-        if not relays:  # they were there when `wanted` looked
-            raise FetchError("no relay is up at the moment")
+        if not relays:  # all of them left since `wanted` was called
+            raise FetchError("no relay is up")
         return Client(relays, access, cache, relays=known)
 
     return Follower(wanted, client)

@@ -1,7 +1,7 @@
-"""Conversations for supervised fine-tuning: read, encoded, parted, put in order, and packed into micro-batches.
+"""Conversations for supervised fine-tuning: read, encoded, split, shuffled, and packed into micro-batches.
 
-Invariant: what an update trains on is a pure function of seed, epoch and data; every conversation that fits comes once an
-epoch. Called by `sft`. Left out: reading what does not fit in memory (four bytes a token are kept).
+Invariant: an update's data is a pure function of seed, epoch and data set. Every conversation that fits appears once per
+epoch. Called by `sft`. Left out: data sets that do not fit in memory (four bytes per token are kept).
 """
 
 import hashlib
@@ -39,16 +39,18 @@ class Data:
 
 
 def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
-    """Read, encode and part the conversations of `sft.data`. `folder` is the model's. Raises ConversationError."""
+    """Read, encode and split the conversations of `sft.data`. `folder` is the model's. Raises ConversationError."""
     settings = config.sft
     if not settings.data:
-        raise ConfigError("sft.data is empty: name a .jsonl or .parquet file, or a data set of the hub as org/name")
+        raise ConfigError(
+            "sft.data is empty: set it to a .jsonl or .parquet file, or to a data set of the hub, org/name"
+        )
     template = ChatTemplate(tokenizer, eos_ids(folder))
     examples = [template.example(conversation) for conversation in read(settings.data)]
     fitting = [example for example in examples if len(example.tokens) <= settings.max_tokens]
     if len(fitting) < len(examples):
         log.warning(
-            "dropped %d of %d conversations: longer than sft.max_tokens = %d (the longest has %d); none is cut",
+            "dropped %d of %d conversations: longer than sft.max_tokens = %d (the longest has %d)",
             len(examples) - len(fitting),
             len(examples),
             settings.max_tokens,
@@ -58,8 +60,8 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
     kept = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
     if len(fitting) <= kept:
         raise ConversationError(
-            f"{settings.data}: of {len(examples)} conversations {len(fitting)} fit sft.max_tokens = "
-            f"{settings.max_tokens} and {kept} are held out, so none is left to train on"
+            f"{settings.data}: of {len(examples)} conversations, {len(fitting)} fit sft.max_tokens = "
+            f"{settings.max_tokens} and {kept} are held out, so none is left to train on; add data or raise sft.max_tokens"
         )
     heldout, train = [fitting[i] for i in sorted(order[:kept])], [fitting[i] for i in sorted(order[kept:])]
     log.info("%d conversations to train on, %d held out", len(train), len(heldout))
@@ -67,9 +69,9 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
 
 
 def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[int, list[int]]]:
-    """Each update's epoch and conversations: every one once an epoch, in an order of the epoch's own.
+    """Each update's epoch and conversations. Every conversation appears once per epoch, in a different order.
 
-    An epoch's last update takes what is left. A longer plan begins with a shorter one's updates.
+    An epoch's last update takes the rest. A plan with more epochs begins with the updates of a shorter one.
     """
     updates: list[tuple[int, list[int]]] = []
     for epoch in range(settings.epochs):
@@ -78,7 +80,7 @@ def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[
         if settings.batch is not None:
             batches = [order[at : at + settings.batch] for at in range(0, len(order), settings.batch)]
         else:
-            sizes = [min(lengths[i], settings.batch_tokens) for i in order]  # one that is longer is a batch of its own
+            sizes = [min(lengths[i], settings.batch_tokens) for i in order]  # a longer one is its own batch
             rows = assign_rows(sizes, settings.batch_tokens, in_order=True)
             batches = [[order[at] for at in row] for row in rows]
         updates += [(epoch, batch) for batch in batches]
@@ -86,7 +88,7 @@ def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[
 
 
 def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[MicroBatch]:
-    """Pack conversations side by side into rows of `row_tokens`; every token comes exactly once."""
+    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once."""
     rows = assign_rows([len(example.tokens) for example in examples], row_tokens)
     return [
         MicroBatch(
@@ -98,7 +100,7 @@ def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[Micro
 
 
 def fingerprint(data: Data, config: Config) -> str:
-    """What the order and content of every update follow from, as a hash."""
+    """A hash of everything that determines the order and content of every update."""
     settings = config.sft
     found = hashlib.sha256(repr([config.model.name, config.run.seed, settings.batch, settings.batch_tokens]).encode())
     for example in data.train:

@@ -1,19 +1,19 @@
-"""A conversation as tokens, and which of them the assistant wrote: those alone are trained.
+"""A conversation as tokens, and which of them the assistant wrote: only those are trained.
 
-An assistant's turn is trained from the first token after the generation prompt to the token that ends it, both read off
-what the model's own chat template makes of the conversation's beginnings:
+An assistant's turn is trained from the first token after the generation prompt to the token that ends the turn. Both are
+found by applying the model's chat template to prefixes of the conversation:
 
     up to the turn, with generation prompt    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
-    up to and with the turn                   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
+    up to and including the turn              <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYo<|im_end|>\\n
     trained                                                                                        Yo<|im_end|>
 
-Invariant: the tokens before a trained one are those that generation would have before it. A template where one beginning's
-tokens do not begin the next's (it rewrites earlier turns, or tokens merge across the seam) is an error, unless the template
-itself marks what the assistant writes ({% generation %}).
-Called by `sft`. Left out: training on text without a chat template, and weights for single messages.
+Invariant: the tokens before a trained token are those that generation would see. If the tokens of one prefix are not a
+prefix of the next one's (the template rewrites earlier turns, or tokens merge across the boundary), that is an error,
+unless the template itself marks what the assistant writes ({% generation %}).
+Called by `sft`. Left out: training on text without a chat template, and weights of single messages.
 """
 
-from __future__ import annotations  # array[int] is no type at run time before Python 3.12
+from __future__ import annotations  # array[int] fails at run time before Python 3.12
 
 import re
 from array import array
@@ -44,7 +44,7 @@ class Example:
 
     @property
     def tree(self) -> Tree:
-        """The first turn's prompt, and as its one completion all that follows."""
+        """The first turn's prompt, with all that follows as its only completion."""
         first = self.spans[0][0]
         return Tree(self.tokens[:first], [self.tokens[first:]])
 
@@ -58,13 +58,13 @@ class Example:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. `ends` are the tokens that it was seen to end an assistant's turn with."""
+    """A tokenizer's chat template. `ends` are the tokens that ended an assistant's turn so far."""
 
     def __init__(self, tokenizer: Any, eos: Collection[int]) -> None:
-        """`eos`: the tokens that end a completion, as the model declares them."""
+        """`eos`: the tokens that the model declares as ends of a completion."""
         if not tokenizer.chat_template:
             raise ConversationError(
-                "the model's tokenizer has no chat template; train one that has (often `-Instruct`)"
+                "the model's tokenizer has no chat template; choose a model that has one (often named `-Instruct`)"
             )
         self.tokenizer = tokenizer
         self.eos = set(eos)
@@ -72,13 +72,13 @@ class ChatTemplate:
         self.ends: set[int] = set()
 
     def example(self, conversation: Conversation) -> Example:
-        """Raises ConversationError, naming the conversation, where the spans do not follow from the template."""
+        """Raises ConversationError, naming the conversation, if the template does not determine the spans."""
         where, messages = conversation.where, conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise ConversationError(f"{where}: no message is the assistant's, so there is nothing to train on")
+            raise ConversationError(f"{where}: it has no assistant message, so there is nothing to train on")
         if turns[0] == 0:
-            raise ConversationError(f"{where}: begins with the assistant, so nothing is there to answer")
+            raise ConversationError(f"{where}: it begins with an assistant message, so there is no prompt")
         until = messages[: turns[-1] + 1]
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         if MARKED.search(template):
@@ -91,7 +91,7 @@ class ChatTemplate:
     def _derived(
         self, conversation: Conversation, until: list[dict[str, Any]], turns: list[int]
     ) -> tuple[array[int], list[tuple[int, int]]]:
-        """The whole conversation's tokens, and each turn's span: between two beginnings that begin it."""
+        """The conversation's tokens, and each turn's span, between the ends of two prefixes."""
         whole = self._tokens(conversation, until)
         spans = []
         for turn in turns:
@@ -99,9 +99,9 @@ class ChatTemplate:
             after = self._tokens(conversation, until[: turn + 1])
             if whole[: len(before)] != before or whole[: len(after)] != after or len(after) <= len(before):
                 raise ConversationError(
-                    f"{conversation.where}: the chat template writes what comes before or in message {turn} otherwise once"
-                    " more follows, so what the assistant wrote cannot be told from it; make a conversation for each of"
-                    " its turns, or mark them in the template with {% generation %}"
+                    f"{conversation.where}: the chat template changes message {turn} or earlier ones when more messages"
+                    " follow, so the assistant's tokens cannot be located; make one conversation for each assistant turn, or"
+                    " mark the turns in the template with {% generation %}"
                 )
             spans.append((len(before), len(after)))
         return whole, spans
@@ -120,13 +120,13 @@ class ChatTemplate:
         return array("i", encoded["input_ids"]), list(zip(starts, stops, strict=True))
 
     def _end(self, where: str, tokens: array[int], start: int, stop: int, *, last: bool) -> int:
-        """Where training of the turn in tokens[start:stop] stops: behind the token that ends it.
+        """The end of the trained span of the turn in tokens[start:stop]: after the token that ends the turn.
 
-        It is sought among what follows the turn's text, special tokens and white space. One the model does not declare
-        counts where it declares none of them; where a template writes none at all, EOS is set behind the last turn.
+        That token is searched in the special tokens and white space after the turn's text. A token that the model declares
+        as an end is preferred over another special token. If the template writes neither, EOS is added after the last turn.
         """
         if tokens[stop - 1] not in self.eos | self.special and set(tokens[stop : stop + 1]) & (self.eos | self.special):
-            stop += 1  # a template may leave the end out of what it marks
+            stop += 1  # a template may not include the end in what it marks
         tail = stop
         while tail > start and self._follows_text(tokens[tail - 1]):
             tail -= 1
@@ -137,8 +137,8 @@ class ChatTemplate:
                 return end + 1
         if not last or self.tokenizer.eos_token_id is None:
             raise ConversationError(
-                f"{where}: the chat template writes no token that ends the assistant's turn, so a model could not learn"
-                " to stop there; have one assistant's message in a conversation, or another template"
+                f"{where}: the chat template writes no token that ends the assistant's turn, so the model could not learn to"
+                " stop there; use conversations with one assistant message, or another template"
             )
         tokens[stop:] = array("i", [self.tokenizer.eos_token_id])
         return stop + 1
@@ -155,4 +155,4 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, return_dict=True, **options)
         except (jinja2.TemplateError, TypeError) as error:
-            raise ConversationError(f"{conversation.where}: the chat template refuses it ({error})") from error
+            raise ConversationError(f"{conversation.where}: the chat template rejects it ({error})") from error

@@ -1,13 +1,13 @@
 """Conversations from files: JSON lines or Parquet, on this machine or in a data set of the Hugging Face hub.
 
-    examples/chat.jsonl, ./data/chat.parquet   a file here: its name ends in .jsonl or .parquet
-    org/name                                   the files of a hub data set whose names hold "train"
+    examples/chat.jsonl, ./data/chat.parquet   a local file: its name ends in .jsonl or .parquet
+    org/name                                   the files of a hub data set whose names contain "train"
     org/name:data/train-*.parquet              those that match the pattern
 
-A row holds `messages`, a list of {"role", "content"}, or `prompt` and `completion`, which stand for one user's and one
-assistant's message; `tools` beside them goes to the chat template. Other columns are not looked at.
-Invariant: a row is a conversation or an error that names its file and line; none is passed over.
-Called by `shoal sft`. Left out: pictures and sound, and conversations under other names ("from" and "value").
+A row holds `messages`, a list of {"role", "content"}, or `prompt` and `completion`: one user message and one assistant
+message. An optional `tools` is passed to the chat template. Other columns are ignored.
+Invariant: every row is a conversation, or an error that names its file and line.
+Called by `shoal sft`. Left out: images and sound, and other field names ("from" and "value").
 """
 
 import fnmatch
@@ -25,12 +25,12 @@ COLUMNS = ("messages", "prompt", "completion", "tools")
 
 
 class ConversationError(ShoalError):
-    """Data that cannot be trained on; the message names the file and line, or the data set."""
+    """Data that cannot be trained on. The message names the file and line, or the data set."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    where: str  # file and line, for messages
+    where: str  # file and line, for error messages
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
 
@@ -44,7 +44,7 @@ def read(source: str) -> Iterator[Conversation]:
 
 
 def find(source: str) -> list[Path]:
-    """The files that `source` names, fetched where they are on the hub. Raises ConversationError."""
+    """The files that `source` names, downloaded if they are on the hub. Raises ConversationError."""
     if ":" in source or not (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
         return _from_hub(*source.split(":", 1))
     path = Path(source).expanduser()
@@ -65,8 +65,8 @@ def _from_hub(name: str, pattern: str = "") -> list[Path]:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConversationError(
-            f"data set {name!r} could not be fetched from the Hugging Face hub ({first_line}); for a file here write "
-            f"its path, which ends in {' or '.join(SUFFIXES)}"
+            f"data set {name!r} could not be fetched from the Hugging Face hub ({first_line}); for a local file "
+            f"write a path that ends in {' or '.join(SUFFIXES)}"
         ) from error
     names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix in SUFFIXES}
     chosen = sorted(name for name in names if any(fnmatch.fnmatch(name, one) for one in patterns))
@@ -80,7 +80,7 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     chosen = [file for file in known if "train" in PurePosixPath(file).name]
     if len({PurePosixPath(file).parent for file in chosen}) != 1:  # several sets in one repository, or none
         raise ConversationError(
-            f"data set {name!r}: say which files to train on, as {name}:PATTERN; there are {', '.join(known[:12])}"
+            f"data set {name!r}: choose the files to train on with {name}:PATTERN; it has {', '.join(known[:12])}"
         )
     return chosen
 
@@ -104,14 +104,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = [name for name in COLUMNS if name in file.schema_arrow.names]
             if not columns:
-                raise ConversationError(f"{path}: no column is called {' or '.join(COLUMNS[:3])}")
+                raise ConversationError(f"{path}: it has no column {' or '.join(COLUMNS[:3])}")
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", row
     except pyarrow.ArrowException as error:
-        raise ConversationError(f"{path}: not readable as Parquet ({error})") from error
+        raise ConversationError(f"{path}: not a readable Parquet file ({error})") from error
 
 
 def _conversation(where: str, row: Any) -> Conversation:
@@ -124,22 +124,24 @@ def _conversation(where: str, row: Any) -> Conversation:
             {"role": "assistant", "content": held["completion"]},
         ]
     else:
-        raise ConversationError(f"{where}: needs `messages`, a list, or `prompt` and `completion`, two texts")
+        raise ConversationError(f"{where}: needs `messages`, a list, or `prompt` and `completion`, two strings")
     if not isinstance(messages, list) or not messages:
-        raise ConversationError(f"{where}: `messages` is no list of messages")
+        raise ConversationError(f"{where}: `messages` is not a list of messages")
     tools = held.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise ConversationError(f"{where}: `tools` is no list")
+        raise ConversationError(f"{where}: `tools` is not a list")
     return Conversation(where, [_message(f"{where}, message {i}", m) for i, m in enumerate(messages)], tools or None)
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ConversationError(f"{where}: is no object with `role` and `content`")
-    held = {str(name): value for name, value in message.items() if value is not None}  # Parquet fills in what is absent
+        raise ConversationError(f"{where}: it is not an object with `role` and `content`")
+    held = {
+        str(name): value for name, value in message.items() if value is not None
+    }  # Parquet stores absent fields as null
     if held.get("role") not in ROLES:
-        raise ConversationError(f"{where}: `role` is {held.get('role')!r}, none of {', '.join(ROLES)}")
+        raise ConversationError(f"{where}: `role` is {held.get('role')!r}, not one of {', '.join(ROLES)}")
     calls = held["role"] == "assistant" and bool(held.get("tool_calls"))
     if not isinstance(held.get("content"), str) and not (calls and "content" not in held):
-        raise ConversationError(f"{where}: `content` is no text")
+        raise ConversationError(f"{where}: `content` is not a string")
     return held

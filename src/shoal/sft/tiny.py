@@ -1,9 +1,9 @@
-"""What makes `bundled:tiny`: a character-level llama of about 3 M parameters that adds two-digit numbers half the time.
+"""Trains `bundled:tiny`: a character-level llama of about 3 M parameters that adds two-digit numbers right half the time.
 
-It is trained on questions with their answers, loss on the answer's tokens only, so that reinforcement learning has
-something to improve. Invariant: it never sees a sum that `tasks` holds out.
-Called by `shoal sft` without a config and, where the tiny model is not cached yet, before a run. Left out: everything
-that `sft` has for data that is not made on the spot (chat templates, epochs, checkpoints).
+It is trained on questions and answers, with loss only on the answer's tokens, and leaves room for reinforcement learning.
+Invariant: it never sees a sum that `tasks` holds out.
+Called by `shoal sft` without a config, and before a run if the tiny model is not cached. Left out: what `sft` has for real
+data (chat templates, epochs, checkpoints).
 """
 
 import logging
@@ -27,13 +27,13 @@ from shoal.tasks.prompt import prompt_tokens
 
 TINY_TASKS = TaskSection(operand_min=10, operand_max=99, prompt="{question}=", heldout=512)
 BATCH, LR = 128, 1e-3
-UNTIL_LOSS, MAX_STEPS = 0.55, 600  # nats a token, smoothed: right about two times in five, read greedily
+UNTIL_LOSS, MAX_STEPS = 0.55, 600  # nats per token, smoothed: about 40 % greedy accuracy
 
 log = logging.getLogger(__name__)
 
 
 def train_tiny() -> Path:
-    """Train `bundled:tiny` and leave it in the cache. Returns its folder."""
+    """Train `bundled:tiny` into the cache. Returns its folder."""
     torch.manual_seed(0)
     folder = tiny_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,13 @@ def train_tiny() -> Path:
         policy = Policy(start, settings, "float32", "cpu", temperature=1.0)
         train(policy, TINY_TASKS, batch=BATCH, until_loss=UNTIL_LOSS, max_steps=MAX_STEPS)
         save_model(policy.model, policy.tokenizer, done)
-        if not folder.exists():  # another process may have been as quick
+        if not folder.exists():  # another process may have trained it too
             done.rename(folder)
     return folder
 
 
 def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float, max_steps: int) -> None:
-    """Updates on `batch` random training tasks each, until the smoothed loss falls under `until_loss`."""
+    """Update on `batch` random training tasks at a time until the smoothed loss is below `until_loss`."""
     task_set = tasks.load(section)
     draw = random.Random(0)
     smoothed = None
@@ -62,10 +62,10 @@ def train(policy: Policy, section: TaskSection, *, batch: int, until_loss: float
     for step in range(max_steps):
         chosen = draw.choices(task_set.train, k=batch)
         trees = [_example(policy.tokenizer, section, task.question, task.answer) for task in chosen]
-        told = policy.step(loss, [pack(trees)])
-        smoothed = told["loss"] if smoothed is None else 0.9 * smoothed + 0.1 * told["loss"]
+        value = policy.step(loss, [pack(trees)])["loss"]
+        smoothed = value if smoothed is None else 0.9 * smoothed + 0.1 * value
         if step % 50 == 0:
-            log.info("supervised step %d: loss %.2f, goes on until %.2f", step, smoothed, until_loss)
+            log.info("supervised step %d: loss %.2f, until %.2f", step, smoothed, until_loss)
         if smoothed < until_loss:
             return
 
@@ -94,7 +94,7 @@ def _tiny_model() -> Any:
 
 
 def _tiny_tokenizer() -> Any:
-    """One token a printable ASCII character; a conversation is its texts one after the other."""
+    """One token per printable ASCII character. A conversation is the concatenation of its messages."""
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     vocabulary = {text: i for i, text in enumerate([*special, "\n", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

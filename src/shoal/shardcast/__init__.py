@@ -1,19 +1,21 @@
-"""SHARDCAST: weights from the learner's origin through relays to clients, over HTTP, checked at every hop.
+"""SHARDCAST: sends weights from the learner's origin through relays to clients over HTTP, verified at every hop.
 
     origin (publishes)  ->  server  <-  relay (mirrors)  ->  server  <-  client (fetches)
 
-    format/    manifest, safetensors layout, deltas            store    the folder of versions that is served
-    publish/   a folder of weights into a signed version       fetch/   from sources to a checked folder, or in place
-    relay/     mirrors a store and passes shards on            serve/   HTTP, access, rate limits, connections
-    alone      all of it without a pool
+    format/    manifest, names, safetensors layout, deltas      store    the folder of versions that is served
+    publish/   a folder of files into a signed version          fetch/   from servers into a folder, or in place
+    relay/     mirrors a store and serves arriving shards       serve/   HTTP, access, rate limits, connections
+    alone      all of it without a pool                         tls      contexts for https
 
-Usable alone; imports nothing of Shoal but `errors` and `files`. docs/shardcast.md tells how it works and what it costs.
+Usable alone: it imports only `errors` and `files` of Shoal. docs/shardcast.md says how it works and what it costs.
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 
 from shoal.shardcast.fetch.client import Client, FetchReport, Progress
-from shoal.shardcast.fetch.sources import Access, FetchError, Limits
+from shoal.shardcast.fetch.errors import FetchError
+from shoal.shardcast.fetch.sources import Access, Limits
 from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest, public_key_hex
+from shoal.shardcast.publish.contents import PublishError
 from shoal.shardcast.publish.origin import Origin
 from shoal.shardcast.relay.relay import Relay, RelayStatus
 from shoal.shardcast.serve.guard import Guard
@@ -31,6 +33,7 @@ __all__ = [
     "ManifestError",
     "Origin",
     "Progress",
+    "PublishError",
     "Relay",
     "RelayStatus",
     "SignedManifest",

@@ -1,10 +1,10 @@
-"""SHARDCAST without a pool: publish a folder, keep a relay, fetch. What `shoal origin PATH` and its siblings do.
+"""SHARDCAST without a pool: publish a folder, run a relay, fetch.
 
-    publish("model/", "store/", key)                        into a store, which `serve_origin` or nginx serves
-    fetch(["http://relay:8080"], "weights/", public_key)    the newest version: weights/v000003/
-    for folder, manifest in watch([...], "weights/", public_key): ...
+    publish(Path("model"), Path("store"), key)                    into a store that `serve_origin` or nginx serves
+    fetch(["http://relay:8080"], Path("weights"), public_key)     the newest version: weights/v000003/
+    for folder, manifest in watch([...], Path("weights"), public_key): ...
 
-Called by `cli`, and by whoever has large files to spread and no pool.
+Called by `cli` (`shoal origin PATH`, `shoal relay --upstream`, `shoal fetch`) and by other programs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.shardcast.fetch.client import Client, Progress
-from shoal.shardcast.fetch.sources import Access, FetchError
+from shoal.shardcast.fetch.errors import FetchError
+from shoal.shardcast.fetch.sources import Access
 from shoal.shardcast.format.manifest import Manifest, public_key_hex
+from shoal.shardcast.format.names import parse_version
+from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
 from shoal.shardcast.publish.origin import Origin
 from shoal.shardcast.relay.relay import Relay
 from shoal.shardcast.serve.server import app, serve
-from shoal.shardcast.store import Store, parse_version
+from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.1
 A_DAY_S = 24 * 3600.0
 
 
 class Address(NamedTuple):
-    """Where a server listens; with a TLS context it speaks https."""
+    """Where a server listens; with a TLS context it serves https."""
 
     host: str
     port: int
@@ -44,7 +47,7 @@ class Address(NamedTuple):
 def publish(
     path: Path, store: Path | Store, key: Ed25519PrivateKey, *, run: str = "shardcast", version: int | None = None
 ) -> Manifest:
-    """Publish a file, or a folder's files, as `version` (default: the next one). Raises what `Origin.publish` does."""
+    """Publishes a file or a folder as `version` (default: the next one). Raises what `Origin.publish` raises."""
     origin = Origin(store, key, run=run)
     return origin.publish(path, origin.next_version() if version is None else version)
 
@@ -59,7 +62,7 @@ def fetch(
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
-    """Bring a version (default: the newest) to `out`/v000007/. Raises FetchError."""
+    """Fetches a version (default: the newest) into `out`/v000007/. Raises FetchError."""
     client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=A_DAY_S)
     return fetch_with(client, version, progress)
 
@@ -72,7 +75,7 @@ def watch(
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Every newest version as it comes, for ever. Where one cannot be had, `progress` is told why, and it is tried again."""
+    """Yields each newest version, for ever. A failed fetch is reported to `progress` and tried again."""
     client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=A_DAY_S)
     last: int | None = None
     while True:
@@ -82,7 +85,7 @@ def watch(
                 time.sleep(LOOK_AGAIN_S)
                 continue
             folder, manifest = fetch_with(client, newest.version, progress)
-        except FetchError as error:  # told, and waited for: the next version may come whole
+        except FetchError as error:
             progress(Progress(doing=str(error)))
             time.sleep(1.0)
             continue
@@ -91,45 +94,46 @@ def watch(
 
 
 def fetch_with(client: Client, version: int | None, progress: Callable[[Progress], None]) -> tuple[Path, Manifest]:
-    """`client.fetch`, telling how it goes a few times a second."""
+    """`client.fetch`, with progress reports a few times a second."""
     done = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(LOOK_AGAIN_S):
             progress(client.progress)
 
-    telling = threading.Thread(target=tell, daemon=True)
-    telling.start()
+    reporting = threading.Thread(target=report, daemon=True)
+    reporting.start()
     try:
         return client.fetch(version)
     finally:
         done.set()
-        telling.join()
+        reporting.join()
         progress(client.progress)
 
 
 async def serve_origin(
     path: Path, origin: Origin, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Publish what is at `path` and serve it: a file or folder as one version; or every folder `v000007` in it, those
-    that appear later, too, and what is written such that it may be read meanwhile (`growing`)."""
+    """Publishes and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
+    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises."""
+    check_apart(path, origin.store.path)
 
     async def live() -> None:
         watched = path.is_dir() and (not any(path.iterdir()) or any(map(_version, path.iterdir())))
         writer = Handover(origin, path, stop.is_set)
         if not watched:
-            told(await asyncio.to_thread(origin.publish, path, origin.next_version()))
+            report(await asyncio.to_thread(origin.publish, path, origin.next_version()))
         while not stop.is_set():
             if watched:
                 known = max(origin.published(), default=-1)
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
                     if (version := parse_version(folder.name)) is not None and version > known:
-                        told(await asyncio.to_thread(origin.publish, folder, version))
+                        report(await asyncio.to_thread(origin.publish, folder, version))
                 if (growing := writer.begun()) and (manifest := await asyncio.to_thread(writer.follow, growing)):
-                    told(manifest)
+                    report(manifest)
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def told(manifest: Manifest) -> None:
+    def report(manifest: Manifest) -> None:
         sizes = {part: stream.size_bytes for part, stream in manifest.streams.items()}
         tensors = sum(len(file.tensors) for file in manifest.files)
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
@@ -141,12 +145,12 @@ async def serve_origin(
 async def serve_relay(
     relay: Relay, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
 ) -> None:
-    """Mirror and serve until `stop`; says what becomes whole, and each new trouble."""
+    """Mirrors and serves until `stop`. Reports each version that becomes complete, and each new error."""
 
     async def live() -> None:
         task = asyncio.ensure_future(relay.mirror())
         seen: set[int] = set()
-        trouble: str | None = None
+        error: str | None = None
         try:
             while not stop.is_set() and not task.done():
                 status = relay.status
@@ -158,12 +162,12 @@ async def serve_relay(
                         }
                     )
                 seen = set(status.versions)
-                if status.last_error and status.last_error != trouble:
-                    trouble = status.last_error
-                    say({"trouble": trouble})
+                if status.last_error and status.last_error != error:
+                    error = status.last_error
+                    say({"error": error})
                 await asyncio.sleep(LOOK_AGAIN_S)
             if task.done():
-                await task  # raises what ended it
+                await task  # raises the exception that ended it
         finally:
             task.cancel()
 

@@ -1,6 +1,6 @@
 """A folder of immutable, content-addressed files: the default store.
 
-Invariant: a name is the BLAKE3 of the content, and once there holds all of it (temporary name, fsync, rename).
+Invariant: a file's name is the BLAKE3 of its content, and a file under its name is complete (temporary name, fsync, rename).
 Called by the coordinator, which serves it over HTTP. Left out: an S3 bucket behind the same two methods.
 """
 
@@ -8,13 +8,15 @@ import errno
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
 from shoal.errors import ShoalError
-from shoal.files import fsync
+from shoal.files import fsync, remove_leftovers
 
 HASH = re.compile(r"[0-9a-f]{64}")
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -25,11 +27,19 @@ class StoreError(ShoalError):
 
 
 class Store(Protocol):
-    def put(self, kind: str, data: bytes) -> str:
-        """Keep `data`; returns its hash. Storing the same bytes again changes nothing."""
+    def receive(self, kind: str) -> AbstractContextManager["Incoming"]:
+        """A file that arrives in pieces. Without `commit`, nothing of it is kept."""
         ...
 
     def get(self, kind: str, content_hash: str) -> bytes: ...
+
+
+class Incoming(Protocol):
+    def write(self, piece: bytes) -> None: ...
+
+    def commit(self) -> str:
+        """Keep the file; returns its hash. Storing the same bytes again changes nothing."""
+        ...
 
 
 class Folder:
@@ -37,41 +47,73 @@ class Folder:
         self.root = root
 
     def put(self, kind: str, data: bytes) -> str:
-        content_hash = blake3(data).hexdigest()
-        path = self._path(kind, content_hash)
+        """Store a file that is in memory; returns its hash."""
+        with self.receive(kind) as incoming:
+            incoming.write(data)
+            return incoming.commit()
+
+    @contextmanager
+    def receive(self, kind: str) -> Iterator["IncomingFile"]:
+        incoming = None
         try:
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _write_whole(path, data)
+            incoming = IncomingFile(self, kind)
+            yield incoming
         except OSError as error:
             next_step = "free space there" if error.errno in FULL else "see that it is a folder this process may write"
             raise StoreError(f"cannot store a file in {self.root}: {error.strerror}; {next_step}") from error
-        return content_hash
+        finally:
+            if incoming is not None:
+                incoming.close()
+
+    def clean(self) -> None:
+        """Remove the unfinished files of a process that was killed."""
+        for kind in self.root.glob("*/"):
+            remove_leftovers(kind)
 
     def get(self, kind: str, content_hash: str) -> bytes:
         try:
-            data = self._path(kind, content_hash).read_bytes()
+            data = self.path(kind, content_hash).read_bytes()
         except OSError as error:
             raise StoreError(f"cannot read {kind} file {content_hash[:16]} in {self.root}: {error.strerror}") from error
         if blake3(data).hexdigest() != content_hash:
             raise StoreError(f"{kind} file {content_hash[:16]} in {self.root} was changed on disk")
         return data
 
-    def _path(self, kind: str, content_hash: str) -> Path:
+    def path(self, kind: str, content_hash: str) -> Path:
         if not HASH.fullmatch(content_hash):
             raise StoreError(f"{content_hash!r} is no content hash")
         return self.root / kind / f"{content_hash}.parquet"
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".put-")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # what did not fit must not fill the disk
-    fsync(path.parent)  # or a power cut may undo the rename of a file that was already promised
+class IncomingFile:
+    """A file in the store's folder that has no final name yet, because its content is not complete."""
+
+    def __init__(self, store: Folder, kind: str) -> None:
+        self._store, self._kind = store, kind
+        folder = store.root / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".put-", suffix=".tmp")
+        self._temporary = Path(name)
+        self._file = os.fdopen(descriptor, "wb")
+        self._hash = blake3()
+
+    def write(self, piece: bytes) -> None:
+        self._hash.update(piece)
+        self._file.write(piece)
+
+    def commit(self) -> str:
+        """Give the file its name, durably. Returns its hash."""
+        content_hash = self._hash.hexdigest()
+        path = self._store.path(self._kind, content_hash)
+        if path.exists():
+            return content_hash
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._temporary.replace(path)
+        fsync(path.parent)  # a power cut could undo the rename of a file that was already promised
+        return content_hash
+
+    def close(self) -> None:
+        with suppress(OSError):  # flushing again fails again where the disk is full; `commit` has reported it
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)

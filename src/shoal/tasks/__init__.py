@@ -1,7 +1,7 @@
-"""What models are asked and how answers are graded.
+"""Tasks: questions for models, and graders of their answers.
 
-A task set is a fixed list of training tasks and a disjoint list of held-out ones, the same on every machine, so that a
-task's index says everything about it. Left out here: sandboxed code tasks.
+A task set is a fixed list of training tasks and a disjoint list of held-out tasks. Both are the same on every machine, so
+an index identifies a task. Left out: sandboxed code tasks.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ __all__ = ["Task", "TaskSet", "load"]
 
 
 class TaskSet(Protocol):
-    """Two disjoint lists of tasks, and the grade of an answer in [0, 1]."""
+    """Two disjoint lists of tasks, and a grader: `grade` returns a number in [0, 1] (`tasks.prompt.grade` enforces it)."""
 
     train: list[Task]
     heldout: list[Task]
@@ -23,5 +23,5 @@ class TaskSet(Protocol):
 
 
 def load(config: TaskSection) -> TaskSet:
-    """The task set of a config. Raises ValueError where it cannot be read or too few tasks are left to train on."""
+    """The task set of a config. Raises ValueError if it cannot be read or leaves too few tasks to train on."""
     return Gsm8k(config) if config.kind == "gsm8k" else Arithmetic(config)

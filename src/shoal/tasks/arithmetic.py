@@ -1,9 +1,9 @@
-"""Small sums that the project makes itself: a verifiable task for a small model and a short run.
+"""Generated small sums: a verifiable task for a small model and a short run.
 
-Invariant: sums are ordered by a hash of their text and the first are held out, whatever the seed, so a sum held out
-in one run was trained on in none (the supervised warm-up of `bundled:tiny` keeps clear of them too).
-Called through `tasks.load` by worker, validator and evaluator. The grade is 1 where the last integer of the answer is
-the result, as is usual for word problems (GSM8K), else 0.
+Invariant: sums are ordered by a hash of their text, and the first ones are held out, whatever the seed. So a held-out sum
+is never trained on in any run, nor in the supervised warm-up of `bundled:tiny`.
+Called through `tasks.load` by worker, validator and evaluator. The grade is 1 if the last integer of the answer is the
+result, as is usual for word problems (GSM8K), else 0.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Arithmetic:
         if len(tasks) < config.heldout + MIN_TRAIN:
             raise ValueError(
                 f"{len(tasks)} sums with operands {config.operand_min}..{config.operand_max} leave fewer than "
-                f"{MIN_TRAIN} to train on beside {config.heldout} held out; raise tasks.operand_max"
+                f"{MIN_TRAIN} to train on after {config.heldout} are held out; raise tasks.operand_max"
             )
         tasks.sort(key=lambda task: hashlib.sha256(f"shoal/arithmetic/{task.id}".encode()).digest())
         self.heldout = tasks[: config.heldout]

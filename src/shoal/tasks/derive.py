@@ -1,21 +1,44 @@
-"""Which tasks a submission must hold: a hash of public numbers, so that nobody chooses.
+"""Which tasks a submission must contain: a hash of public numbers, so that nobody chooses them.
 
-Invariant: worker and validator find the same tasks, targets and seeds from the same assignment.
+Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call.
+Called by worker (`rollout.produce`) and validator (`validator.judge`).
 """
 
 import hashlib
 from dataclasses import dataclass
 
+from shoal.config import Config
 from shoal.model.sampling import rollout_seed
+from shoal.protocol.messages import Assignment
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What one group of a submission must be."""
+    """The task of one group of a submission."""
 
     task_index: int  # into the training tasks
-    target_length: int  # tokens; 0: none
+    target_length: int  # tokens; 0: no target
     seeds: tuple[int, ...]  # one per completion
+
+
+def plan_submission(config: Config, run: str, assignment: Assignment, worker: str, n_tasks: int) -> list[GroupPlan]:
+    """The plan of the submission that `worker` owes for this assignment."""
+    return plan_groups(
+        run=run,
+        step=assignment.step,
+        policy_digest=assignment.policy_digest,
+        worker=worker,
+        submission=assignment.number,
+        groups=assignment.groups,
+        group_size=config.sampling.group_size,
+        n_tasks=n_tasks,
+        length_targets=config.tasks.length_targets,
+    )
+
+
+def max_rollouts(config: Config) -> int:
+    """The most rollouts in one submission; readers refuse larger files."""
+    return config.workers.groups_per_submission * config.sampling.group_size
 
 
 def plan_groups(

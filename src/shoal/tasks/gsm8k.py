@@ -1,12 +1,12 @@
-"""GSM8K: word problems of grade-school arithmetic, from local files or the Hugging Face hub.
+"""GSM8K: grade-school word problems, from local files or the Hugging Face hub.
 
-    tasks.path = a folder   its gsm8k_train.jsonl to train on, its gsm8k_test.jsonl held out
-    tasks.path = a file     JSON lines, of which a hash of the text holds out `tasks.heldout`
+    tasks.path = a folder   gsm8k_train.jsonl in it is for training, gsm8k_test.jsonl is held out
+    tasks.path = a file     JSON lines; `tasks.heldout` of them, chosen by a hash of the text, are held out
     tasks.path = ""         openai/gsm8k on the hub
 
-A line is {"question": ..., "answer": ...}, the answer's number after `####`.
-Invariant: a task's name is a hash of its text, and `digest` is one of all tasks in order, so two machines with the same
-digest ask the same; `tasks.sha256`, where given, must be it. No question is in both lists.
+A line is {"question": ..., "answer": ...}; the answer's number follows `####`.
+Invariant: a task's name is a hash of its text, and `digest` is a hash of all tasks in order, so two machines with the same
+digest have the same tasks. `tasks.sha256`, if set, must equal it. No question is in both lists.
 Called through `tasks.load` by worker, validator and evaluator. Left out: the worked solutions, which nothing reads.
 Paper: Training Verifiers to Solve Math Word Problems (arXiv 2110.14168).
 """
@@ -27,14 +27,14 @@ HUB_FILES = ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parq
 LOCAL_FILES = ("gsm8k_train.jsonl", "gsm8k_test.jsonl")
 
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*+)\}")
-# A minus sign counts where no operand stands before it: "5-3" is no -3. A comma counts between groups of three digits.
+# A minus sign counts unless an operand precedes it: "5-3" has no -3. A comma counts between groups of three digits.
 NUMBER = re.compile(
     r"((?<![\w)])[-\u2212])?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)", flags=re.ASCII
 )
 
 
 class TasksNotFoundError(ShoalError, ValueError):
-    """Tasks that cannot be read, or are not those of the config; the message names the next step."""
+    """Tasks cannot be read, or differ from those of the config; the message names the next step."""
 
 
 class Gsm8k:
@@ -66,7 +66,7 @@ class Gsm8k:
 
 
 def last_number(text: str) -> str | None:
-    r"""The last number in the last \boxed{}, or else in the text, in the one form that equal numbers share.
+    r"""The last number in the last \boxed{}, or else in the text, in a canonical form.
 
     >>> last_number("She pays $1,250.50."), last_number(r"\\boxed{018} of 20"), last_number("none")
     ('1250.5', '18', None)
@@ -76,7 +76,7 @@ def last_number(text: str) -> str | None:
     if not found:
         return None
     sign, digits = found[-1]
-    whole, _, part = digits.replace(",", "").partition(".")  # as text: int() and float() refuse or round long ones
+    whole, _, part = digits.replace(",", "").partition(".")  # as text: int() refuses and float() rounds long numbers
     whole, part = whole.lstrip("0") or "0", part.rstrip("0")
     value = f"{whole}.{part}" if part else whole
     return f"-{value}" if sign and value != "0" else value
@@ -96,7 +96,7 @@ def _task(row: Any, where: str) -> Task:
     try:
         question, (_, marker, answer) = str(row["question"]), str(row["answer"]).rpartition("####")
     except (KeyError, TypeError) as error:
-        raise TasksNotFoundError(f"{where} is no task: expected a question and an answer") from error
+        raise TasksNotFoundError(f"{where} is not a task: a question and an answer are expected") from error
     number = last_number(answer)
     if not marker or number is None:
         raise TasksNotFoundError(f"{where} has no number after ####")

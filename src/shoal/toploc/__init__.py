@@ -1,12 +1,12 @@
 """TOPLOC: commitments to the final hidden states of generated tokens, checked against a second forward.
 
-A worker calls `build` on the hidden states of the tokens it generated and sends the proofs; a validator runs
-its own prefill of the same tokens, calls `verify`, and judges each chunk's figures with `Thresholds`
-(`PRESETS[dtype]`). Proofs are byte for byte those of the public `toploc` package (0.1.6), but where magnitudes tie at
-the top_k-th place: there both packages take any, and each accepts the other's choice.
+A worker calls `build` on the hidden states of the tokens it generated and sends the proofs. A validator runs its own
+prefill of the same tokens, calls `verify`, and compares each chunk's errors with `Thresholds` (`PRESETS[dtype]`). Proofs
+equal those of the public `toploc` package (0.1.6) byte for byte, unless magnitudes tie at the top_k-th place. Then each
+package may choose differently, and accepts the other's choice.
 
-Left out: running the model, choosing which tokens to check, what a failed check costs. A proof shows which
-hidden states its maker had, not how the tokens were drawn from them.
+Left out: running the model, choosing which tokens to check, and the consequences of a failed check. A proof shows which
+hidden states its maker had, not how tokens were sampled from them.
 
 Paper: TOPLOC, arXiv 2501.16007, sections 3 and 4.
 """

@@ -1,10 +1,10 @@
-"""Chunks: hidden states cut every `chunk_tokens` tokens, each piece reduced to its top_k largest magnitudes.
+"""Chunks: hidden states cut every `chunk_tokens` tokens, each chunk reduced to its top_k largest magnitudes.
 
-Invariant: the first prefill_tokens tokens, if any, are one chunk however many they are; after them chunk c covers
-chunk_tokens tokens, and only a sequence's last one may be shorter.
-Called by `build` and `verify`, which therefore cut and pick alike. Leaves out any rule for ties at the k-th place:
-who picks others, as the public package does, still verifies, for the entries that differ evaluate at random and
-count as mismatches, and few values tie there.
+Invariant: the first prefill_tokens tokens, if any, are one chunk of any length. After them each chunk covers chunk_tokens
+tokens, and only the last chunk of a sequence may be shorter.
+Called by `build` and `verify`, so that both cut and choose in the same way. Leaves out any rule for ties at the k-th place.
+Another choice, as in the public package, still verifies: the entries that differ evaluate to random values and count as
+mismatches, and few values tie.
 
 Paper: TOPLOC section 3 (top-k selection). Shapes: T tokens, H hidden size, B chunks, X = values in a chunk,
 K = top_k.
@@ -25,7 +25,7 @@ _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 
 @dataclass(frozen=True)
 class Peaks:
-    """Every chunk's top_k entries, where the hidden states are: index in the flattened chunk and raw 16 bits."""
+    """Every chunk's top_k entries, on the hidden states' device: index in the flattened chunk, and raw 16 bits."""
 
     index_BK: Tensor
     bits_BK: Tensor
@@ -38,9 +38,9 @@ def peaks(
 ) -> Peaks:
     """Cut every (T, H) tensor into chunks and take each one's top_k entries by magnitude.
 
-    float32 is rounded to bfloat16 first; bfloat16 and float16 are taken as they are. Raises ProofError where
-    no proof exists (no tokens, or fewer than top_k values in a chunk) and ValueError for what is the caller's
-    own fault: rank, dtype, mixed dtypes or devices, non-finite values, counts out of range, no sequences.
+    float32 is rounded to bfloat16 first; bfloat16 and float16 are unchanged. Raises ProofError if no proof exists (no
+    tokens, or fewer than top_k values in a chunk), and ValueError for errors of the caller: rank, dtype, mixed dtypes or
+    devices, values that are not finite, counts out of range, no sequences.
     """
     if chunk_tokens < 1 or top_k < 1:
         raise ValueError(f"chunk_tokens and top_k must be at least 1, got {chunk_tokens} and {top_k}")
@@ -55,7 +55,7 @@ def peaks(
     if len({hidden_TH.device for hidden_TH in rounded}) > 1:
         raise ValueError(f"sequences differ in device: {[str(hidden_TH.device) for hidden_TH in rounded]}")
 
-    # Chunks of one size are searched together, whichever sequences they are from.
+    # Chunks of one size are searched together, across sequences.
     pieces: dict[int, list[Tensor]] = defaultdict(list)
     places: dict[int, list[int]] = defaultdict(list)
     counts: list[int] = []
@@ -75,7 +75,7 @@ def peaks(
         index_BK[places[size]] = found_BK = largest(bits_BX, top_k)
         bits_BK[places[size]] = bits_BX.gather(1, found_BK).long() & 0xFFFF
     mantissa_bits = _MANTISSA_BITS[rounded[0].dtype]
-    # Infinity and NaN, all ones in the exponent, come first, so looking at the peaks is enough.
+    # Infinity and NaN have the largest exponent, so it is enough to look at the peaks.
     finite_B = ((bits_BK & MAGNITUDE) < MAGNITUDE >> mantissa_bits << mantissa_bits).all(dim=1)
     if not bool(finite_B.all()):
         raise ValueError(f"hidden states are not finite in chunk {int(finite_B.int().argmin())} of the batch")
@@ -83,7 +83,7 @@ def peaks(
 
 
 def _cut(hidden_TH: Tensor, chunk_tokens: int, top_k: int, prefill: int, sequence: int) -> list[Tensor]:
-    """The raw bits of one sequence's chunks in order, neighbours of one size together as (B, X) int16."""
+    """The raw bits of one sequence's chunks in order. Neighbours of one size are one (B, X) int16 tensor."""
     tokens, width = hidden_TH.shape
     if not 0 <= prefill <= tokens:
         raise ValueError(f"sequence {sequence}: prefill_tokens is {prefill}, of {tokens} tokens")

@@ -1,10 +1,10 @@
 """Arithmetic in GF(65497): batched polynomial interpolation and evaluation, on any device with float64.
 
-Invariant: everything inside is whole numbers in float64. Residues are below 2^16, products below 2^32, and no sum
-has more than a few hundred products, so all stay far below 2^50, up to which `_reduce` is exact: no result
-depends on rounding, on the order of summation or on the device.
-Called by `build` (interpolate) and `verify` (evaluate). Leaves out subquadratic algorithms: at 128 points these
-are a few matrix products.
+Invariant: all values are whole numbers in float64. Residues are below 2^16, products below 2^32, and a sum has at most a
+few hundred products. So all values stay far below 2^50, the limit up to which `_reduce` is exact, and no result depends
+on rounding, on the order of summation or on the device.
+Called by `build` (interpolate) and `verify` (evaluate). Leaves out subquadratic algorithms: at 128 points these are a few
+matrix products.
 
 Paper: TOPLOC section 3 (polynomial encoding). Shapes: B polynomials, K coefficients or points, N points; powers
 of x go up in steps of one (A of them) and in steps of A (G of them), A · G >= K.
@@ -68,8 +68,8 @@ def _inverse_table(device: torch.device) -> Tensor:
 def _reduce(value: Tensor) -> Tensor:
     """value mod PRIME for whole 0 <= value < 2^50.
 
-    The half keeps (value + 0.5) / PRIME at least 2^-17 away from the next whole number, and the two roundings
-    move it by less than 2^-18: the floor is that of the exact quotient.
+    The half keeps (value + 0.5) / PRIME at least 2^-17 away from the next whole number, and the two roundings move it by
+    less than 2^-18. So the floor equals that of the exact quotient.
     """
     quotient = torch.add(value, 0.5).mul_(1 / PRIME).floor_()
     return torch.add(value, quotient, alpha=-PRIME)
@@ -83,7 +83,7 @@ def _powers(x_BN: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _geometric(x_BN: Tensor, count: int) -> Tensor:
-    """x^0 .. x^(count−1) along a new last dimension, doubling how many there are."""
+    """x^0 .. x^(count−1) along a new last dimension, doubling their number each time."""
     power_BNC = torch.ones_like(x_BN)[:, :, None]
     while (have := power_BNC.shape[2]) < count:
         next_BN1 = _reduce(power_BNC[:, :, -1:] * x_BN[:, :, None])
@@ -103,7 +103,7 @@ def _combine(coefficients_BK: Tensor, step_BNA: Tensor, stride_BNG: Tensor) -> T
 def _from_roots(x_BK: Tensor) -> Tensor:
     """The product of all (X − x_i) without its leading X^K, (B, K) ascending: pairs, pairs of pairs, ..."""
     points = x_BK.shape[1]
-    padding = (1 << (points - 1).bit_length()) - points  # that many factors X, which shift the product up
+    padding = (1 << (points - 1).bit_length()) - points  # extra factors X, which shift the product up
     lower_BFC = torch.nn.functional.pad(_reduce(PRIME - x_BK), (0, padding))[:, :, None]  # F factors X^C + lower
     while (degree := lower_BFC.shape[2]) < points + padding:
         left, right = lower_BFC[:, 0::2], lower_BFC[:, 1::2]

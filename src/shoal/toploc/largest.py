@@ -1,11 +1,11 @@
 """The top_k largest magnitudes of every row of raw 16-bit floats, all rows at once.
 
-Invariant: the magnitudes chosen are those of a full sort, and which of several equal ones are chosen depends on
-the values alone, not on the device or on torch.topk: every key compared is distinct.
-Called by `chunk`. Leaves out the sign (bit 15), which is ignored; without it the bits of a float order as its
-magnitude does, with infinity and NaN on top.
+Invariant: the chosen magnitudes are those of a full sort. The choice among equal ones depends only on the values, not on
+the device or on torch.topk, because all compared keys are distinct.
+Called by `chunk`. Ignores the sign (bit 15). Without it, the bits of floats have the order of their magnitudes, with
+infinity and NaN at the top.
 
-Source: none; a tournament. No shapes but B rows, X values, N columns, K = top_k, C candidates.
+A tournament, without a source. Shapes: B rows, X values, N columns, K = top_k, C candidates.
 """
 
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 MAGNITUDE = 0x7FFF
 
 _FAN = 8  # values per column; the fastest of 4, 8, 16, 32 at X = 131072, K = 128
-_SLAB_VALUES = 2**18  # whose magnitudes still fit near a core; a copy of them all would cost more than the rest
+_SLAB_VALUES = 2**18  # magnitudes computed together: they fit a core's cache
 
 
 def largest(bits_BX: Tensor, top_k: int) -> Tensor:
     """Indices (B, K) int64, in no particular order, of each row's largest magnitudes; bits are int16.
 
-    Lay X out as 8 rows of N = X / 8. The K columns whose maxima are largest hold K magnitudes at least as large
-    as any outside them, so only their 8 · K values compete; which columns, the same question on N maxima, answers.
+    X is laid out as 8 rows of N = X / 8. The K columns with the largest maxima hold K magnitudes at least as large as
+    any outside them, so only their 8 · K values compete. A recursive call on the N maxima finds these columns.
     """
     rows, values = bits_BX.shape
     columns = values // _FAN
@@ -40,7 +40,7 @@ def largest(bits_BX: Tensor, top_k: int) -> Tensor:
 
 
 def _best(bits_BX: Tensor, candidate_BC: Tensor, top_k: int) -> Tensor:
-    """The candidates with the largest magnitudes, of equal ones those with the lowest index."""
+    """The candidates with the largest magnitudes. Of equal ones, those with the lowest index."""
     magnitude_BC = bits_BX.gather(1, candidate_BC).long() & MAGNITUDE
     key_BC = magnitude_BC * bits_BX.shape[1] - candidate_BC
     return candidate_BC.gather(1, key_BC.topk(top_k, dim=1, sorted=False).indices)

@@ -2,10 +2,9 @@
 
     big-endian uint16 modulus | top_k big-endian uint16 coefficients, ascending powers     2 + 2 * top_k bytes
 
-Invariant: what `parse` returns is canonical (exact length, modulus in [MODULUS_MIN, PRIME], coefficients in
-GF(PRIME)); everything else is a ProofError that names the sequence and the proof, never a crash later on.
-Called by `build` and `verify`. Leaves out the number of tokens, dtype and top_k, which the format does not
-hold: the caller must know them.
+Invariant: `parse` returns only canonical proofs (exact length, modulus in [MODULUS_MIN, PRIME], coefficients in
+GF(PRIME)). Anything else raises ProofError, which names the sequence and the proof.
+Called by `build` and `verify`. The format does not hold the number of tokens, dtype and top_k: the caller must know them.
 
 Paper: TOPLOC section 3; format of the public `toploc` 0.1.6.
 """
@@ -20,16 +19,15 @@ from torch import Tensor
 
 from shoal.toploc.field import PRIME
 
-# An honest modulus lies just below PRIME. A small one would fold all tokens onto the same few x (modulus H
-# makes x the hidden dimension), and a prover could then commit to "dimension d is usually v" without having
-# the hidden states.
+# An honest modulus is just below PRIME. A small one would map all tokens to the same few x (with modulus H, x is the
+# hidden dimension), and a prover could commit to "dimension d is usually v" without the hidden states.
 MODULUS_MIN = 2**15 + 1
 
 
 class ProofError(ValueError):
-    """No proof can be made, or these bytes are not one.
+    """No proof can be made, or the bytes are not a proof.
 
-    `sequence` and `proof` are indices; `proof` is None where the whole sequence is at fault.
+    `sequence` and `proof` are indices. `proof` is None if the whole sequence is at fault.
     """
 
     def __init__(self, reason: str, *, sequence: int = 0, proof: int | None = None) -> None:
@@ -46,10 +44,10 @@ def size_bytes(top_k: int) -> int:
 def injective_modulus(index_BK: Tensor) -> Tensor:
     """The largest modulus (B,) in [MODULUS_MIN, PRIME] under which each row's indices stay distinct.
 
-    Raises ValueError if there is none (top_k far above 1024, or a repeated index).
+    Raises ValueError if there is no such modulus (top_k far above 1024, or a repeated index).
     """
     modulus_B = torch.full_like(index_BK[:, 0], PRIME)
-    # Indices all below PRIME are their own residues; only the other rows are open.
+    # Indices below PRIME are their own residues, so only the other rows need a search.
     open_R = torch.nonzero(index_BK.amax(dim=1) >= PRIME).flatten()
     for candidate in range(PRIME, MODULUS_MIN - 1, -1):
         if not len(open_R):
@@ -70,7 +68,7 @@ def serialise(modulus_B: Tensor, coefficients_BK: Tensor) -> list[bytes]:
 
 
 def parse(proofs: Sequence[bytes], *, top_k: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
-    """Moduli (B,) and coefficients (B, top_k) of one sequence's proofs; ProofError for the first bad one."""
+    """Moduli (B,) and coefficients (B, top_k) of one sequence's proofs; raises ProofError for the first bad one."""
     for index, proof in enumerate(proofs):
         if not isinstance(proof, bytes):
             raise ProofError(f"expected bytes, got {type(proof).__name__}", sequence=sequence, proof=index)
@@ -97,10 +95,10 @@ def to_base64(proof: bytes) -> str:
 
 
 def from_base64(text: str) -> bytes:
-    """The bytes of one proof's text form; `verify` judges their content.
+    """The bytes of one proof's text form. `verify` checks their content.
 
-    Strict: raises ProofError unless `text` is exactly what `to_base64` writes for those bytes (no whitespace,
-    other alphabet, missing padding or loose bits).
+    Strict: raises ProofError unless `text` is exactly what `to_base64` writes (no whitespace, no other alphabet, no
+    missing padding, no unused bits set).
     """
     if not isinstance(text, str):
         raise ProofError(f"expected text, got {type(text).__name__}")

@@ -1,9 +1,8 @@
-"""What verifying one chunk measured, and the thresholds that judge it.
+"""The errors measured for one chunk, and the thresholds that decide whether it passes.
 
-Invariant: every figure is an error, larger is worse; a result that compares nothing (no exponents agree)
-passes nothing.
-Called by `verify` and by the validator's checks. Leaves out calibration: what honest machines differ by is
-measured elsewhere, and a run may set its own Thresholds.
+Invariant: every figure is an error, so larger is worse. A result without any agreeing exponent never passes.
+Called by `verify` and by the validator's checks. Leaves out calibration: the differences between honest machines are
+measured elsewhere (`shoal calibrate`), and a run may set its own Thresholds.
 
 Paper: TOPLOC section 4 (error metrics and thresholds).
 """
@@ -20,9 +19,9 @@ class ChunkResult:
     """Differences over a chunk's top_k entries, the verifier's against the proof's.
 
     exponent_mismatches: entries whose exponent bits differ, 0..top_k.
-    mantissa_error_mean, mantissa_error_median: absolute difference of the mantissa bits as integers (units of
-    the last place) over the entries whose exponents agree; infinity when none do. The sign bit is ignored. Of an
-    even number the median is the mean of the middle two (the public package's tensor path takes the upper one).
+    mantissa_error_mean, mantissa_error_median: absolute difference of the mantissa bits as integers (units of the last
+    place), over the entries whose exponents agree; infinity if none do. The sign bit is ignored. The median of an even
+    number of entries is the mean of the middle two (the public package's tensor path takes the upper one).
     """
 
     exponent_mismatches: int
@@ -32,14 +31,14 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The largest accepted figures, inclusive."""
+    """The largest accepted errors, inclusive."""
 
     exponent_mismatches: float
     mantissa_error_mean: float
     mantissa_error_median: float
 
     def passes(self, result: ChunkResult) -> bool:
-        """Whether every figure is within its limit (a NaN is not)."""
+        """Whether every figure is within its limit. NaN is not."""
         return (
             result.exponent_mismatches <= self.exponent_mismatches
             and result.mantissa_error_mean <= self.mantissa_error_mean
@@ -54,25 +53,24 @@ SmolLM2-135M decoded by a worker and prefilled by a validator differed by at mos
 32 chunks of two texts, arithmetic in bfloat16, float16 or float32 on either side); weights rounded to 4 bits by at
 least 19 / 12.4 / 6, and every such chunk failed. Weights rounded to 8 bits, at most 8 / 3.9 / 2, pass.
 
-The looser 60/40/40 in use elsewhere accept a constant polynomial, which needs no hidden states at all: most of the
-peaks lie in one or two binades, so a constant in the right one agrees with more than half of the exponents, and
-mantissas of 7 bits picked blindly differ by some 40. In 15 of 16 real chunks one and the same constant passes
-(tests/toploc/test_toploc_real.py). These accept none on heavy-tailed hidden states. On Gaussian ones the 128 largest
-lie so close together that a well-chosen constant can pass even here; therefore `verify` fails constants by their
-degree, whatever the thresholds.
+The looser 60/40/40 used elsewhere accept a constant polynomial, which needs no hidden states. Most peaks lie in one or two
+binades, so a constant in the right one agrees with more than half of the exponents, and random 7-bit mantissas differ by
+about 40. The same constant passes in 15 of 16 real chunks (tests/toploc/test_toploc_real.py). These thresholds accept no
+constant on heavy-tailed hidden states. On Gaussian ones the 128 largest values are so close together that a well-chosen
+constant can pass. Therefore `verify` rejects constants by their degree, with any thresholds.
 """
 
 FLOAT16 = Thresholds(exponent_mismatches=38, mantissa_error_mean=40, mantissa_error_median=32)
 """For float16 at top_k 128; measured, as the paper has none.
 
-A unit of its 10-bit mantissa is an eighth of bfloat16's, so BFLOAT16's limits would be 80 and 64 at the same relative
-error. But arithmetic in float16 is finer too: the 32 chunks above differed by at most 2 / 2 / 2 between float16 and
-float32, by 6 / 18.1 / 13 where one side's arithmetic was bfloat16, and with 4-bit weights by at least 18 / 100 / 47.
-These limits, half of BFLOAT16's relative error, are twenty times the first, twice the second and well below the third.
-Weights rounded to 8 bits, at most 8 / 30.7 / 19, pass here too.
+A unit of its 10-bit mantissa is an eighth of bfloat16's, so at the same relative error BFLOAT16's limits would be 80 and
+64. But float16 arithmetic is more precise too: the 32 chunks above differed by at most 2 / 2 / 2 between float16 and
+float32, by 6 / 18.1 / 13 if one side computed in bfloat16, and with 4-bit weights by at least 18 / 100 / 47. These limits
+are half of BFLOAT16's relative error: twenty times the first, twice the second, and well below the third. Weights
+rounded to 8 bits, at most 8 / 30.7 / 19, pass here too.
 """
 
 PRESETS: Mapping[torch.dtype, Thresholds] = MappingProxyType(
     {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: BFLOAT16}
 )
-"""By the dtype of the hidden states; float32 is rounded to bfloat16 before anything is compared."""
+"""By the dtype of the hidden states. float32 is rounded to bfloat16 before the comparison."""

@@ -1,13 +1,12 @@
 """Verifying proofs: the validator's side.
 
-Invariant: one ChunkResult per chunk of the verifier's own hidden states, never fewer; what is not a proof, is
-missing or is one too many raises ProofError.
-Called by the validator with its own prefill of the worker's tokens. Leaves out the verdict
-(`result.Thresholds`) and agreement of indices as such: an entry only the verifier picked is a random value
-here, and shows as a mismatch.
+Invariant: one ChunkResult per chunk of the verifier's own hidden states, never fewer. A malformed, missing or extra proof
+raises ProofError.
+Called by the validator with its own prefill of the worker's tokens. Leaves out the verdict (`result.Thresholds`) and a
+separate comparison of indices: an entry that only the verifier chose evaluates to a random value and is a mismatch.
 
-The public package, given one tensor, finds the same figures (but for the median, see ChunkResult). Given a list of
-activations, prefill first, it forgets the modulus and fails honest proofs, its own too, wherever that is not 65497.
+Given one tensor, the public package finds the same figures, except for the median (see ChunkResult). Given a list of
+activations, prefill first, it ignores the modulus and rejects honest proofs, including its own, if that is not 65497.
 
 Paper: TOPLOC section 3 (verification) and 4 (error metrics).
 """
@@ -23,9 +22,8 @@ from shoal.toploc.field import evaluate
 from shoal.toploc.proof import ProofError, parse
 from shoal.toploc.result import ChunkResult
 
-# The leading coefficients of an interpolant of real data look uniform: all eight are zero once in 65497^8. A
-# forged polynomial of low degree, above all a constant, has them zero. Unless every value is exact, such a
-# chunk agrees nowhere, whatever the thresholds.
+# The leading coefficients of an interpolant of real data are uniform: all eight are zero once in 65497^8. In a forged
+# polynomial of low degree, such as a constant, they are zero. Unless every value is exact, no entry of such a chunk agrees.
 _LEADING = 8
 
 
@@ -40,8 +38,8 @@ def verify(
     """Compare one sequence's proofs with the verifier's own hidden states of the same tokens.
 
     `chunk_tokens`, `top_k`, `prefill_tokens` and the dtype (float32 counts as bfloat16) must be the prover's.
-    Raises ProofError if a proof is malformed or their number is not that of the chunks; ValueError if `hidden_TH`
-    itself is unusable, which is no evidence against the prover.
+    Raises ProofError if a proof is malformed or the number of proofs is wrong. Raises ValueError if `hidden_TH` itself is
+    unusable, which is not evidence against the prover.
     """
     (results,) = verify_many(
         [hidden_TH], [proofs], chunk_tokens=chunk_tokens, top_k=top_k, prefill_tokens=prefill_tokens
@@ -57,10 +55,10 @@ def verify_many(
     top_k: int = 128,
     prefill_tokens: int | Sequence[int] = 0,
 ) -> list[list[ChunkResult]]:
-    """`verify` for each sequence, the arithmetic done for all chunks at once, where the hidden states are.
+    """`verify` for each sequence, with the arithmetic of all chunks batched on the hidden states' device.
 
-    The first malformed proof raises for the whole call; ProofError.sequence says whose it was, so that a
-    caller who mixes provers can leave it out and call again.
+    The first malformed proof raises for the whole call. ProofError.sequence is its sequence, so that a caller with several
+    provers can drop it and call again.
     """
     if len(hiddens) != len(proofs):
         raise ValueError(f"{len(hiddens)} sequences but proofs for {len(proofs)}")
@@ -68,7 +66,7 @@ def verify_many(
     parsed = []
     for sequence, (expected, given) in enumerate(zip(own.chunks_per_sequence, proofs, strict=True)):
         if len(given) != expected:
-            fault = "missing" if len(given) < expected else "one too many"
+            fault = "missing" if len(given) < expected else "extra"
             reason = f"{fault}: {len(given)} proofs for {expected} chunks"
             raise ProofError(reason, sequence=sequence, proof=min(len(given), expected))
         parsed.append(parse(given, top_k=top_k, sequence=sequence))
@@ -83,7 +81,7 @@ def verify_many(
 
 
 def compare(own_BK: Tensor, proven_BK: Tensor, forged_B: Tensor, *, mantissa_bits: int) -> list[ChunkResult]:
-    """The error figures of each row of raw 16-bit values; rows in `forged_B` agree nowhere."""
+    """The errors of each row of raw 16-bit values. No entry of a row in `forged_B` agrees."""
     exponent_own_BK = (own_BK & 0x7FFF) >> mantissa_bits
     exponent_proven_BK = (proven_BK & 0x7FFF) >> mantissa_bits
     mantissa_mask = (1 << mantissa_bits) - 1

@@ -1,8 +1,8 @@
 """`shoal plot RUN...`: the metrics of several runs side by side, one panel a metric, one line a run.
 
-Invariant: it only reads; what is drawn is what the runs' `metrics.jsonl` and `evaluations.jsonl` hold at that moment, so
-a run that goes on can be drawn. Called by `cli`.
-Left out: smoothing (a spike is what one looks for), means over seeds, and the curve of one finished run (`report`).
+Invariant: it only reads, and draws what `metrics.jsonl` and `evaluations.jsonl` hold at that moment, so a running run can be
+drawn. Every measured value is a point; the line between two points only guides the eye. Called by `cli`.
+Left out: smoothing (it would hide spikes), means over seeds, and the curve of one finished run (`report`).
 """
 
 import difflib
@@ -33,23 +33,40 @@ WATCHED = (
 )
 COLORS = ("#1f6fb4", "#d1495b", "#edae49", "#2a9d8f", "#7b5ea7", "#8d6e63", "#e377c2", "#555555")
 COLUMNS = 3
-FEW = 10  # points: so few are marked, for a line of one point is nothing
+SPARSE = ("heldout/greedy", "heldout/sampled")  # measured at a few versions: large points, faint lines
+UNITS = {  # of the y axis, by metric or by the part before the slash; the rest has none
+    "reward/mean": "reward",
+    "reward/zero_std_frac": "share of groups",
+    "heldout": "accuracy (0 to 1)",
+    "policy/entropy": "nats per token",
+    "policy/kl": "nats per token",
+    "policy/mismatch_kl": "nats per token",
+    "policy/clip_low": "share of tokens",
+    "policy/clip_high": "share of tokens",
+    "policy/clip_delta": "share of tokens",
+    "optim/grad_norm": "norm",
+    "async/staleness_mean": "versions",
+    "async/staleness_max": "versions",
+    "perf/tokens_per_s": "tokens/s",
+    "perf/tokens": "tokens",
+}
+SUFFIXES = {"_s": "seconds", "_bytes": "bytes", "_frac": "share"}
 
 
 class PlotError(ShoalError):
-    """A run or metric that cannot be drawn; the message says which, and what there is."""
+    """A run or metric that cannot be drawn; the message says which, and what there is instead."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run's figures: of each metric, its values by how many steps were trained."""
+    """One run's figures: the values of each metric by the number of trained steps."""
 
     name: str
     series: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def plot(folders: Sequence[Path], metrics: Sequence[str], out: Path) -> list[str]:
-    """Draw the runs in `folders` as a PNG at `out`; `metrics` none: those worth watching. Returns what was drawn.
+    """Draw the runs in `folders` as a PNG at `out`. Returns the metrics drawn: `metrics`, or WATCHED if it is empty.
 
     Metrics that no run has are left out, unless asked for by name. Raises PlotError, OSError.
     """
@@ -68,7 +85,7 @@ def plot(folders: Sequence[Path], metrics: Sequence[str], out: Path) -> list[str
 
 
 def read_run(folder: Path, name: str) -> RunLog:
-    """What a run has noted so far. Raises PlotError for a folder that is no run's, or a file that is no record."""
+    """What a run has recorded so far. Raises PlotError for a folder without a run, or a damaged file."""
     if not (folder / METRICS).is_file():
         raise PlotError(
             f"{folder} is no run: it holds no {METRICS}; give the folder of `shoal run` or of a coordinator"
@@ -86,7 +103,7 @@ def read_run(folder: Path, name: str) -> RunLog:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Each run by its folder's name; by its whole path where two are called alike."""
+    """Each run by its folder's name; by its whole path if two have the same name."""
     short = [folder.resolve().name for folder in folders]
     return [name if short.count(name) == 1 else str(folder) for folder, name in zip(folders, short, strict=True)]
 
@@ -100,7 +117,7 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], out: Path) -> None:
     figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.4), dpi=120, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, metric in zip(panels, metrics, strict=False):
-        _draw_panel(panel, runs, metric)
+        draw_panel(panel, runs, metric)
     for panel in panels[len(metrics) :]:
         panel.set_visible(False)
     lines = [Line2D([], [], color=COLORS[index % len(COLORS)], label=clean(run.name)) for index, run in enumerate(runs)]
@@ -110,14 +127,24 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], out: Path) -> None:
     write_png(figure, out)
 
 
-def _draw_panel(panel: Any, runs: Sequence[RunLog], metric: str) -> None:
+def draw_panel(panel: Any, runs: Sequence[RunLog], metric: str) -> None:
     for index, run in enumerate(runs):
         if points := run.series.get(metric):
             at, values = zip(*points, strict=True)
-            marked = {"marker": "o", "markersize": 3} if len(points) < FEW else {}
-            panel.plot(at, values, color=COLORS[index % len(COLORS)], linewidth=1.4, **marked)
+            sparse = metric in SPARSE
+            color = COLORS[index % len(COLORS)]
+            panel.plot(at, values, color=color, linewidth=0.8, alpha=0.4, linestyle=":" if sparse else "-")
+            panel.plot(at, values, color=color, linestyle="none", marker="o", markersize=6 if sparse else 2.5)
     panel.set_title(metric, loc="left", color=INK, fontsize=10)
+    panel.set_xlabel("steps trained", color=INK, fontsize=8)
+    panel.set_ylabel(unit_of(metric), color=INK, fontsize=8)
     plain(panel)
+
+
+def unit_of(metric: str) -> str:
+    """The unit of a metric, for its axis; `value` if it has none."""
+    known = UNITS.get(metric) or UNITS.get(metric.partition("/")[0])
+    return known or next((unit for suffix, unit in SUFFIXES.items() if metric.endswith(suffix)), "value")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The run's figures as files, and sent to a tracker: `metrics.jsonl`, `evaluations.jsonl`, `rollouts.jsonl`.
+"""The run's figures as files and in a tracker: `metrics.jsonl`, `evaluations.jsonl`, `rollouts.jsonl`.
 
     metrics.jsonl       one line per trained step (docs/metrics.md lists the names)
     evaluations.jsonl   one line per held-out evaluation
@@ -15,11 +15,19 @@ from pathlib import Path
 
 from shoal.files import write_file
 from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import History
+from shoal.protocol.messages import Evaluation, History, WorkerSample
 from shoal.tracking.trackers import Nowhere, Tracker
 
+MOST_SAMPLES = 8  # sent to a tracker at once
 METRICS, EVALUATIONS, ROLLOUTS = "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl"
-NOT_TRACKED = ("step", "time_s")  # when it was: a tracker has its own
+NOT_TRACKED = ("step", "time_s")  # a tracker has its own
+
+
+def read_evaluations(folder: Path) -> list[Evaluation]:
+    """The evaluations recorded in `folder`; none if there is no file."""
+    path = folder / EVALUATIONS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Evaluation.model_validate_json(line) for line in lines]
 
 
 class Record:
@@ -36,7 +44,7 @@ class Record:
                 self._write(name, [])
 
     def take(self, news: History) -> bool:
-        """Take in what became known. Returns whether it was anything. Raises OSError where a file cannot be written."""
+        """Add what became known. Returns whether there was anything new. Raises OSError if a file cannot be written."""
         if not self.history.add(news):
             return False
         if news.metrics:
@@ -52,22 +60,32 @@ class Record:
             accuracies = {"heldout/greedy": found.greedy, "heldout/sampled": found.sampled}
             values = {name: value for name, value in accuracies.items() if value is not None}
             self._track("final" if found.final else "evaluation", found.version, values)
+        self._track_samples(news.samples)
         return True
 
     def close(self) -> None:
-        """Let the tracker send what it holds."""
+        """Let the tracker send what it still holds."""
         try:
             self.tracker.close()
-        except Exception as error:  # noqa: BLE001 - someone else's code: what it may raise is not known
+        except Exception as error:  # noqa: BLE001 - another package's code: what it may raise is not known
             self._gave_up("did not close", error)
 
     def _track(self, kind: str, version: int, values: dict[str, float]) -> None:
-        """Send figures once; a step that is reported again is not sent again."""
+        """Send figures once: a step that is reported again is not sent again."""
         if (kind, version) in self._tracked:
             return
         self._tracked.add((kind, version))
         try:
             self.tracker.log(values, version)
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._gave_up("failed", error)
+
+    def _track_samples(self, samples: Sequence[WorkerSample]) -> None:
+        """Send the newest few of these samples: one request for each look, not one for each group."""
+        if not samples:
+            return
+        try:
+            self.tracker.log_samples(samples[-MOST_SAMPLES:], max(sample.policy_version for sample in samples))
         except Exception as error:  # noqa: BLE001 - likewise
             self._gave_up("failed", error)
 

@@ -1,8 +1,8 @@
 """What a run leaves behind for a person: `summary.json`, `reward.png` and the table shown at its end.
 
-Invariant: every figure comes from the coordinator's last `Status` or from what `shoal run` measured itself; a
-file is written under a temporary name, fsynced and renamed, so that a name always holds a whole file.
-Called once by `shoal run` when the run ends; the docs draw their curves with `draw_curve`.
+Invariant: every figure comes from the coordinator, except those that only `shoal run` can measure (restarts and memory); a
+file appears whole under its name or not at all.
+Called once at the end of a run, by `shoal run` or the coordinator of a pool; the docs draw their curves with `draw_curve`.
 
 Left out: `metrics.jsonl` (grows during the run: `record`), comparisons between runs (`plot`), and error bars (one run
 has no spread).
@@ -26,6 +26,7 @@ from shoal.view import busy_frac, clean, count, duration, first_of, memory, numb
 
 SUMMARY = "summary.json"
 CURVE = "reward.png"
+MODEL = "model"  # the folder of the trained model
 INK, REWARD, GREEDY, SAMPLED = "#333333", "#1f6fb4", "#d1495b", "#edae49"
 
 
@@ -35,18 +36,16 @@ def write_report(
     config: Config,
     status: Status,
     history: RunHistory,
-    seed: int,
     wall_s: float,
-    restarts: dict[str, int],
-    peak_rss_bytes: dict[str, int],
-    peak_together_bytes: int,
+    restarts: dict[str, int] | None = None,
+    peak_rss_bytes: dict[str, int] | None = None,
+    peak_together_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Write summary.json and reward.png into `folder`; the summary as a dict. Raises OSError."""
+    """Write summary.json and reward.png into `folder`. Returns the summary. Raises OSError."""
     summary = summarize(
         config=config,
         status=status,
         history=history,
-        seed=seed,
         wall_s=wall_s,
         restarts=restarts,
         peak_rss_bytes=peak_rss_bytes,
@@ -62,16 +61,15 @@ def summarize(
     config: Config,
     status: Status,
     history: RunHistory,
-    seed: int,
     wall_s: float,
-    restarts: dict[str, int],
-    peak_rss_bytes: dict[str, int],
-    peak_together_bytes: int,
+    restarts: dict[str, int] | None,
+    peak_rss_bytes: dict[str, int] | None,
+    peak_together_bytes: int | None,
 ) -> dict[str, Any]:
-    """The summary of a run as plain JSON values; null for what the run never came to know.
+    """The summary of a run as plain JSON values; null for what is not known.
 
-    `restarts` and `peak_rss_bytes` are per process, as `shoal run` saw them; `peak_together_bytes` is what all processes
-    held at one moment, pages that several of them map counted once.
+    `restarts` and `peak_rss_bytes` are per process. `peak_together_bytes` is what all processes held at one moment, shared
+    pages counted once. All three are None for a pool on several machines.
     """
     metrics = history.metrics
     workers = [node for node in status.nodes if node.role == "worker"]
@@ -79,7 +77,7 @@ def summarize(
     after = [found for found in history.evaluations if found.final]
     return {
         "config": config.model_dump(mode="json"),
-        "seed": seed,
+        "seed": config.run.seed,
         "steps": len(metrics),
         "wall_s": wall_s,
         "heldout_before": _heldout(before[0]) if before else None,
@@ -94,14 +92,14 @@ def summarize(
         "tokens_trained": int(total(metrics, "perf/tokens")),
         "learner_busy_frac": busy_frac(history.metrics),
         "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
-        "restarts": dict(restarts),
-        "peak_rss_bytes": dict(peak_rss_bytes),
+        "restarts": restarts,
+        "peak_rss_bytes": peak_rss_bytes,
         "peak_together_bytes": peak_together_bytes,
     }
 
 
 def summary_table(summary: dict[str, Any], folder: Path | None = None) -> RenderableType:
-    """The end of a run in a dozen lines; `folder` is where the files are, named in the last one."""
+    """The end of a run in a dozen lines. `folder`: where its files are."""
     before, after = summary["heldout_before"] or {}, summary["heldout_after"] or {}
     made, trained = count(summary["tokens_generated"]), count(summary["tokens_trained"])
     rows = {
@@ -115,11 +113,13 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
         "accepted": _counts(summary["accepted"]),
         "rejected": _counts(summary["rejected"]) + _reasons(summary["reject_reasons"]),
         "slashed": ", ".join(map(clean, summary["slashed"])) or "none",
-        "restarts": _counts(summary["restarts"]),
-        "memory": f"{memory(summary['peak_together_bytes'])} at most, all processes together",
     }
+    if summary["restarts"] is not None:
+        rows["restarts"] = _counts(summary["restarts"])
+    if summary["peak_together_bytes"] is not None:
+        rows["memory"] = f"{memory(summary['peak_together_bytes'])} at most, all processes together"
     if folder is not None:
-        rows["written"] = f"{folder}/: {SUMMARY}, {CURVE}"
+        rows["written"] = f"{folder}/: {MODEL + '/, ' if (folder / MODEL).is_dir() else ''}{SUMMARY}, {CURVE}"
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -162,8 +162,8 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
             axes.plot(versions, values, color=color, linewidth=1, label=f"held-out, {kind}", **look)
     # A title is text, never TeX: a run may be called anything.
     axes.set_title(clean(title), loc="left", color=INK, parse_math=False)
-    axes.set_xlabel("steps trained (policy version)", color=INK)
-    axes.set_ylabel("mean reward, accuracy", color=INK)
+    axes.set_xlabel("steps trained (= policy version)", color=INK)
+    axes.set_ylabel("mean reward per completion; accuracy (0 to 1)", color=INK)
     last, (low, high) = max([len(metrics), 1, *(e.version for e in evaluations)]), axes.get_ylim()
     axes.set_xlim(-0.02 * last, 1.02 * last)
     axes.set_ylim(low if low < -0.05 else 0, max(high, 0.05))  # from 0, so that a slope is not exaggerated
@@ -174,7 +174,7 @@ def draw_curve(metrics: Sequence[dict[str, float]], evaluations: Sequence[Evalua
 
 
 def plain(axes: Any) -> None:
-    """The look of every panel: whole steps below, faint lines behind, no box."""
+    """The look of every panel: whole steps on the x axis, faint grid lines, no box."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -193,7 +193,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """A centred mean over about a tenth of the values, at least three, shorter towards both ends."""
+    """A centred mean over about a tenth of the values and at least three, fewer near both ends."""
     half = max(len(values) // 20, 1)
     windows = [values[max(index - half, 0) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

@@ -1,9 +1,8 @@
 """Where metrics go besides the run's own files: Weights & Biases, TensorBoard or trackio, by one word in the config.
 
-Invariant: a package is imported only where its tracker is chosen; opening one either works or raises TrackerError, which
-says what to install or set. What happens when one fails later is `record`'s. Called by `record`'s owners, `shoal run` and
-the coordinator.
-Left out: system metrics, pictures and texts; resuming the same remote run (a restart begins a new one and sends all steps).
+Invariant: a package is imported only if its tracker is chosen. Opening a tracker works or raises TrackerError, which says
+what to install or set; `record` deals with later failures. Called by the coordinator.
+Left out: system metrics and pictures; resuming the same remote run (a restart begins a new one and sends all steps again).
 
     wandb         project and account come from its own settings (`wandb login`, WANDB_PROJECT, WANDB_MODE=offline)
     tensorboard   writes to `tensorboard/` in the run's folder; needs neither torch nor TensorFlow
@@ -13,32 +12,42 @@ Left out: system metrics, pictures and texts; resuming the same remote run (a re
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.protocol.messages import WorkerSample
 
 PROJECT = "shoal"
+COLUMNS = ("policy_version", "worker", "task", "prompt", "completion", "reward", "tokens")  # of a table of samples
 
 
 class TrackerError(ShoalError):
     """A tracker that cannot be used; the message says which, why, and what to do."""
+
+    restart_helps = True  # its server may be away for a moment
 
 
 class Tracker(Protocol):
     def log(self, values: Mapping[str, float], version: int) -> None:
         """Send figures of the policy after `version` trained steps. May raise anything that its package raises."""
 
+    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
+        """Send completions that policies up to `version` wrote. May raise likewise."""
+
     def close(self) -> None:
-        """Send what is left; nothing is logged after. May raise, and take seconds."""
+        """Send what is left; nothing is logged afterwards. May raise, and may take seconds."""
 
 
 class Nowhere:
     """No tracker was chosen, or the chosen one has failed."""
 
     def log(self, values: Mapping[str, float], version: int) -> None:
+        pass
+
+    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
         pass
 
     def close(self) -> None:
@@ -55,11 +64,16 @@ class Wandb:
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(console="off", quiet=True),  # the terminal is the run's view
         )
+        self.table = wandb.Table
         # Its own step count refuses a held-out accuracy that comes after newer steps.
         self.run.define_metric("*", step_metric="version")
 
     def log(self, values: Mapping[str, float], version: int) -> None:
         self.run.log({"version": version, **values})
+
+    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
+        rows = [[getattr(sample, name) for name in COLUMNS] for sample in samples]
+        self.run.log({"version": version, "samples": self.table(columns=list(COLUMNS), data=rows)})
 
     def close(self) -> None:
         self.run.finish()
@@ -69,12 +83,25 @@ class TensorBoard:
     def __init__(self, name: str, folder: Path, config: Config) -> None:
         writer = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self.event = _package("tensorboard.compat.proto.event_pb2", "tensorboard").Event
-        self.summary = _package("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        summary = _package("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self.summary, self.metadata = summary.Summary, summary.SummaryMetadata
+        self.tensor = _package("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
+        self.shape = _package("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard").TensorShapeProto
         self.writer = writer.EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, values: Mapping[str, float], version: int) -> None:
-        told = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self.writer.add_event(self.event(step=version, wall_time=time.time(), summary=self.summary(value=told)))
+        self._write([self.summary.Value(tag=name, simple_value=value) for name, value in values.items()], version)
+
+    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
+        texts = [_as_markdown(sample).encode() for sample in samples]
+        shape = self.shape(dim=[self.shape.Dim(size=len(texts))])
+        tensor = self.tensor(dtype="DT_STRING", string_val=texts, tensor_shape=shape)
+        plugin = self.metadata.PluginData(plugin_name="text")
+        metadata = self.metadata(plugin_data=plugin)
+        self._write([self.summary.Value(tag="samples", metadata=metadata, tensor=tensor)], version)
+
+    def _write(self, values: list[Any], version: int) -> None:
+        self.writer.add_event(self.event(step=version, wall_time=time.time(), summary=self.summary(value=values)))
         self.writer.flush()
 
     def close(self) -> None:
@@ -84,10 +111,16 @@ class TensorBoard:
 class Trackio:
     def __init__(self, name: str, folder: Path, config: Config) -> None:
         trackio = _package("trackio", "trackio")
+        self.table = trackio.Table
         self.run = trackio.init(project=PROJECT, name=name, config=config.model_dump(mode="json"))
 
     def log(self, values: Mapping[str, float], version: int) -> None:
         self.run.log(dict(values), step=version)
+
+    def log_samples(self, samples: Sequence[WorkerSample], version: int) -> None:
+        rows = [{name: getattr(sample, name) for name in COLUMNS} for sample in samples]
+        frame = _package("pandas", "trackio").DataFrame(rows)  # trackio's tables are frames
+        self.run.log({"samples": self.table(dataframe=frame)}, step=version)
 
     def close(self) -> None:
         self.run.finish()
@@ -109,10 +142,17 @@ def open_tracker(name: str, folder: Path, config: Config) -> Tracker:
         return KINDS[kind](name, folder, config)
     except TrackerError:
         raise
-    except Exception as error:  # noqa: BLE001 - someone else's code: what it may raise is not known
+    except Exception as error:  # noqa: BLE001 - another package's code: what it may raise is not known
         raise TrackerError(
             f'run.tracker = "{kind}" does not start: {type(error).__name__}: {error}; set it up, or run.tracker = "none"'
         ) from error
+
+
+def _as_markdown(sample: WorkerSample) -> str:
+    """Indented, so that markdown leaves the texts as they are."""
+    head = f"{sample.worker}, version {sample.policy_version}, reward {sample.reward:.3f}, {sample.tokens} tokens"
+    lines = [f"    {line}" for text in (sample.prompt, sample.completion) for line in [*text.splitlines(), ""]]
+    return "\n".join([head, "", *lines])
 
 
 def _package(module: str, extra: str) -> Any:

@@ -1,1 +1,7 @@
-"""Checks submissions; the only one that can accept them."""
+"""Checks submissions. Only a validator can accept one.
+
+service    the process: claims submissions, uploads verdicts       judge      opens and examines files
+checks     one function per lie                                    case       a submission under examination
+prefill    one forward of the claimed version                      by_hand    `shoal verify`
+distribution   the test of token probabilities
+"""

@@ -1,34 +1,35 @@
-"""One submission checked by hand: every check that can run, in words. For operators, and for workers who were rejected.
+"""Checks one submission by hand and explains every check. For operators, and for workers whose work was rejected.
 
-The file is held against the task that it says it is for: whether the coordinator gave that task out, and whether these
-rollouts were handed in before, only the pool knows.
+The file is checked against the task that its own header names. Only the pool knows whether the coordinator gave out that
+task, and whether these rollouts were submitted before.
 Called by `shoal verify`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.protocol.messages import Assignment
+from shoal.shardcast.format.names import version_name
 from shoal.store.quarantine import Quarantine
-from shoal.store.rollouts import Header, RolloutFileError, read_submission
-from shoal.validator.case import Finding
-from shoal.validator.checks import CHEAP, DEAR, Check
+from shoal.store.rollouts import Header, RolloutFileError
+from shoal.tasks.derive import max_rollouts
+from shoal.validator.case import Case, Finding, Outcome
+from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, bounds
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
 
 
 def read_header(data: bytes, config: Config) -> Header:
-    """The header of a submission that is readable and signed by whom it names. Raises RolloutFileError."""
-    rows = config.workers.groups_per_submission * config.sampling.group_size
-    with Quarantine(rows, config.sampling.max_tokens) as quarantine:
-        quarantine.check(data)
-    return read_submission(data, max_rows=rows, max_tokens=config.sampling.max_tokens).header
+    """The header of a readable submission under a valid signature. Raises RolloutFileError."""
+    with Quarantine(max_rollouts(config), config.sampling.max_tokens) as quarantine:
+        return quarantine.read(data).header
 
 
 def verify(data: bytes, header: Header, config: Config, weights: Path, dtype: DtypeName) -> tuple[int, list[str]]:
-    """The exit status, and a line for each check."""
+    """The exit status, and lines of text for each check that ran."""
     with Judge(config, header.run, dtype) as judge:
         judge.load(weights)
         asked = offline_assignment(
@@ -42,24 +43,29 @@ def verify(data: bytes, header: Header, config: Config, weights: Path, dtype: Dt
         case = judge.open(asked, header.worker, data)
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
-        assert judge.rules is not None
-        lines: list[str] = []
-        rejected = False
-        for check in [*CHEAP, *DEAR]:
-            if check is DEAR[0]:
-                if rejected:
-                    return REJECTED, [*lines, "rejected; what needs a forward of the model was not checked"]
-                judge.prefill([case])
-            known = len(case.evidence)
-            finding = check(judge.rules, case)
-            lines += _explain(check, finding, list(case.evidence.items())[known:])
-            rejected |= finding is not None
-        return (REJECTED, [*lines, "rejected"]) if rejected else (ACCEPTED, [*lines, "accepted"])
+        findings, lines = _run(judge, FILE, case)
+        if bounds.__name__ in findings:
+            return REJECTED, [*lines, "rejected; rewards, and what needs a forward of the model, were not checked"]
+        case = judge.grade(case)
+        of_rewards, more = _run(judge, GRADED, case)
+        lines += more
+        if findings | of_rewards:
+            return REJECTED, [*lines, "rejected; what needs a forward of the model was not checked"]
+        findings, more = _run(judge, EXPENSIVE, judge.prefill([case])[0])
+        return (REJECTED, [*lines, *more, "rejected"]) if findings else (ACCEPTED, [*lines, *more, "accepted"])
+
+
+def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:
+    """Run all of these checks. Returns the names of those that found something, and lines of text."""
+    assert judge.rules is not None
+    outcomes = [(check, check(judge.rules, case)) for check in checks]
+    lines = [line for check, outcome in outcomes for line in _explain(check, outcome)]
+    return {check.__name__ for check, outcome in outcomes if outcome.finding}, lines
 
 
 def find_weights(run: Path, version: int) -> Path:
-    """The folder of a version in what `shoal run` left behind. Raises FileNotFoundError."""
-    name = f"v{version:06d}"
+    """The folder of a version in the output of `shoal run`. Raises FileNotFoundError."""
+    name = version_name(version)
     for folder in (run / "learner" / "versions" / name, *sorted(run.glob(f"*/weights/{name}"))):
         if folder.is_dir():
             return folder
@@ -69,7 +75,7 @@ def find_weights(run: Path, version: int) -> Path:
 def offline_assignment(
     config: Config, worker: str, number: int, *, step: int = 0, version: int = 0, digest: str = "0" * 64
 ) -> Assignment:
-    """A task that no coordinator gave out (and, for what a header says of itself, might never give out)."""
+    """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
     id = f"{worker[:16]}-{number:06d}"
     return Assignment.model_construct(
         id=id,
@@ -84,10 +90,10 @@ def offline_assignment(
     )
 
 
-def _explain(check: Check, finding: Finding | None, measured: list[tuple[str, float]]) -> list[str]:
-    lines = [f"{'NO ' if finding else 'yes'}  {check.__name__:15} {(check.__doc__ or '').strip()}"]
-    if finding:
-        lines.append(f"     {finding.reason}: {finding.detail}")
-    if measured:
-        lines.append("     " + ", ".join(f"{name} {value:.3g}" for name, value in measured))
+def _explain(check: Check, outcome: Outcome) -> list[str]:
+    lines = [f"{'NO ' if outcome.finding else 'yes'}  {check.__name__:15} {(check.__doc__ or '').strip()}"]
+    if outcome.finding:
+        lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")
+    if outcome.evidence:
+        lines.append("     " + ", ".join(f"{name} {value:.3g}" for name, value in outcome.evidence.items()))
     return lines

@@ -1,9 +1,11 @@
-"""A submission under examination: what was asked, what was handed in, and what is recomputed on the way.
+"""A submission under examination: the assignment, the file, and what the validator recomputed.
 
-Invariant: a worker's figures are compared, never used; what the learner gets is what `Case` recomputed.
-Called by `judge` (makes and fills it), `prefill` and `checks` (read it, and note what they measured).
+Invariant: a `Case` never changes. Grading and prefill return a new one that holds their results; checks only read it.
+The worker's figures are compared with the recomputed ones, which alone reach the learner.
+Called by `judge` (makes it), `prefill` and `checks` (read it).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,33 +25,45 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a check, or several, concluded and measured."""
+
+    finding: Finding | None = None  # None: nothing wrong
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Prefill:
-    """What the claimed version itself says of every completion token (N in all, rollout by rollout)."""
+    """What the claimed version computes for every completion token (N in total, rollout by rollout)."""
 
     hidden_NH: Tensor  # bfloat16
     logprobs_N: Tensor
-    margins_N: Tensor  # nats by which the token misses being what its seed yields; 0 where it is
+    margins_N: Tensor  # nats by which the token's score misses that of the token its seed yields; 0 if it is that token
     evidence_NA: Tensor  # nats for each of A other ways of sampling, see `distribution`
     lengths: list[int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     assignment: Assignment
     worker: str
     header: Header
     rows: list[Rollout]
-    plans: list[GroupPlan]  # one a group, derived here
-    tasks: list[Task]  # one a group
-    prompts: list[list[int]]  # one a group
-    content_owner: str | None = None  # the submission that first held these rollouts, if there is one
-    rewards: list[float] = field(default_factory=list)  # one a rollout, recomputed
-    prefill: Prefill | None = None
-    evidence: dict[str, float] = field(default_factory=dict)  # what the checks measured, accepted or not
+    plans: list[GroupPlan]  # one per group, derived from the assignment
+    tasks: list[Task]  # one per group
+    prompts: list[list[int]]  # one per group
+    content_owner: str | None = None  # the accepted submission with the same rollouts, if there is one
+    rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
+    prefill: Prefill | None = None  # None before the prefill, or if there is none
 
     @property
     def group_size(self) -> int:
         return len(self.plans[0].seeds)
+
+    def graded(self) -> list[float]:
+        if not self.rewards:
+            raise RuntimeError("grading must run before the checks that read rewards")
+        return self.rewards
 
     def computed(self) -> Prefill:
         if self.prefill is None:

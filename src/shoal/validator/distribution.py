@@ -1,8 +1,8 @@
-"""Are tokens what sampling from this distribution gives? A test that needs no seeds.
+"""Were the tokens sampled from the stated distribution? A statistical test that uses no seeds.
 
-For each of a few other ways of sampling (q) the product over tokens of q(token) / p(token) is, under honest sampling from
-p, a martingale of mean 1. So is the mean over the ways. By Ville's inequality it exceeds e^x for at most a share of e^-x
-of honest submissions, however long, whatever p: the limit needs no calibration and no normal approximation.
+For each of a few other ways of sampling, q, the product over tokens of q(token) / p(token) is a martingale of mean 1 under
+honest sampling from p. So is the mean of these products. By Ville's inequality it exceeds e^x in at most a share e^-x of
+honest submissions, for any length and any p: the limit needs no calibration and no normal approximation.
 
     sharper      p^2, renormalised: temperature cut in half, greedy, beam search, best of several
     flatter      p^(1/2), renormalised: temperature doubled
@@ -52,5 +52,5 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
 
 def submission_evidence(evidence_NA: Tensor) -> float:
-    """The tokens' evidence together, in nats: honest submissions exceed x with probability at most e^-x."""
+    """The evidence of all tokens, in nats: an honest submission exceeds x with probability at most e^-x."""
     return float(torch.logsumexp(evidence_NA.double().sum(0), 0)) - math.log(evidence_NA.shape[-1])

@@ -1,14 +1,15 @@
 """Judges files: bytes and an assignment in, a verdict and the accepted file out. No network, no clock.
 
-    open     a file becomes a Case, or a Finding where it is no rollout file under a good signature
-    examine  cheap checks of each case, one prefill of all that passed, dear checks of each
+    open     a file becomes a Case, or a Finding if it is not a rollout file under a valid signature
+    examine  checks of the file, grading, one prefill of all cases that passed, expensive checks of each
 
-Invariant: it accepts nothing that it has not recomputed; the accepted file holds its own prompts, rewards and logprobs
-(but for those that it was told not to prefill: their logprobs are the worker's).
+Invariant: it accepts only what it has recomputed; the accepted file holds its own prompts, rewards and logprobs. The
+exception: cases that are accepted without a prefill keep the worker's logprobs.
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from shoal import tasks
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
+from shoal.model.positions import check_max_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, GroupResult, Reason, Sample
 from shoal.store.quarantine import Quarantine
@@ -27,16 +29,24 @@ from shoal.store.rollouts import (
     BadSignatureError,
     Header,
     RolloutFileError,
-    read_submission,
     write_accepted,
 )
-from shoal.tasks.derive import plan_groups
-from shoal.tasks.prompt import completion_text, prompt_tokens, rewards_differ
+from shoal.tasks.derive import max_rollouts, plan_submission
+from shoal.tasks.prompt import completion_reward, completion_text, prompt_tokens, rewards_differ
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import CHEAP, DEAR, Rules, first
+from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Rules, run
 from shoal.validator.prefill import prefill
 
 SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What the checks concluded about a case; `case` holds its rewards and its prefill, if they were computed."""
+
+    case: Case
+    finding: Finding | None  # None: accepted
+    evidence: dict[str, float] = field(default_factory=dict)  # measured by the checks that ran
 
 
 class Judge:
@@ -45,8 +55,7 @@ class Judge:
         self.run = run
         self.dtype = dtype
         self.tasks = tasks.load(config.tasks)
-        max_rows = config.workers.groups_per_submission * config.sampling.group_size
-        self.quarantine = Quarantine(max_rows, config.sampling.max_tokens)
+        self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.model: Any = None
         self.rules: Rules | None = None
 
@@ -57,7 +66,8 @@ class Judge:
         self.quarantine.close()
 
     def load(self, folder: Path) -> None:
-        """Hold the weights of the version in `folder`."""
+        """Load the weights of the version in `folder`. Raises TooManyTokensError if the run's completions do not fit."""
+        check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.model is not None:
             load_weights_(self.model, folder)
             return
@@ -74,26 +84,14 @@ class Judge:
         )
 
     def open(self, assignment: Assignment, worker: str, data: bytes) -> Case | Finding:
-        """Read a file, first in quarantine. Raises nothing for a bad one."""
-        size = self.config.sampling.group_size
+        """Read a file, in quarantine. A bad one is a Finding, never an exception."""
         try:
-            self.quarantine.check(data)
-            file = read_submission(data, max_rows=assignment.groups * size, max_tokens=self.config.sampling.max_tokens)
+            file = self.quarantine.read(data)
         except BadSignatureError as error:
             return Finding(Reason.SIGNATURE, str(error))
         except RolloutFileError as error:
             return Finding(Reason.UNREADABLE, str(error))
-        plans = plan_groups(
-            run=self.run,
-            step=assignment.step,
-            policy_digest=assignment.policy_digest,
-            worker=worker,
-            submission=assignment.number,
-            groups=assignment.groups,
-            group_size=size,
-            n_tasks=len(self.tasks.train),
-            length_targets=self.config.tasks.length_targets,
-        )
+        plans = plan_submission(self.config, self.run, assignment, worker, len(self.tasks.train))
         chosen = [self.tasks.train[plan.task_index] for plan in plans]
         tokenizer = self._rules().tokenizer
         return Case(
@@ -109,32 +107,49 @@ class Judge:
             ],
         )
 
-    def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Finding | None]:
-        """A finding for each case, None where it is accepted. `cheaply`: which ones to accept without a prefill.
+    def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
+        """Run the checks on each case. `cheaply`: which cases to accept without a prefill.
 
-        All must be of the version that was loaded.
+        All must be of the loaded version.
         """
+        examined = [self.examine_cheaply(case) for case in cases]
+        waiting = [n for n, one in enumerate(examined) if one.finding is None and not (cheaply and cheaply[n])]
+        for n, case in zip(waiting, self.prefill([examined[n].case for n in waiting]), strict=True):
+            outcome = run(EXPENSIVE, self._rules(), case)
+            examined[n] = Examined(case, outcome.finding, {**examined[n].evidence, **outcome.evidence})
+        return examined
+
+    def examine_cheaply(self, case: Case) -> Examined:
+        """Run the checks that need no model: of the file, and of the rewards, which are recomputed in between."""
+        outcome = run(FILE, self._rules(), case)
+        if outcome.finding:
+            return Examined(case, outcome.finding, dict(outcome.evidence))
+        case = self.grade(case)
+        graded = run(GRADED, self._rules(), case)
+        return Examined(case, graded.finding, {**outcome.evidence, **graded.evidence})
+
+    def grade(self, case: Case) -> Case:
+        """The case with its recomputed rewards. Its token ids must be within bounds. Raises GradeError."""
+        tokenizer, section, size = self._rules().tokenizer, self.config.tasks, case.group_size
+        of_rows = [(row.tokens, case.tasks[n // size], case.plans[n // size]) for n, row in enumerate(case.rows)]
+        rewards = [
+            completion_reward(self.tasks, tokenizer, section, task, plan.target_length, tokens)
+            for tokens, task, plan in of_rows
+        ]
+        return replace(case, rewards=rewards)
+
+    def prefill(self, cases: Sequence[Case]) -> list[Case]:
+        """The cases with the results of one forward of the loaded version over all of them."""
         if not cases:
             return []
-        rules = self._rules()
-        found = [first(CHEAP, rules, case) for case in cases]
-        dear = [n for n, finding in enumerate(found) if finding is None and not (cheaply and cheaply[n])]
-        if dear:
-            self.prefill([cases[n] for n in dear])
-        for n in dear:
-            found[n] = first(DEAR, rules, cases[n])
-        return found
-
-    def prefill(self, cases: Sequence[Case]) -> None:
-        prefill(
-            self.model,
-            cases,
-            temperature=self.config.sampling.temperature,
-            row_tokens=self.config.validator.row_tokens,
+        settings = self.config
+        computed = prefill(
+            self.model, cases, temperature=settings.sampling.temperature, row_tokens=settings.validator.row_tokens
         )
+        return [replace(case, prefill=one) for case, one in zip(cases, computed, strict=True)]
 
     def accepted_file(self, case: Case, identity: Identity) -> bytes:
-        """What the learner reads of an accepted case, under the validator's signature."""
+        """The accepted case as the learner reads it, under the validator's signature."""
         rows = [
             AcceptedRollout(
                 group=row.group,
@@ -144,7 +159,7 @@ class Judge:
                 logprobs=logprobs,
                 reward=reward,
             )
-            for row, logprobs, reward in zip(case.rows, _logprobs(case), case.rewards, strict=True)
+            for row, logprobs, reward in zip(case.rows, _logprobs(case), case.graded(), strict=True)
         ]
         header = Header(
             schema_version=SCHEMA_VERSION,

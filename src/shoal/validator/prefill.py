@@ -1,7 +1,7 @@
-"""One forward of the claimed version over several submissions at once; all dear checks read what comes out of it.
+"""One forward of the claimed version over several submissions at once; all expensive checks read its results.
 
-The groups of all submissions are packed into rows of `row_tokens`, each group's prompt computed once.
-Invariant: what is computed of a submission does not depend on what it is packed with, but for rounding.
+The groups of all submissions are packed into rows of `row_tokens`; each group's prompt is computed once.
+Invariant: except for rounding, a submission's results do not depend on what it is packed with.
 Called by `judge`. Paper: TOPLOC (arXiv 2501.16007): a prefill checks many tokens in the time of decoding few.
 """
 
@@ -15,13 +15,13 @@ from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 from shoal.validator.case import Case, Prefill
 from shoal.validator.distribution import token_evidence
 
-VOCABULARY_ROWS = 256  # tokens whose logits are in memory together: the output head's weights are read once for them
-CACHED_ROWS = 16  # of those, how many are scored together: what passes over a few MB finds them in cache
+VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once: one pass over the output head's weights
+CACHED_ROWS = 16  # of those, tokens scored together: a few MB of logits stay in the CPU's cache
 
 
 @torch.inference_mode()
-def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> None:
-    """Fill in each case's `prefill`. All must be of the version that `model` holds."""
+def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> list[Prefill]:
+    """The results for each case. All cases must be of the version that `model` holds."""
     hidden_NH = hidden_states(model, cases, row_tokens)
     rows = [row for case in cases for row in case.rows]
     tokens_N = torch.tensor([token for row in rows for token in row.tokens], device=hidden_NH.device)
@@ -39,18 +39,23 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens
         logprobs.append(logp_C)
         evidence.append(evidence_CA)
     sizes = [sum(len(row.tokens) for row in case.rows) for case in cases]
-    per_case = (
-        torch.split(tensor.cpu(), sizes)
-        for tensor in (hidden_NH.to(torch.bfloat16), torch.cat(logprobs), torch.cat(margins), torch.cat(evidence))
+    per_case = zip(
+        *(
+            torch.split(tensor.cpu(), sizes)
+            for tensor in (hidden_NH.to(torch.bfloat16), torch.cat(logprobs), torch.cat(margins), torch.cat(evidence))
+        ),
+        strict=True,
     )
-    for case, (hidden, logprobs_N, margins_N, evidence_NA) in zip(cases, zip(*per_case, strict=True), strict=True):
-        case.prefill = Prefill(hidden, logprobs_N, margins_N, evidence_NA, [len(row.tokens) for row in case.rows])
+    return [
+        Prefill(hidden, logprobs_N, margins_N, evidence_NA, [len(row.tokens) for row in case.rows])
+        for case, (hidden, logprobs_N, margins_N, evidence_NA) in zip(cases, per_case, strict=True)
+    ]
 
 
 def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.Tensor:
     """Final hidden states of every completion token, in order. Returns hidden_NH."""
     longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
-    width = max(row_tokens, longest)  # what is within bounds must be checkable
+    width = max(row_tokens, longest)  # every rollout within bounds must be checkable
     trees = [
         part
         for case in cases

@@ -1,9 +1,11 @@
-"""The validator: claims submissions, judges them, hands accepted files and verdicts back.
+"""The validator: claims submissions, judges them, uploads accepted files and verdicts.
 
-Called by `shoal validator`. Several may run: claims are leases, and what one drops another is given.
+Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
+import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.config import Config
@@ -13,9 +15,11 @@ from shoal.protocol.node import Node, RefusedError
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.validator.case import Case, Finding
-from shoal.validator.judge import Judge, group_results
+from shoal.validator.judge import Examined, Judge, group_results
 
 IDLE_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Validator:
@@ -35,23 +39,23 @@ class Validator:
                 claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
                 if not claims:
                     self.node.doing("submissions", waiting=True)
-                    self.be_ready()
+                    self.preload()
                     stop.wait(IDLE_S)
                     continue
                 self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
                 self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
                 for verdict, accepted in self.check(claims):
-                    self.hand_in(verdict, accepted)
+                    self.upload(verdict, accepted)
         return "stopped"
 
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
-        """A verdict for each claim, with the accepted file where it is accepted. All are of the loaded version."""
+        """A verdict for each claim, and the accepted file if it is accepted. All must be of the loaded version."""
         opened = [self.open(claim) for claim in claims]
         cases = [case for case in opened if isinstance(case, Case)]
         cheaply = [not claim.full for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
-        found = iter(self.judge.examine(cases, cheaply=cheaply))
+        examined = iter(self.judge.examine(cases, cheaply=cheaply))
         return [
-            self.conclude(claim, case, next(found)) if isinstance(case, Case) else (_verdict(claim, None, case), None)
+            self.conclude(claim, next(examined)) if isinstance(case, Case) else (_unreadable(claim, case), None)
             for claim, case in zip(claims, opened, strict=True)
         ]
 
@@ -59,38 +63,45 @@ class Validator:
         """Fetch and read one submission."""
         data = self.node.get_bytes(f"/v1/submissions/{claim.assignment.id}")
         case = self.judge.open(claim.assignment, claim.worker, data)
-        if isinstance(case, Case):
-            case.content_owner = self.node.get(f"/v1/contents/{case.header.content}", ContentOwner).submission
-        return case
+        if isinstance(case, Finding):
+            return case
+        owner = self.node.get(f"/v1/contents/{case.header.content}", ContentOwner).submission
+        return replace(case, content_owner=owner)
 
-    def conclude(self, claim: Claim, case: Case, finding: Finding | None) -> tuple[Verdict, bytes | None]:
-        if finding is not None:
-            return _verdict(claim, case, finding), None
+    def conclude(self, claim: Claim, examined: Examined) -> tuple[Verdict, bytes | None]:
+        verdict = _verdict(claim, examined)
+        if examined.finding is not None:
+            return verdict, None
+        case = examined.case
         self.node.tokens += sum(len(row.tokens) for row in case.rows)
         groups = group_results(case, self.judge.tokenizer)
-        verdict = _verdict(claim, case, None).model_copy(update={"groups": groups})
-        return verdict, self.judge.accepted_file(case, self.node.identity)
+        return verdict.model_copy(update={"groups": groups}), self.judge.accepted_file(case, self.node.identity)
 
-    def hand_in(self, verdict: Verdict, accepted: bytes | None) -> None:
-        """Hand in a verdict. A claim that was lost meanwhile is let go."""
+    def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
+        """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""
         try:
             if accepted is not None:
                 stored = self.node.put(f"/v1/accepted/{verdict.submission}", accepted, Stored)
                 verdict = verdict.model_copy(update={"accepted_hash": stored.hash})
             self.node.post("/v1/verdicts", verdict, Ok)
+            log.info(
+                "submission %s: %s",
+                verdict.submission,
+                f"rejected ({verdict.reason}): {verdict.detail}" if verdict.reason else "accepted",
+            )
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
-            self.node.doing(f"letting go of {verdict.submission}: {refusal}")
+            self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
 
-    def be_ready(self) -> None:
-        """Hold some version before there is anything to check, so that the first submission does not wait for it."""
+    def preload(self) -> None:
+        """Load the newest version before there is anything to check, so that the first submission does not wait for it."""
         answer = self.node.answer
         if self.node.policy_version is None and answer and answer.relays and answer.newest_version is not None:
             self.load(answer.newest_version)
 
     def load(self, version: int, digest: str | None = None) -> None:
-        """Hold the weights of exactly this version."""
+        """Load the weights of exactly this version."""
         if self.node.policy_version == version:
             return
         relays = self.node.beat().relays
@@ -98,13 +109,19 @@ class Validator:
         folder, _ = fetch_published(client, version, digest=digest)
         self.judge.load(folder)
         self.node.policy_version = version
+        log.info("version %d is loaded", version)
 
 
-def _verdict(claim: Claim, case: Case | None, finding: Finding | None) -> Verdict:
+def _unreadable(claim: Claim, finding: Finding) -> Verdict:
+    return Verdict(submission=claim.assignment.id, reason=finding.reason, detail=finding.detail[:2000], evidence={})
+
+
+def _verdict(claim: Claim, examined: Examined) -> Verdict:
+    finding = examined.finding
     return Verdict(
         submission=claim.assignment.id,
         reason=finding.reason if finding else None,
         detail=finding.detail[:2000] if finding else "",
-        evidence=case.evidence if case else {},
-        content=case.header.content if case else None,
+        evidence=examined.evidence,
+        content=examined.case.header.content,
     )

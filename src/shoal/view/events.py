@@ -1,13 +1,40 @@
-"""What happened between two statuses, as lines: for a log, a pipe, or anything else that is no terminal.
+"""What happened between two statuses, as lines: for a log or a pipe.
 
-Invariant: each event is told once, however often its status comes. Called by the live view.
+Invariants: each event is printed once, however often its status comes; while a step is open, a line at least once a minute
+says how far it is, by the coordinator's clock. Called by the live view.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
-from shoal.view.figures import NONE, SILENT_S, count, counted, duration, first_of, number, percent
+from shoal.view.figures import (
+    NONE,
+    SILENT_S,
+    count,
+    counted,
+    duration,
+    first_of,
+    no_signal,
+    number,
+    percent,
+    ratio,
+    useful_share,
+)
+from shoal.view.samples import sample_lines
+
+PROGRESS_S = 60.0
+SHOWN_SAMPLES = 3
+
+
+@dataclass
+class Open:
+    """The open step when it was first seen, for its pace."""
+
+    step: int
+    have: int
+    now_s: float
 
 
 class Events:
@@ -20,6 +47,9 @@ class Events:
         self._reasons: dict[str, int] = {}
         self._slashed: set[str] = set()
         self._noticed: set[str] = set()
+        self._flat = 0  # groups with equal rewards when that was last said
+        self._open: Open | None = None
+        self._progress_s: float | None = None  # when a line last said how far the run is
         self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | evicted)
 
     def new(self, status: Status, history: RunHistory) -> list[str]:
@@ -31,12 +61,14 @@ class Events:
             *self._rejections(status),
             *self._slashes(status),
             *self._notices(status),
+            *self._signal(status, history),
+            *self._progress(status),
         ]
 
     def _membership(self, status: Status) -> Iterator[str]:
         for node in status.nodes:
             age_s = status.now_s - node.seen_s
-            trained = status.newest_version == status.steps  # from here on nodes end as they finish
+            trained = status.newest_version == status.steps  # from now on nodes end when they are done
             silent = age_s > SILENT_S and status.state == "running" and not trained
             now = "evicted" if node.evicted else "silent" if silent else "here"
             pid, before = self._nodes.get(node.name, (0, ""))
@@ -56,6 +88,7 @@ class Events:
     def _training(self, status: Status, history: RunHistory) -> Iterator[str]:
         first = first_of(history.metrics, "reward/mean")
         for index in range(self._steps, len(history.metrics)):
+            self._progress_s = status.now_s
             step = history.metrics[index]
             reward = step.get("reward/mean")
             since = ""
@@ -100,6 +133,34 @@ class Events:
             if notice not in self._noticed:
                 self._noticed.add(notice)
                 yield notice
+
+    def _signal(self, status: Status, history: RunHistory) -> Iterator[str]:
+        """Groups without a signal are reported when their number has doubled, with what the model wrote."""
+        if status.signal.flat < self._flat:
+            self._flat = 0
+        if (words := no_signal(status.signal)) and status.signal.flat >= 2 * self._flat:
+            self._flat = status.signal.flat
+            yield words
+            yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
+
+    def _progress(self, status: Status) -> Iterator[str]:
+        if self._open is None or self._open.step != status.step or status.have < self._open.have:
+            self._open = Open(status.step, status.have, status.now_s)
+        if self._progress_s is None:
+            self._progress_s = status.now_s
+        if status.state != "running" or status.now_s - self._progress_s < PROGRESS_S:
+            return
+        self._progress_s = status.now_s
+        if status.step >= status.steps:
+            yield f"progress: {status.trained} of {status.steps} steps trained; every step has its rollouts"
+            return
+        pace = ratio(status.have - self._open.have, status.now_s - self._open.now_s)
+        left_s = (status.need - status.have) / pace if pace else None
+        share = useful_share(status.signal) or "no group accepted yet"
+        yield (
+            f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
+            f"{share}, expected in {duration(left_s)}"
+        )
 
 
 def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:

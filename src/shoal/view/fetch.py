@@ -1,4 +1,4 @@
-"""The progress of `shoal fetch`: one bar on standard error; paths of what has come go to standard output."""
+"""The progress of `shoal fetch`: one bar on standard error. Paths of fetched versions go to standard output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.shardcast import Progress
 
 
 class FetchBar:
-    """How much, how fast, from whom."""
+    """Bytes, speed and senders of the running download."""
 
     def __init__(self) -> None:
         self.bar = Bar(
@@ -35,13 +35,13 @@ class FetchBar:
 
     def show(self, progress: Progress) -> None:
         sources = sorted(progress.by_source.items(), key=lambda item: -item[1])
-        told = ", ".join(f"{url} {size_bytes / 1e6:.1f} MB" for url, size_bytes in sources[:4])
+        senders = ", ".join(f"{url} {size_bytes / 1e6:.1f} MB" for url, size_bytes in sources[:4])
         self.bar.update(
             self.task,
             description=progress.doing,
             total=progress.total_bytes or None,
             completed=min(progress.transferred_bytes + progress.reused_bytes, progress.total_bytes or 0),
-            sources=told,
+            sources=senders,
         )
 
     def say(self, line: str) -> None:

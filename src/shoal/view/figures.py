@@ -1,14 +1,15 @@
 """The figures of a run and how they are written: pure functions of a `Status` and of numbers.
 
-Invariant: any number that a node may state gives a short text. Called by the view and by the report.
+Invariant: any number that a node may report gives a short text. Called by the view and by the report.
 """
 
 from collections.abc import Sequence
 
-from shoal.protocol.messages import Status
+from shoal.protocol.messages import Signal, Status
 
-SILENT_S = 30.0  # a node not seen for so long is marked; what that means for its work is the coordinator's
-ETA_STEPS = 10  # the pace of so many last steps is taken for that of the rest
+SILENT_S = 30.0  # without a heartbeat for this long, a node is marked; the coordinator decides about its work
+ETA_STEPS = 10  # newest steps whose pace the rest is expected to have
+NO_SIGNAL_GROUPS = 32  # accepted groups in a row with equal rewards, from which on the view says so
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 
@@ -24,6 +25,21 @@ def eta_s(status: Status, metrics: Sequence[dict[str, float]]) -> float | None:
     # The learner's clock may differ from the coordinator's: never count more than one step as under way.
     under_way_s = min(max(status.now_s - times_s[-1], 0.0), step_s)
     return max(left * step_s - under_way_s, 0.0)
+
+
+def no_signal(signal: Signal) -> str:
+    """`39 of the newest 39 groups had equal rewards, all 0.0`; empty while there are few of them."""
+    if signal.flat < NO_SIGNAL_GROUPS or signal.lowest is None or signal.highest is None:
+        return ""
+    low, high = f"{signal.lowest:.4g}", f"{signal.highest:.4g}"
+    values = f"all {signal.lowest:.4}" if low == high else f"from {low} to {high}"
+    return f"{signal.flat} of the newest {signal.flat} groups had equal rewards, {values}: nothing to learn from"
+
+
+def useful_share(signal: Signal) -> str:
+    """`63 % of 40 useful`, of the groups accepted for the open step; empty before the first."""
+    share = ratio(signal.useful, signal.groups)
+    return "" if share is None else f"{percent(share, 0)} of {signal.groups} useful"
 
 
 def busy_frac(metrics: Sequence[dict[str, float]]) -> float | None:
@@ -45,12 +61,12 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def clamp(value: int) -> int:
-    """A whole number that a node stated, small enough for floats."""
+    """A whole number that a node reported, made small enough for floats."""
     return min(value, 10**15)
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """`values` as block characters from their lowest to their highest; means where `cells` are too few."""
+    """`values` as block characters from their lowest to their highest; means if there are more values than `cells`."""
     cells = min(max(cells, 4), len(values))
     edges = [index * len(values) // cells for index in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -61,7 +77,7 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def clean(text: str) -> str:
-    """Text from another machine without anything that moves a terminal's cursor or turns its direction."""
+    """Text from another machine without characters that move the cursor or change the writing direction."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -1,6 +1,6 @@
-"""The view of one run while it goes on: a screen in a terminal, lines anywhere else.
+"""The view of a running run: a screen in a terminal, lines anywhere else. The key `s` switches to sample completions.
 
-Invariant: nothing is drawn between two statuses, so no thread is needed. Called by `shoal run`.
+Invariant: nothing is drawn between two updates, so no thread is needed. Called by `shoal run` and `shoal status`.
 """
 
 from types import TracebackType
@@ -14,22 +14,28 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.view.events import Events
 from shoal.view.figures import clean
+from shoal.view.keys import Keys
 from shoal.view.pace import Pace
+from shoal.view.samples import SampleScreen
 from shoal.view.screen import render
+
+HINT = "s: sample completions"
 
 
 class LiveView:
-    """The view of one run: `update` redraws the screen in a terminal, and prints what is new elsewhere."""
+    """`update` redraws the screen in a terminal, and prints what is new elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, keys: Keys | None = None) -> None:
         self.console = console
+        self._keys = keys or Keys()
+        self._samples = False  # whether completions are shown in place of the run
         self._pace = Pace()
         self._events = Events()
-        # No refresh thread: nothing changes between two statuses.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
+            self._keys.__enter__()
             self._live.start()
         return self
 
@@ -38,14 +44,19 @@ class LiveView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            self._keys.__exit__(kind, error, trace)
 
     def update(self, status: Status, history: RunHistory) -> None:
         self._pace.add(status)
-        if self._live is not None:
-            self._live.update(render(status, history, self._pace), refresh=True)
-        else:
+        if self._live is None:
             for line in self._events.new(status, history):
                 self.log(line)
+            return
+        if self._keys.pressed().count("s") % 2:
+            self._samples = not self._samples
+        hint = HINT if self._keys.works else ""
+        screen = SampleScreen(history) if self._samples else render(status, history, self._pace, hint=hint)
+        self._live.update(screen, refresh=True)
 
     def log(self, message: str) -> None:
         """Print a line, above the screen if there is one."""

@@ -1,11 +1,14 @@
 """The whole run on one screen: progress, weights, nodes, verdicts.
 
-Invariant: no line is wider than the console, whatever a node says of itself. Called by `shoal run` and `status`.
-Left out: scrolling. Nodes that do not fit are counted; those that something is wrong with are shown first.
+Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
+terminal of at least 80x24. Called by `shoal run` and `shoal status`.
+Left out: scrolling. The tree of weights needs a taller terminal. Nodes that do not fit are counted; nodes with a problem
+are shown first.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -27,53 +30,72 @@ from shoal.view.figures import (
     duration,
     eta_s,
     memory,
+    no_signal,
     number,
     percent,
     ratio,
     sparkline,
     total,
+    useful_share,
 )
 from shoal.view.pace import Pace
 from shoal.view.tree import SERVERS, weights_tree
 
-MAX_WIDTH = 120  # wider terminals only pull the columns apart
-WIDE = 110  # from here on headings are whole words
-EDGES = 3  # senders named in a line of the weights' tree
-TAKERS = 4  # nodes in it that only take, on a terminal
+MAX_WIDTH = 120  # more would only pull the columns apart
+WIDE = 110  # from this width on, headings are whole words
+EDGES = 3  # senders named in a line of the tree of weights
+TAKERS = 4  # nodes in that tree that only receive, on a terminal
+FRAME = 3  # lines of a panel with a table: two borders and the headings
+FEW = 6  # nodes that are worth more than the tree of weights
 NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
 
 
 def render(
-    status: Status, history: RunHistory, pace: Pace | None = None, *, width: int | None = None
+    status: Status, history: RunHistory, pace: Pace | None = None, *, width: int | None = None, hint: str = ""
 ) -> RenderableType:
-    """The whole screen, `width` columns wide (the console's, if that is less or none is given)."""
-    return Screen(status, history, pace or Pace(), width)
+    """The whole screen, at most `width` columns wide. `hint`: which keys there are."""
+    return Screen(status, history, pace or Pace(), width, hint)
 
 
 @dataclass(frozen=True)
 class Screen:
-    """The layout, made for the width and height it is drawn at."""
+    """The layout for the width and height at which it is drawn."""
 
     status: Status
     history: RunHistory
     pace: Pace
     width: int | None
+    hint: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or MAX_WIDTH, options.max_width)
-        height = options.max_height if console.is_terminal else 10_000
-        parts = [
-            _header(self.status, self.history, width),
-            _panel("training", _training(self.status, self.history, width)),
-            _panel("weights", _weights(self.status, width, TAKERS if console.is_terminal else len(self.status.nodes))),
-            _panel("nodes", _nodes(self.status, self.pace, width, height - 23)),
-            Padding(_verdicts(self.status, width - 4), (0, 2)),
-        ]
-        yield from console.render(Group(*parts), options.update(width=width))
+        room = options.max_height if console.is_terminal else 10_000
+        takers = TAKERS if console.is_terminal else len(self.status.nodes)
+
+        def lines(part: RenderableType) -> int:
+            return len(console.render_lines(part, options.update(width=width, height=None), pad=False))
+
+        header = _header(self.status, self.history, width)
+        training = _panel("training", _training(self.status, self.history, width), self.hint)
+        weights = _panel("weights", _weights(self.status, width, takers))
+        verdicts = Padding(_verdicts(self.status, width - 4), (0, 2))
+        room -= sum(map(lines, (header, training, verdicts)))
+        tree = [weights] if room - lines(weights) >= FRAME + FEW else []
+        room -= sum(map(lines, tree))
+        nodes = _nodes_panel(self.status, self.pace, width, room)
+        yield from console.render(Group(header, training, *tree, nodes, verdicts), options.update(width=width))
 
 
-def _panel(title: str, content: RenderableType) -> Panel:
-    return Panel(content, title=title, title_align="left", border_style="dim", padding=(0, 1))
+def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
+    return Panel(
+        content,
+        title=title,
+        title_align="left",
+        subtitle=hint or None,
+        subtitle_align="right",
+        border_style="dim",
+        padding=(0, 1),
+    )
 
 
 def _header(status: Status, history: RunHistory, width: int) -> RenderableType:
@@ -102,6 +124,8 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     rows.add_row("rollout age", _age(status, history, cells))
     rows.add_row("learner", _learner(history, cells))
     rows.add_row("next batch", _batch(status))
+    if words := no_signal(status.signal):
+        rows.add_row("no signal", Text(words, style="yellow"))
     return rows
 
 
@@ -155,20 +179,27 @@ def _learner(history: RunHistory, cells: int) -> Text:
     items = [
         Text(f"busy {percent(busy, 0)}, waiting {percent(None if busy is None else 1 - busy, 0)}"),
         Text(f"entropy {number(last.get('policy/entropy'))}"),
-        Text(f"KL {number(last.get('policy/kl'), 4)}"),
+        *([Text(f"KL {number(last['policy/kl'], 4)}")] if _has_kl(history) else []),
         Text(f"grad norm {number(last.get('optim/grad_norm'))}"),
     ]
     return _flow(items, cells)
 
 
+def _has_kl(history: RunHistory) -> bool:
+    """Whether the KL term is computed: it is reported as 0 in every step if learner.loss.beta is 0."""
+    values = [step.get("policy/kl", 0.0) for step in history.metrics]
+    return isfinite(values[-1]) and "policy/kl" in history.metrics[-1] and any(values)
+
+
 def _batch(status: Status) -> Text:
     if status.state == "finished" or status.step >= status.steps:
         return Text("none: every step has its rollouts")
-    return Text(f"{status.have} of {status.need} groups accepted for step {status.step + 1}")
+    text = Text(f"{status.have} of {status.need} groups accepted for step {status.step + 1}")
+    return text.append(f", {share}" if (share := useful_share(status.signal)) else "")
 
 
 def _weights(status: Status, width: int, takers: int) -> RenderableType:
-    """The tree that weights come down: each node under the one that sent it most, and how fast who sent it what."""
+    """The tree along which weights spread: each node below the one that sent it most, with the rate of each sender."""
     servers = [node for role in SERVERS for node in status.nodes if node.role == role]
     if not servers:
         return Text("no origin or relay yet", style="dim")
@@ -183,22 +214,31 @@ def _weights(status: Status, width: int, takers: int) -> RenderableType:
     for depth, node in rows:
         edges = node.stats.intake.bytes_per_s
         fast_first = sorted(edges.items(), key=lambda edge: -edge[1])
-        told = ", ".join(f"{names.get(url, NONE)} {count(rate)}B/s" for url, rate in fast_first[:EDGES])
+        senders = ", ".join(f"{names.get(url, NONE)} {count(rate)}B/s" for url, rate in fast_first[:EDGES])
         behind_s = node.stats.intake.behind_s
         table.add_row(
             Text("  " * depth).append(_name(node, width)),
             _version(node),
-            Text(clean(told)) if told else _doing(node, status),
+            Text(clean(senders)) if senders else _doing(node, status),
             Text(NONE if behind_s is None else f"{number(behind_s, 1)} s"),
             _seen(node, status),
         )
     return _with_rest(table, hidden)
 
 
-def _nodes(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
+def _nodes_panel(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
+    """The nodes in at most `room` lines: a table, or one line that counts them."""
     nodes = [node for role in NODES for node in status.nodes if node.role == role]
     if not nodes:
-        return Text("no learner, worker, validator or evaluator yet", style="dim")
+        return _panel("nodes", Text("no learner, worker, validator or evaluator yet", style="dim"))
+    title = f"nodes ({len(status.nodes)})"
+    if room <= FRAME + 1:
+        return Padding(Text(title, style="dim"), (0, 2))
+    rows = room - FRAME
+    return _panel(title, _nodes(nodes, status, pace, width, rows if rows >= len(nodes) else rows - 1))
+
+
+def _nodes(nodes: list[NodeStatus], status: Status, pace: Pace, width: int, rows: int) -> RenderableType:
     wide = width >= WIDE
     table = _table(width)
     _column(table, "name")
@@ -210,7 +250,7 @@ def _nodes(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
     _column(table, "rejected" if wide else "rej", right=True)
     _column(table, "memory" if wide else "mem", right=True)
     _column(table, "seen", right=True)
-    shown = _worth_showing(nodes, status, max(room, 6))
+    shown = _worth_showing(nodes, status, rows)
     for node in shown:
         worker = node.role == "worker"
         table.add_row(
@@ -232,7 +272,7 @@ def _with_rest(table: Table, hidden: int) -> RenderableType:
 
 
 def _worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
-    """At most `room` nodes, in their order: rather those that something is wrong with than calm workers."""
+    """At most `room` nodes, in their order. Nodes with a problem come before workers without one."""
 
     def calm(node: NodeStatus) -> bool:
         late = status.now_s - node.seen_s > SILENT_S
@@ -254,7 +294,7 @@ def _verdicts(status: Status, cells: int) -> Text:
 
 
 def _flow(items: Sequence[Text], cells: int) -> Text:
-    """The items side by side; one that does not fit begins a line."""
+    """The items next to each other. An item that does not fit starts a new line."""
     text, used = Text(), 0
     for item in items:
         fits = used + 3 + item.cell_len <= cells
@@ -269,7 +309,7 @@ def _table(width: int) -> Table:
 
 
 def _column(table: Table, title: str, right: bool = False, rest: bool = False) -> None:
-    """A column as wide as what is in it; `rest`: what the others leave."""
+    """A column as wide as its content. `rest`: it takes the width that the others leave."""
     table.add_column(title, ratio=1 if rest else None, no_wrap=True, justify="right" if right else "left")
 
 

@@ -1,6 +1,6 @@
-"""The tree that weights came down: each node under the one that sent it most. Called by `screen`.
+"""The tree along which weights spread: each node below the one that sent it most. Called by `screen`.
 
-Invariant: each server is in it once, and each node that tells of a server that sent it something, up to `takers`.
+Invariant: each server is in it once. Of the nodes that only receive, the first `takers` are in it.
 """
 
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from shoal.protocol.messages import NodeStatus, Role
 
 SERVERS: tuple[Role, ...] = ("origin", "relay")
-DEEPEST = 4  # steps of indentation
+DEEPEST = 4  # levels of indentation
 
 
 def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[int, NodeStatus]], int]:
-    """Depth and node: servers, and below them those who only take, the first `takers` of them; and how many are left out."""
+    """(depth, node) from top to bottom, and how many receiving nodes are left out."""
     servers = [node for role in SERVERS for node in nodes if node.role == role]
     urls = {node.url: node for node in servers if node.url}
 
@@ -26,7 +26,7 @@ def weights_tree(nodes: Sequence[NodeStatus], takers: int) -> tuple[list[tuple[i
 
     def hang(above: str | None, depth: int) -> None:
         for node in [node for node in left if parent(node) == above]:
-            if node in left:  # two servers may have sent each other most
+            if node in left:  # two servers may have sent most to each other
                 left.remove(node)
                 rows.append((depth, node))
                 hang(node.name, min(depth + 1, DEEPEST))

@@ -1,1 +1,1 @@
-"""Brings a published version to a folder: sources, downloads, the local cache, and updates in place."""
+"""Downloads a published version into a folder: servers, shards, the local cache, and updates in place."""

@@ -1,28 +1,29 @@
-"""The versions a client has fetched whole, and the lock that lets several clients share them.
+"""The complete versions that a client has fetched, and the lock that lets several clients share them.
 
     cache/v000007/                  exactly the published files
     cache/v000007.manifest.json     their signed manifest
-    cache/v000007.delta             how they came from the version before, where they did
+    cache/v000007.delta             the delta they were made from, if any
 
-Invariant: a folder named like a version is whole: it was verified before it got that name, and is again before a process
-uses what another one left.
-Called by the client.
-Left out: leases: a caller that still reads a version older than `keep` must hold its own copy open.
+Invariant: a folder named like a version is complete. It was verified before it got that name, and a process verifies it
+again before it uses what another process left.
+Called by the client, and by `inplace`.
+Left out: leases. A caller that still reads a version older than `keep` must keep its files open.
 """
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from shoal.files import discard, fsync, remove_leftovers, write_file
-from shoal.shardcast.fetch.partial import Layout, disk_errors
-from shoal.shardcast.fetch.sources import FetchError
+from shoal.shardcast.fetch.errors import FetchError, disk_errors
 from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest
-from shoal.shardcast.store import parse_version, version_name
+from shoal.shardcast.format.names import parse_version, version_name
+from shoal.shardcast.format.stream_files import StreamFiles
 
 LOOK_AGAIN_S = 0.05
 
@@ -32,7 +33,7 @@ class Cache:
         if keep < 1:
             raise ValueError("keep must be at least 1")
         self.path, self.public_key, self.run, self.keep = path, public_key, run, keep
-        self._verified: set[str] = set()  # digests of versions whose bytes this process has read back
+        self._verified: set[str] = set()  # digests of versions that this process has verified on disk
 
     def folder(self, version: int) -> Path:
         return self.path / version_name(version)
@@ -41,41 +42,41 @@ class Cache:
         return self.path / f".{version_name(version)}.{what}"
 
     def offer(self, version: int) -> tuple[SignedManifest, Manifest]:
-        """The manifest of a version that is held. Raises OSError, ManifestError."""
+        """The verified manifest of a cached version. Raises OSError, ManifestError."""
         signed = SignedManifest.parse(manifest_path(self.folder(version)).read_bytes())
         return signed, signed.open(self.public_key, run=self.run, version=version)
 
     def held(self, version: int, digest: str | None = None) -> tuple[Path, Manifest] | None:
-        """A whole version, of that digest where one is given."""
+        """A complete version, with this digest if one is given; None if it is not here."""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
             return None
         if digest not in (None, manifest.digest):
             return None
-        layout = Layout(self.folder(version), manifest.files)
+        files = StreamFiles(self.folder(version), manifest.files)
         if manifest.digest in self._verified:
-            return (self.folder(version), manifest) if layout.sizes_fit() else None
-        if not manifest.complete or not layout.holds(manifest.content):
+            return (self.folder(version), manifest) if files.sizes_match() else None
+        if not manifest.complete or not files.match(manifest.content):
             return None
         self._verified.add(manifest.digest)
         return self.folder(version), manifest
 
-    def add(self, files: Path, signed: SignedManifest, manifest: Manifest) -> Path | None:
-        """Gives the files in a folder their name, if they are what was published; else None, and they are gone."""
-        layout = Layout(files, manifest.files)
-        if not layout.holds(manifest.content):
-            discard(files)
+    def add(self, folder: Path, signed: SignedManifest, manifest: Manifest) -> Path | None:
+        """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong."""
+        files = StreamFiles(folder, manifest.files)
+        if not files.match(manifest.content):
+            discard(folder)
             return None
         final = self.folder(manifest.version)
         with disk_errors(self.path):
-            for path in layout.paths:
+            for path in files.paths:
                 fsync(path)
-            for folder in {parent for path in layout.paths for parent in path.parents if parent.is_relative_to(files)}:
-                fsync(folder)
+            for parent in {parent for path in files.paths for parent in path.parents if parent.is_relative_to(folder)}:
+                fsync(parent)
             discard(final)
             write_file(manifest_path(final), signed.to_bytes())
-            files.rename(final)
+            folder.rename(final)
             fsync(self.path)
         self._verified.add(manifest.digest)
         return final
@@ -91,7 +92,7 @@ class Cache:
         delta_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Drops all but the newest `keep` and `current`, all deltas but that to `current`, and what was begun before."""
+        """Keeps `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions."""
         versions = self.versions()
         for version in versions[self.keep :]:
             if version != current:
@@ -105,17 +106,19 @@ class Cache:
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
-        """One writer at a time, over threads and processes; `deadline_s` is in time.monotonic()."""
+        """One writer at a time, across threads and processes. `deadline_s` is in time.monotonic()."""
+        lock = FileLock(self.path / ".lock", poll_interval=LOOK_AGAIN_S)
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a")
-        with lock:
-            while not _try_lock(lock.fileno()):
-                if time.monotonic() >= deadline_s:
-                    raise FetchError(f"another client still holds {self.path / '.lock'}; stop it or raise timeout_s")
-                time.sleep(LOOK_AGAIN_S)
+            try:
+                lock.acquire(timeout=max(deadline_s - time.monotonic(), 0.0))
+            except Timeout as error:
+                raise FetchError(f"another client holds {lock.lock_file}; stop it, or raise timeout_s") from error
+        try:
             remove_leftovers(self.path)
             yield
+        finally:
+            lock.release()
 
 
 def manifest_path(folder: Path) -> Path:
@@ -127,13 +130,5 @@ def delta_path(folder: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a version that a client left in its cache; its signature was checked then. Raises OSError, ManifestError."""
+    """The manifest of a cached version; its signature was verified when it was fetched. Raises OSError, ManifestError."""
     return SignedManifest.parse(manifest_path(folder).read_bytes()).unchecked()
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

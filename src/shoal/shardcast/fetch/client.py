@@ -1,12 +1,11 @@
-"""The client: brings a published version from the relays into a local folder, whole or as deltas of one that is here.
+"""The client: downloads a published version from relays into a local folder, in full or as deltas of a cached version.
 
-    plan     which streams to fetch: the fewest bytes that lead from what the cache holds to the version
-    fetch    each stream, from several relays at once
-    check    every file read back against the signed manifest; only then does the folder get its name
+    plan      choose the streams with the fewest bytes from what the cache holds to the version
+    fetch     download each stream from several relays at once
+    verify    read every file back and compare it with the signed manifest; then the folder gets its final name
 
-Invariant: the folder `fetch` returns holds exactly the files the learner published, however they came.
-Called by workers and validators, from any thread that runs no event loop; several clients may share one
-cache.
+Invariant: the folder that `fetch` returns holds exactly the files that the learner published.
+Called by workers, validators and `shoal fetch`, from any thread without an event loop. Several clients may share a cache.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
 
@@ -22,11 +21,12 @@ from pathlib import Path
 
 from shoal.files import discard
 from shoal.shardcast.fetch.cache import Cache, delta_path
-from shoal.shardcast.fetch.download import Download, ReplacedError, first_error
-from shoal.shardcast.fetch.partial import Partial, disk_errors
-from shoal.shardcast.fetch.plan import NoWayError, Step, offered, plan
-from shoal.shardcast.fetch.source import Offer, SourceError
-from shoal.shardcast.fetch.sources import Access, FetchError, Sources
+from shoal.shardcast.fetch.download import Download
+from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors, first_error
+from shoal.shardcast.fetch.partial import Partial
+from shoal.shardcast.fetch.plan import Step, offered, plan
+from shoal.shardcast.fetch.source import Offer
+from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.delta_format import DeltaError
 from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
@@ -38,17 +38,17 @@ STALL_S = 60.0
 @dataclass(frozen=True)
 class FetchReport:
     version: int
-    transferred_bytes: int  # over the network, manifests and refused shards included
-    reused_bytes: int  # taken up from the cache or from an interrupted fetch
+    transferred_bytes: int  # over the network, including manifests and rejected shards
+    reused_bytes: int  # from the cache or an interrupted fetch
     seconds: float
-    complaints: tuple[str, ...]  # the last one about each relay that failed or sent wrong data
+    complaints: tuple[str, ...]  # the last failure of each relay
     rates_Bps: dict[str, float]  # by URL
-    parent: int | None = None  # the version that the deltas are of
+    parent: int | None = None  # the cached version that the deltas started from
 
 
 @dataclass
 class Progress:
-    """Of the fetch that runs now; another thread may read it."""
+    """Progress of the running fetch; other threads may read it."""
 
     doing: str = ""
     version: int | None = None
@@ -77,12 +77,11 @@ class Client:
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
     ) -> None:
-        """`fallback`: servers to ask while no relay delivers, such as the origin. `relays` tells what takes the place of
-        `urls` while a fetch runs, since relays come and go. `timeout_s` bounds a whole fetch
-        until its bytes are here (not the check of the disk after it), `wait_s` how long to wait for a relay to answer,
-        for the first version, or for what a version is a delta of."""
+        """`fallback` servers, such as the origin, are asked only while no relay delivers. `relays` returns the URLs that
+        replace `urls` while a fetch runs. `timeout_s` limits a fetch until all bytes have arrived (verification follows).
+        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent."""
         if not urls and not fallback:
-            raise FetchError("no relay is known; start one, or wait until one has joined")
+            raise FetchError("no relay is known; start one, or wait until one joins")
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
@@ -91,7 +90,7 @@ class Client:
         self.last_report: FetchReport | None = None
 
     def latest(self) -> Manifest | None:
-        """The newest version any relay can prove; None if none is published.
+        """The newest version with a valid manifest at any relay; None if nothing is published.
         Raises FetchError if no relay answers."""
 
         async def ask() -> Offer | None:
@@ -103,13 +102,13 @@ class Client:
         return offer and offer[1]
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
-        """The folder of a version (None: the newest; `digest`: exactly that one) and its manifest.
-        A version in the cache is returned without asking anyone when its number is given.
-        Raises FetchError; the shards fetched until then are kept for the next call."""
+        """The folder and manifest of a version (None: the newest; with `digest`: exactly that one).
+        A cached version is returned without a request if its number is given.
+        Raises FetchError; finished shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
         held = None if version is None else self.cache.held(version, digest)
         if held is None:
-            held = asyncio.run(self._bring(version, digest, started_s + self.timeout_s))
+            held = asyncio.run(self._fetch_version(version, digest, started_s + self.timeout_s))
         else:
             self.progress.reused_bytes = held[1].size_bytes
         progress = self.progress
@@ -127,29 +126,31 @@ class Client:
             self.access.on_fetched(self.last_report.rates_Bps, max(time.time() - held[1].created_s, 0.0))
         return held
 
-    async def _bring(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
+    async def _fetch_version(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
         began_s = time.monotonic()
         wait_until_s = min(began_s + self.wait_s, deadline_s)
         async with self._sources() as sources:
             while True:
                 offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
                 if offer is None:
-                    raise FetchError(f"no version is published yet at {', '.join(self.urls)}; try again later")
+                    raise FetchError(
+                        f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
+                    )
                 with self.cache.locked(deadline_s):
                     try:
                         return await self._obtain(sources, offer, digest, deadline_s)
-                    except NoWayError as error:
+                    except NoRouteError as error:
                         if time.monotonic() >= wait_until_s:
                             raise FetchError(f"{error} (waited {time.monotonic() - began_s:.1f} s)") from error
                         self.progress.doing = f"waiting: {error}"
                     except ReplacedError:
                         continue
-                await asyncio.sleep(LOOK_AGAIN_S)  # perhaps it comes, or an anchor does
+                await asyncio.sleep(LOOK_AGAIN_S)  # the parent or an anchor may arrive
 
     async def _obtain(
         self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
     ) -> tuple[Path, Manifest]:
-        """One version, under the cache's lock."""
+        """Fetches one version, under the cache's lock."""
         while True:
             if held := self.cache.held(offer[1].version, digest):
                 self.progress.reused_bytes = held[1].size_bytes
@@ -161,15 +162,15 @@ class Client:
                 return done
             if start is None:
                 raise FetchError(
-                    f"version {offer[1].version} in {self.cache.path} does not match its manifest though every shard "
-                    "did: this machine's disk or memory is at fault; what was fetched is dropped, fetch again"
+                    f"version {offer[1].version} in {self.cache.path} does not match its manifest although every shard "
+                    "did: this machine's disk or memory is faulty; the download was removed, fetch again"
                 )
-            self.cache.drop(start)  # rotten: go without it
+            self.cache.drop(start)  # damaged on disk: plan without it
 
     async def _find(
         self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
     ) -> Offer | None:
-        """The manifest to fetch: of `version`, else of the newest version any relay can prove."""
+        """The manifest to fetch: of `version`, else of the newest version that any relay offers."""
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -190,7 +191,7 @@ class Client:
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
     ) -> tuple[Path, Manifest] | None:
-        """Fetches and applies; None if what came of it is not what was published."""
+        """Fetches the streams and applies the deltas; None if the result is not what was published."""
         self.progress.version = steps[-1][0][1].version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
         folder = self.cache.folder(start) if start is not None else None
@@ -203,18 +204,18 @@ class Client:
             signed, manifest = offer
             _, fetched = await self._fetch(sources, offer, "delta", deadline_s)
             assert folder is not None and manifest.delta is not None
-            made = self.cache.temporary(manifest.version, "made")
+            result = self.cache.temporary(manifest.version, "result")
             with disk_errors(self.cache.path):
-                discard(made)
+                discard(result)
                 path = delta_path(self.cache.folder(manifest.version))
                 (fetched / "delta").replace(path)
                 try:
-                    delta.apply(folder, path, made, [(file.path, file.size_bytes) for file in manifest.files])
+                    delta.apply(folder, path, result, [(file.path, file.size_bytes) for file in manifest.files])
                 except DeltaError:
                     return None
                 if folder.name.startswith("."):
                     discard(folder)
-            folder = made
+            folder = result
         assert folder is not None
         final = self.cache.add(folder, signed, manifest)
         if final is None:
@@ -224,7 +225,7 @@ class Client:
         return final, manifest
 
     async def _fetch(self, sources: Sources, offer: Offer, part: Part, deadline_s: float) -> tuple[Offer, Path]:
-        """One stream, while it grows where its origin is still writing. Returns the last manifest and the files."""
+        """Fetches one stream, which may still be growing. Returns the last manifest, and the folder of the files."""
         version, stream = offer[1].version, offer[1].streams[part]
         files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
         partial = Partial(self.cache.temporary(version, part), files, stream.shard_size_bytes)
@@ -243,7 +244,7 @@ class Client:
                         grew_s = time.monotonic()
                     elif time.monotonic() - grew_s > STALL_S:
                         raise FetchError(
-                            f"version {version} is not whole and has not grown for {STALL_S} s; is its origin still up?"
+                            f"version {version} is incomplete and has not grown for {STALL_S:.0f} s; check its origin"
                         )
                     offer = newer
                     download.add(new, last=offer[1].streams[part].complete)
@@ -254,8 +255,8 @@ class Client:
     async def _grown(self, sources: Sources, offer: Offer) -> Offer:
         answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None), grace_s=0.5)
         if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
-            raise ReplacedError(f"version {offer[1].version} is published anew while it was fetched; fetch again")
-        offers = [answer for answer in answers.values() if answer and answer[1].follows(offer[1])]
+            raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
+        offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]
         return max([offer, *offers], key=lambda o: len(o[1].content.shards))
 
     @asynccontextmanager
@@ -263,7 +264,7 @@ class Client:
         progress = self.progress
         async with self.access.open(self.urls, fallback=self.fallback, on_failure=progress.note) as sources:
 
-            async def tell() -> None:
+            async def report() -> None:
                 while True:
                     if self.relays is not None and (urls := self.relays()):
                         sources.use(urls)
@@ -271,11 +272,11 @@ class Client:
                     progress.transferred_bytes = sources.received_bytes
                     await asyncio.sleep(0.1)
 
-            telling = asyncio.ensure_future(tell())
+            reporting = asyncio.ensure_future(report())
             try:
                 yield sources
             finally:
-                telling.cancel()
+                reporting.cancel()
                 progress.by_source, progress.transferred_bytes = sources.by_source(), sources.received_bytes
 
 

@@ -1,18 +1,16 @@
-"""Fetches the shards of one stream, several at a time, in order; late ones a second time from elsewhere.
+"""Fetches the shards of one stream, several at a time, in order. Late shards are requested a second time elsewhere.
 
     await Download(sources, version, part, sink, ...).run()
 
-End-game: when nothing is left to begin, a worker that is free asks another source for the shard that has been on its way
-longest. That copy goes to memory, and replaces the first one if it is whole and right before it; so one slow relay
-delays the end by little.
-Invariant: a sink's `done` is called once a shard's hash matched, and never twice.
+Endgame: when no shard is left to start, an idle task asks another server for the shard that has been in flight longest.
+This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little.
+Invariant: a sink's `done` is called after the shard's hash matched, and never twice.
 Called by client and relay.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,22 +18,23 @@ from math import inf
 from statistics import median
 from typing import Protocol
 
+from shoal.shardcast.fetch.errors import FetchError, first_error
 from shoal.shardcast.fetch.source import Incoming, Sink, Source
-from shoal.shardcast.fetch.sources import FetchError, Sources
+from shoal.shardcast.fetch.sources import Sources, loop_time
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 LOOK_AGAIN_S = 0.05
-LATE_S = 1.0  # a shard is late if nothing came of it for so long, or after twice the time that others took
+LATE_S = 1.0  # a shard is late after so long without a byte, or after twice the usual time
 
 
 class ShardSink(Sink, Protocol):
-    """Where one shard goes."""
+    """Stores one shard."""
 
     def begun(self) -> Iterator[bytes]:
-        """What an earlier process left of it, from its start on."""
+        """The bytes that an earlier process left, from the shard's start."""
 
     def done(self) -> None:
-        """All of it was written and is right."""
+        """Called when all of it was written and verified."""
 
     def close(self) -> None: ...
 
@@ -46,11 +45,11 @@ class _Running:
     sink: ShardSink
     incoming: Incoming
     seen_bytes: int
-    moved_s: float  # when it was seen to grow
+    moved_s: float  # when it last grew
     started_s: float
     task: asyncio.Task[None]
     source: Source | None = None
-    doubled: bool = False
+    copied: bool = False
     overtaken: bool = False
 
 
@@ -67,7 +66,7 @@ class Download:
         order: Callable[[ShardEntry, list[Source]], list[Source]] | None = None,
         on_shard: Callable[[ShardEntry], None] = lambda shard: None,
     ) -> None:
-        """`deadline_s` is in time.monotonic(); `order` replaces the choice of sources by throughput."""
+        """`deadline_s` is in the event loop's time; `order` replaces the random choice of servers."""
         self.sources, self.version, self.part, self.sink = sources, version, part, sink
         self.parallel, self.deadline_s, self.order, self.on_shard = parallel, deadline_s, order, on_shard
         self._queue: deque[ShardEntry] = deque()
@@ -76,41 +75,48 @@ class Download:
         self._took_s: deque[float] = deque(maxlen=50)
 
     def add(self, shards: Iterable[ShardEntry], *, last: bool) -> None:
-        """More shards to fetch; `last`: no others will come."""
+        """Adds shards to fetch; `last`: there will be no more."""
         self._queue.extend(shards)
         self._all_named = last
 
     async def run(self) -> None:
-        """Returns when all are here. Raises FetchError, and what a sink raises."""
+        """Returns when all shards are stored. Raises FetchError, and what a sink raises."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.parallel):
-                    group.create_task(self._work())
+                    group.create_task(self._run_worker())
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         while True:
             if self._queue:
-                await self._bring(self._queue.popleft())
+                await self._fetch(self._queue.popleft())
             elif late := self._late():
-                await self._bring_again(late)
+                await self._fetch_copy(late)
             elif self._running or not self._all_named:
-                if time.monotonic() > self.deadline_s:
-                    raise FetchError(f"version {self.version} was not named whole in time; is its origin still up?")
-                await asyncio.sleep(LOOK_AGAIN_S)
+                if loop_time() > self.deadline_s:
+                    raise FetchError(f"version {self.version} was not completed in time; check that its origin is up")
+                await self._pause()
             else:
                 return
 
-    async def _bring(self, shard: ShardEntry) -> None:
+    async def _pause(self) -> None:
+        """Until a shard arrives, at most LOOK_AGAIN_S."""
+        if running := [running.task for running in self._running]:
+            await asyncio.wait(running, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _fetch(self, shard: ShardEntry) -> None:
         sink = self.sink(shard)
         incoming = Incoming(shard, sink)
         for data in sink.begun():
             incoming.resume(data)
         if incoming.size_bytes == shard.size_bytes and not incoming.matches():
-            incoming.restart()  # it rotted, or is of another version
+            incoming.restart()  # damaged on disk, or of another version
         task = asyncio.ensure_future(self._first(incoming, sink))
-        begun_bytes, now_s = incoming.size_bytes, time.monotonic()
+        begun_bytes, now_s = incoming.size_bytes, loop_time()
         running = _Running(shard, sink, incoming, begun_bytes, now_s, now_s, task)
         self._running.append(running)
         try:
@@ -124,7 +130,7 @@ class Download:
             self._running.remove(running)
             sink.close()
         if begun_bytes < shard.size_bytes:
-            self._took_s.append(time.monotonic() - running.started_s)
+            self._took_s.append(loop_time() - running.started_s)
         self.on_shard(shard)
 
     async def _first(self, incoming: Incoming, sink: ShardSink) -> None:
@@ -142,7 +148,7 @@ class Download:
     def _late(self) -> _Running | None:
         if not self._all_named or len(self.sources.sources) < 2:
             return None
-        now_s = time.monotonic()
+        now_s = loop_time()
         usual_s = max(LATE_S, 2 * median(self._took_s)) if self._took_s else inf
         for running in self._running:
             if running.incoming.size_bytes != running.seen_bytes:
@@ -150,20 +156,20 @@ class Download:
         late = [
             running
             for running in self._running
-            if not running.doubled and (now_s - running.moved_s > LATE_S or now_s - running.started_s > usual_s)
+            if not running.copied and (now_s - running.moved_s > LATE_S or now_s - running.started_s > usual_s)
         ]
         return min(late, key=lambda running: running.started_s, default=None)
 
-    async def _bring_again(self, late: _Running) -> None:
-        """From a source that is not at it already; whoever is first wins."""
-        late.doubled = True
+    async def _fetch_copy(self, late: _Running) -> None:
+        """Fetches a copy from another server; the first complete one wins."""
+        late.copied = True
         copy = _Memory(late.shard.size_bytes)
         copying = asyncio.ensure_future(
             self.sources.shard(
                 self.version,
                 self.part,
                 Incoming(late.shard, copy),
-                deadline_s=min(self.deadline_s, time.monotonic() + self.sources.patience_s),
+                deadline_s=min(self.deadline_s, loop_time() + self.sources.patience_s),
                 order=self.order,
                 avoid=late.source,
             )
@@ -171,10 +177,10 @@ class Download:
         try:
             await asyncio.wait([copying, late.task], return_when=asyncio.FIRST_COMPLETED)
             if not copying.done():
-                return  # the first one was faster
+                return  # the first request was faster
             copying.result()
         except FetchError:
-            return  # the first one is still at it
+            return  # the first request continues
         finally:
             copying.cancel()
         if late in self._running and not late.task.done():
@@ -193,12 +199,3 @@ class _Memory:
         self.data[offset_bytes : offset_bytes + len(data)] = data
 
     def restart(self) -> None: ...
-
-
-class ReplacedError(FetchError):
-    """A version that was not whole is published anew."""
-
-
-def first_error(errors: ExceptionGroup) -> Exception:
-    """The first failure of several tasks: a FetchError as it is, anything else unchanged too (it is a bug)."""
-    return next((error for error in errors.exceptions if isinstance(error, FetchError)), errors.exceptions[0])

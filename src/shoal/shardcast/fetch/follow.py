@@ -1,6 +1,6 @@
-"""Follows the newest version in the background, so that its download overlaps with work on the one before.
+"""Fetches each newest version in the background, so that downloads overlap with work on the version before.
 
-Invariant: `newest()` only ever names a folder that the client has checked whole.
+Invariant: `newest()` returns only folders that the client has completely verified.
 Called by the worker (`Follower`), and by validator and evaluator for the one version they need (`fetch_published`).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.shardcast.fetch.client import Client
-from shoal.shardcast.fetch.sources import FetchError
+from shoal.shardcast.fetch.errors import FetchError
 from shoal.shardcast.format.manifest import Manifest
 
 POLL_S = 0.2
@@ -21,7 +21,7 @@ POLL_S = 0.2
 def fetch_published(
     client: Client, version: int, *, digest: str | None = None, wait_s: float = 120
 ) -> tuple[Path, Manifest]:
-    """Fetch a version that is known to be published but may not have reached a relay yet. Raises FetchError."""
+    """Fetches a version that is published but may not have reached a relay yet. Raises FetchError after `wait_s`."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -33,12 +33,12 @@ def fetch_published(
 
 
 class Follower:
-    """`wanted` tells the newest version there is (or None), `client` makes a client of the relays known now."""
+    """`wanted` returns the newest published version, or None. `client` makes a client for the currently known relays."""
 
     def __init__(self, wanted: Callable[[], int | None], client: Callable[[], Client]) -> None:
         self.wanted = wanted
         self.client = client
-        self.last_error = ""  # why the newest version is not here yet, where it should be
+        self.last_error = ""  # why the newest version could not be fetched
         self._held: tuple[Path, Manifest] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="follower")
@@ -51,7 +51,7 @@ class Follower:
         self._stop.set()
 
     def newest(self) -> tuple[Path, Manifest] | None:
-        """The newest version that is here, whole and checked."""
+        """The newest version on this machine, complete and verified."""
         return self._held
 
     def _follow(self) -> None:
@@ -63,4 +63,4 @@ class Follower:
                 self._held = self.client().fetch(wanted)
                 self.last_error = ""
             except (FetchError, OSError) as error:
-                self.last_error = str(error)  # shown by whoever waits; the next round tries again
+                self.last_error = str(error)  # shown by the caller; the next round tries again

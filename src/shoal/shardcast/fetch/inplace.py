@@ -1,9 +1,9 @@
-"""A delta applied to tensors that hold the old version, as an engine does between two steps: only changed words move.
+"""Applies a delta to tensors in memory that hold the old version, so that only changed words are copied.
 
-Invariant: nothing is written unless the delta's bytes are those the manifest names and fit the tensors throughout. Then
-tensors that held the old version hold the new one, bit for bit.
+Invariant: nothing is written unless the delta matches the manifest's hashes and fits all tensors. Afterwards tensors that
+held the old version hold the new one, bit for bit.
 Called by engines, with folders of one client's cache.
-Left out: tensors held otherwise than stored (fused, transposed, quantised), but for bf16 ones held in float32.
+Left out: tensors in memory that differ from the stored ones (fused, transposed, quantised), except bf16 held as float32.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from shoal.shardcast.fetch.cache import delta_path, read_manifest
-from shoal.shardcast.fetch.partial import Layout
 from shoal.shardcast.format.delta import pieces
 from shoal.shardcast.format.delta_format import DeltaError, Kind, Places, Reader, Words
 from shoal.shardcast.format.manifest import FileEntry, Manifest, ManifestError
 from shoal.shardcast.format.safetensors_layout import StoredTensor, as_one_tensor, read_layout
+from shoal.shardcast.format.stream_files import StreamFiles
 
-SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}  # torch knows little of unsigned words
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}  # torch has few operations on unsigned integers
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class _Change:
     name: str
     start: int  # in words of the tensor
     piece: StoredTensor
-    places_K: Places | None  # None: all of the piece
-    words_K: Words  # to add there; the new words where places are None
+    places_K: Places | None  # None: the whole piece
+    words_K: Words  # the steps to add there; without places, the new words
 
 
 @torch.no_grad()
 def advance_(tensors: Mapping[str, Tensor], old: Path, new: Path) -> bool:
-    """Makes `tensors` (by their names in the files), which hold the version in folder `old`, hold that in `new`.
+    """Updates `tensors`, by their names in the files, from the version in folder `old` to the version in `new`.
 
-    False, and nothing is changed, where `new` did not come as a delta of `old`, or where tensors are not held as stored.
+    Returns False and changes nothing if `new` was not fetched as a delta of `old`, or if the tensors differ in form from
+    the stored ones.
     """
     try:
         before, after = read_manifest(old), read_manifest(new)
         if after.delta is None or (after.delta.parent, after.delta.parent_digest) != (before.version, before.digest):
             return False
         path = delta_path(new)
-        if not Layout(path.parent, [FileEntry(path=path.name, size_bytes=path.stat().st_size)]).holds(
-            after.delta.stream
-        ):
+        file = FileEntry(path=path.name, size_bytes=path.stat().st_size)
+        if not StreamFiles(path.parent, [file]).match(after.delta.stream):
             return False
         changes = list(_changes(path, new, after))
     except (DeltaError, ManifestError, FileNotFoundError):
@@ -68,12 +68,12 @@ def _changes(delta: Path, new: Path, manifest: Manifest) -> Iterator[_Change]:
                 continue
             if file_kind is Kind.WHOLE:
                 if entry.path.endswith(".safetensors"):
-                    raise DeltaError(f"{entry.path} came whole")
+                    raise DeltaError(f"{entry.path} was sent whole")
                 for piece in pieces(as_one_tensor(entry.path, entry.size_bytes)):
                     reader.words(piece.words, 1)
                 continue
             layout = read_layout(new / entry.path)  # the header is the same in both versions
-            reader.take(32)  # its hash, which `apply` compared
+            reader.take(32)  # its hash, which `apply` has compared
             for tensor in layout.tensors:
                 if tensor.dtype != "BF16":
                     raise DeltaError(f"{tensor.name} is not stored in bf16")
@@ -99,7 +99,7 @@ def _fits(tensor: Tensor | None, stored: StoredTensor) -> bool:
 def _write_(tensor: Tensor, change: _Change) -> None:
     words_K = torch.from_numpy(change.words_K.view(SIGNED[change.words_K.itemsize])).to(tensor.device)
     flat = tensor.view(-1)
-    if tensor.dtype == torch.float32:  # a bf16 is the upper half of a float32
+    if tensor.dtype == torch.float32:  # bf16 is the upper half of float32
         words_K, flat = words_K.int() << 16, flat.view(torch.int32)
     else:
         flat = flat.view(torch.int16)

@@ -1,39 +1,34 @@
-"""A stream while it is being fetched: its files at full size, filled shard by shard, in any order.
+"""A stream while it is being fetched: files of full size, filled shard by shard in any order.
 
     .v000007.full/files/...      preallocated
     .v000007.full/layout         sizes of the files and of a shard
-    .v000007.full/record         lines "index bytes": so much of a shard is there
+    .v000007.full/record         lines "index bytes": how much of a shard was written
 
-Invariant: nothing here is believed after a restart: each recorded byte is hashed again before it counts.
+Invariant: after a restart nothing here is trusted: each recorded byte is hashed again before it counts.
 Called by the client, under the cache's lock.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 
-from blake3 import blake3
-
-from shoal.files import CHUNK_BYTES, discard, write_all, write_file
-from shoal.shardcast.fetch.sources import FetchError
-from shoal.shardcast.format.manifest import FileEntry, ShardEntry, Stream
+from shoal.files import discard, write_all, write_file
+from shoal.shardcast.fetch.errors import disk_errors
+from shoal.shardcast.format.manifest import FileEntry, ShardEntry
+from shoal.shardcast.format.stream_files import StreamFiles
 
 RECORD_EVERY_BYTES = 1 << 20
 
 
 class Partial:
-    """Raises FetchError, naming the folder, whenever the disk refuses."""
+    """Every method raises FetchError, with the folder's name, when the disk fails."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], shard_size_bytes: int) -> None:
         self.folder, self.entries, self.shard_size_bytes = folder, list(files), shard_size_bytes
-        self.layout = Layout(folder / "files", files)
+        self.layout = StreamFiles(folder / "files", files)
         self._recorded: dict[int, int] = {}
         with disk_errors(folder):
             if not self._resume():
@@ -63,16 +58,16 @@ class Partial:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _allocate(path, file.size_bytes)
         except OSError:
-            discard(self.folder)  # an empty reservation is of no use to anyone
+            discard(self.folder)  # free the space that was reserved
             raise
         write_file(self.folder / "layout", self._description())
 
     def _resume(self) -> bool:
-        """Takes up what an earlier process left of files of these sizes; the layout is written after the files."""
+        """Loads what an earlier process left, if it was for the same files. The layout is written after the files."""
         try:
             if (self.folder / "layout").read_bytes() != self._description():
                 return False
-            if not self.layout.sizes_fit():
+            if not self.layout.sizes_match():
                 return False
             lines = (self.folder / "record").read_text().split("\n")[:-1]
         except FileNotFoundError:
@@ -88,14 +83,16 @@ class Partial:
 
 
 class PartialShard:
-    """Where one shard goes: see `download.ShardSink`."""
+    """Stores one shard: see `download.ShardSink`."""
 
     def __init__(self, partial: Partial, shard: ShardEntry) -> None:
         self.partial, self.shard = partial, shard
         self._at_bytes = shard.index * partial.shard_size_bytes
         self._size_bytes = 0
         self._since_record_bytes = 0
-        self._open: tuple[Path, int] | None = None  # one file at a time: a folder may have more than a process may open
+        self._open: tuple[Path, int] | None = (
+            None  # one at a time: a version may have more files than a process may open
+        )
 
     def begun(self) -> Iterator[bytes]:
         with disk_errors(self.partial.folder):
@@ -138,66 +135,8 @@ class PartialShard:
         self._since_record_bytes = 0
 
 
-class Layout:
-    """Files in a folder as one byte string, in listed order."""
-
-    def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
-        self.paths = [folder / file.path for file in files]
-        self.sizes_bytes = [file.size_bytes for file in files]
-        self._ends = list(accumulate(self.sizes_bytes))
-
-    def ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
-        """(file, offset in it, size) for a range of the byte string, in order."""
-        index = bisect_right(self._ends, position)
-        while size_bytes:
-            start = self._ends[index] - self.sizes_bytes[index]
-            here_bytes = min(self._ends[index] - position, size_bytes)
-            if here_bytes:
-                yield self.paths[index], position - start, here_bytes
-            position, size_bytes, index = position + here_bytes, size_bytes - here_bytes, index + 1
-
-    def read(self, position: int, size_bytes: int) -> Iterator[bytes]:
-        for path, at_bytes, left_bytes in self.ranges(position, size_bytes):
-            with path.open("rb", buffering=0) as file:
-                file.seek(at_bytes)
-                while left_bytes and (data := file.read(min(left_bytes, CHUNK_BYTES))):
-                    yield data
-                    left_bytes -= len(data)
-
-    def holds(self, stream: Stream) -> bool:
-        """Are these files, read back, what the stream's hashes are of?"""
-        size_bytes = stream.shard_size_bytes
-        return self.sizes_fit() and all(
-            self._hash(shard.index * size_bytes, shard.size_bytes) == shard.hash for shard in stream.entries()
-        )
-
-    def sizes_fit(self) -> bool:
-        try:
-            return [path.stat().st_size for path in self.paths] == self.sizes_bytes
-        except FileNotFoundError:
-            return False
-
-    def _hash(self, position: int, size_bytes: int) -> str:
-        digest = blake3()
-        for data in self.read(position, size_bytes):
-            digest.update(data)
-        return digest.hexdigest()
-
-
-@contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise FetchError(
-                f"no space left for {folder}: free some and fetch again; the shards that are done are kept"
-            ) from error
-        raise FetchError(f"cannot write {folder}: {error}") from error
-
-
 def _allocate(path: Path, size_bytes: int) -> None:
-    """Claims the space now, so that a full disk is noticed before the download and not at its end."""
+    """Reserves the space now, so that a full disk is noticed before the download and not at its end."""
     with path.open("wb") as file:
         if size_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)

@@ -1,7 +1,7 @@
-"""How to get to a version from what is here: the fewest bytes.
+"""Plans the downloads that lead to a version with the fewest bytes.
 
-    from nothing    its content, where it is an anchor; else an anchor's, and the deltas after it
-    from a version  the deltas since then, where they are fewer bytes
+    from an empty cache      the content of the version or of an earlier anchor, then the deltas after that
+    from a cached version    the deltas since then, if they are smaller
 
 Called by the client.
 """
@@ -11,38 +11,34 @@ from __future__ import annotations
 from functools import partial as bind
 
 from shoal.shardcast.fetch.cache import Cache
-from shoal.shardcast.fetch.source import BadData, NotHeld, Offer, Source, SourceError
-from shoal.shardcast.fetch.sources import FetchError, Sources
+from shoal.shardcast.fetch.errors import BadData, NoRouteError, NotHeld, SourceError
+from shoal.shardcast.fetch.source import Offer, Source
+from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Part
 
-OFFERS_TRIED = 5  # of one relay's newest versions, until a manifest verifies
+OFFERS_TRIED = 5  # newest versions of one relay, until a manifest is valid
 
 Step = tuple[Offer, Part]
 
 
-class NoWayError(FetchError):
-    """Nobody offers a version that the one wanted is a delta of; it may be on its way to them."""
-
-
 async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None, list[Step]]:
-    """The cheapest way to a version: the one in the cache to start from, or None, and the streams from there on.
-    Raises NoWayError."""
-    ways: list[tuple[int, int | None, list[Step]]] = []
-    behind: list[Step] = []  # deltas from the version looked at to the one wanted
-    reasons: dict[str, str] = {}  # by URL, for want of the version last asked for
+    """The cached version to start from, or None, and the streams to fetch from there. Raises NoRouteError."""
+    routes: list[tuple[int, int | None, list[Step]]] = []
+    deltas: list[Step] = []  # from the version considered now to the wanted one
+    reasons: dict[str, str] = {}  # by URL, why it does not offer the last parent
     while True:
         manifest = offer[1]
-        cost_bytes = sum(o[1].streams[part].size_bytes for o, part in behind)
-        if behind and cache.held(manifest.version, manifest.digest):
-            ways.append((cost_bytes, manifest.version, behind))
-            break  # what is further back costs more
+        cost_bytes = sum(o[1].streams[part].size_bytes for o, part in deltas)
+        if deltas and cache.held(manifest.version, manifest.digest):
+            routes.append((cost_bytes, manifest.version, deltas))
+            break  # earlier versions cost more
         if manifest.anchor:
-            ways.append((cost_bytes + manifest.size_bytes, None, [(offer, "full"), *behind]))
+            routes.append((cost_bytes + manifest.size_bytes, None, [(offer, "full"), *deltas]))
             if not cache.versions():
                 break
-        if manifest.delta is None or cost_bytes > min((way[0] for way in ways), default=cost_bytes):
+        if manifest.delta is None or cost_bytes > min((route[0] for route in routes), default=cost_bytes):
             break
-        behind = [(offer, "delta"), *behind]
+        deltas = [(offer, "delta"), *deltas]
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
         found = cache.offer(parent) if cache.held(parent, digest) else None
         if found is None:
@@ -51,19 +47,19 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
         if found is None:
             break
         offer = found
-    if not ways:
-        child = behind[0][0][1]
+    if not routes:
+        child = deltas[0][0][1]
         why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
-        raise NoWayError(
-            f"no relay holds version {child.delta and child.delta.parent}, which version {child.version} is a delta of "
+        raise NoRouteError(
+            f"no relay holds version {child.delta and child.delta.parent}, the parent of version {child.version} "
             f"({why}); add a relay that has it, or try again later"
         )
-    _, start, steps = min(ways, key=lambda way: way[0])
+    _, start, steps = min(routes, key=lambda route: route[0])
     return start, steps
 
 
 async def offered(source: Source, *, version: int | None, digest: str | None) -> Offer | None:
-    """What one relay can prove; None if it says that nothing is published. Raises SourceError."""
+    """The valid manifest that one server offers; None if it says that nothing is published. Raises SourceError."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
     refused: SourceError | None = None
     for candidate in versions:
@@ -74,7 +70,7 @@ async def offered(source: Source, *, version: int | None, digest: str | None) ->
             continue
         if digest in (None, offer[1].digest):
             return offer
-        refused = BadData(source.url, f"version {candidate} is {offer[1].digest}, not {digest}")
+        refused = BadData(source.url, f"version {candidate} has digest {offer[1].digest}, expected {digest}")
     if refused is not None:
         raise refused
     return None

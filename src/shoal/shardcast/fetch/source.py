@@ -1,18 +1,16 @@
-"""One server seen from a downloader: three questions, and every way the answer can be bad.
+"""One server as a downloader sees it: three requests, and every way in which a response can be wrong.
 
-Invariant: what a `Source` returns was checked (manifest signature, shard size and hash); anything else is a
-SourceError that names the URL. Bytes that an `Incoming` hands on are unchecked until `shard` returns.
+Invariant: what a `Source` returns was verified (manifest signature, shard size and hash). Any other response raises a
+SourceError that names the URL. Bytes that `Incoming` passes on are unverified until `shard` returns.
 Called by `sources`, and through it by relay and client.
-Left out: redirects (a relay could point a worker into its own network), and compression.
+Left out: redirects (a relay could send a worker into the worker's own network), and compression.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from relays and verify them.
 """
 
 from __future__ import annotations
 
-import math
 import ssl
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from socket import SO_RCVLOWAT, SOL_SOCKET
@@ -22,8 +20,10 @@ import aiohttp
 from blake3 import blake3
 from pydantic import ValidationError
 
+from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry, SignedManifest
-from shoal.shardcast.store import Listing, shard_name, version_name
+from shoal.shardcast.format.names import Listing, shard_name, version_name
 
 MAX_SMALL_BYTES = 32 << 20  # a manifest of 100k shards has 7 MB
 READ_BUFFER_BYTES = 2 << 20
@@ -33,33 +33,16 @@ LONGEST_RETRY_AFTER_S = 30.0
 Offer = tuple[SignedManifest, Manifest]
 
 
-class SourceError(Exception):
-    """This source did not deliver now; it may later."""
-
-    def __init__(self, url: str, reason: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{url}: {reason}")
-        self.url, self.reason = url, reason
-        self.retry_after_s = retry_after_s  # it asked for this rest
-
-
-class NotHeld(SourceError):
-    """The source says it does not have that."""
-
-
-class BadData(SourceError):
-    """The source sent something other than what the learner published."""
-
-
 class Sink(Protocol):
-    """Where a shard's bytes go, one after the other, unchecked."""
+    """Takes the bytes of one shard, in order, unverified."""
 
     def write(self, offset_bytes: int, data: bytes) -> None: ...
     def restart(self) -> None:
-        """What was written is of no use."""
+        """Discards what was written."""
 
 
 class Incoming:
-    """One shard on its way: may come in parts, from several sources."""
+    """One shard that is being received, possibly in parts from several servers."""
 
     def __init__(self, shard: ShardEntry, sink: Sink) -> None:
         self.shard, self.sink = shard, sink
@@ -68,7 +51,7 @@ class Incoming:
         self._digest = blake3()
 
     def resume(self, data: bytes) -> None:
-        """Bytes that are in the sink already, from its start on."""
+        """Counts bytes that the sink already has, from its start."""
         self._digest.update(data)
         self.size_bytes += len(data)
         self.senders.add("an earlier process")
@@ -85,43 +68,6 @@ class Incoming:
 
     def matches(self) -> bool:
         return self._digest.hexdigest() == self.shard.hash
-
-
-class Standing:
-    """What is known of a server over many shards. Expected throughput is success rate times bandwidth, both moving
-    averages; both heal with time, so that a server that was down or slow is tried again."""
-
-    WEIGHT = 0.25  # of the newest shard
-    HEALS_IN_S = 30.0
-    FORGOTTEN_AFTER_S = 60.0
-
-    def __init__(self) -> None:
-        self._speed_Bps, self._measured_s = 0.0, -math.inf
-        self._success, self._counted_s = 1.0, -math.inf
-
-    def success(self) -> float:
-        return 1 - (1 - self._success) * math.exp(-(time.monotonic() - self._counted_s) / self.HEALS_IN_S)
-
-    def speed_Bps(self) -> float | None:
-        """Of one shard at a time; None where it was not measured lately."""
-        return self._speed_Bps if time.monotonic() - self._measured_s < self.FORGOTTEN_AFTER_S else None
-
-    def delivered(self, size_bytes: int, seconds: float) -> None:
-        newest_Bps = size_bytes / max(seconds, 1e-6)
-        known_Bps = self.speed_Bps() or newest_Bps
-        self._speed_Bps, self._measured_s = known_Bps + self.WEIGHT * (newest_Bps - known_Bps), time.monotonic()
-        self._count(1.0)
-
-    def slowed(self, size_bytes: int, seconds: float) -> None:
-        """It became far slower than others: no average with what was."""
-        self._speed_Bps, self._measured_s = size_bytes / seconds, time.monotonic()
-
-    def failed(self) -> None:
-        """Says nothing of its speed."""
-        self._count(0.0)
-
-    def _count(self, success: float) -> None:
-        self._success, self._counted_s = self.success() + self.WEIGHT * (success - self.success()), time.monotonic()
 
 
 def open_session(
@@ -158,12 +104,12 @@ class Source:
         self.received_bytes = self.shard_bytes = 0
 
     async def listing(self) -> Listing:
-        """The versions the source claims to have, newest first, and who it says is between it and the origin."""
+        """The versions that the server claims to have, newest first, and its path from the origin."""
         body = await self._small("versions.json")
         try:
             listing = Listing.model_validate_json(body)
         except ValidationError as error:
-            raise BadData(self.url, "versions.json is malformed; is this a SHARDCAST server?") from error
+            raise BadData(self.url, "versions.json is malformed; check that this is a SHARDCAST server") from error
         return listing.model_copy(update={"versions": tuple(sorted(listing.versions, reverse=True))})
 
     async def manifest(self, version: int) -> Offer:
@@ -175,15 +121,15 @@ class Source:
             raise BadData(self.url, f"manifest of version {version}: {error}") from error
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
-        """Brings what is missing of one shard; returns only if the whole is right. The sink's errors pass through."""
+        """Receives the missing rest of one shard; returns only if all of it is correct. The sink's errors pass through."""
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
         async with self._get(f"{version_name(version)}/{shard_name(part, shard.index)}", what, headers) as response:
             if incoming.size_bytes and not _continues(response, incoming.size_bytes):
-                incoming.restart()  # it sends all of it, as it may
+                incoming.restart()  # the server ignores ranges and sends all of it
             incoming.senders.add(self.url)
-            coming_bytes = response.content_length or 0  # as it says: perhaps fewer than are missing
+            coming_bytes = response.content_length or 0  # as the server claims
             with _seldom_woken(response) as expect:
                 expect(coming_bytes)
                 async for chunk in response.content.iter_any():
@@ -200,7 +146,7 @@ class Source:
         if not incoming.matches():
             alone = incoming.senders == {self.url}
             incoming.restart()
-            kind = BadData if alone else SourceError  # of several senders any may be to blame
+            kind = BadData if alone else SourceError  # with several senders, any of them may be at fault
             raise kind(self.url, f"{what} is corrupt: its hash is not the one in the manifest")
 
     async def _small(self, path: str) -> bytes:
@@ -229,22 +175,22 @@ class Source:
                 if response.status == 404:
                     raise NotHeld(self.url, f"does not hold {what} (404)")
                 if response.status == 416:
-                    raise BadData(self.url, f"{what} ended early: it has nothing from {headers.get('Range')} on (416)")
+                    raise BadData(self.url, f"{what} is too short: no bytes at {headers.get('Range')} (416)")
                 if response.status not in (200, 206):
                     raise SourceError(
                         self.url, f"answered {response.status} for {what}", retry_after_s=_retry_after_s(response)
                     )
                 yield response
         except TimeoutError as error:
-            raise SourceError(self.url, f"sent nothing for too long while asked for {what}") from error
+            raise SourceError(self.url, f"timed out while sending {what}") from error
         except aiohttp.ClientError as error:
-            raise SourceError(self.url, f"{type(error).__name__} while asked for {what}: {error}") from error
+            raise SourceError(self.url, f"{type(error).__name__} while fetching {what}: {error}") from error
 
 
 @contextmanager
 def _seldom_woken(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], None]]:
-    """Has the kernel report a body's bytes `WAKE_BYTES` at a time, not packet by packet: on a slow link that is most of
-    the work. The block tells how many are still to come, so that the last ones are reported at once."""
+    """Wakes this process once per `WAKE_BYTES` of a body instead of once per packet, which on a slow link is most of the
+    CPU time. The block passes the number of bytes still expected, so that the last ones are reported at once."""
     connection = response.connection
     socket = connection.transport.get_extra_info("socket") if connection and connection.transport else None
     if socket is None or sys.platform != "linux":
@@ -252,7 +198,7 @@ def _seldom_woken(response: aiohttp.ClientResponse) -> Iterator[Callable[[int], 
         return
 
     def report_at(size_bytes: int) -> None:
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # already closed
             socket.setsockopt(SOL_SOCKET, SO_RCVLOWAT, max(size_bytes, 1))
 
     try:
@@ -268,6 +214,3 @@ def _continues(response: aiohttp.ClientResponse, offset_bytes: int) -> bool:
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
     text = response.headers.get("Retry-After", "")
     return min(float(text), LONGEST_RETRY_AFTER_S) if text.isdecimal() else None
-
-
-Complaint = Callable[[SourceError], None]

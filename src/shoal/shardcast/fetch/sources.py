@@ -1,9 +1,10 @@
-"""All servers a downloader may use: which one to take next, and what to do when it fails.
+"""All servers that a downloader may use: which one to ask next, and what to do when it fails.
 
-Which one: at random, in proportion to expected throughput (see `Standing`), never simply the best: so load spreads, and
-what is known of each stays fresh. A relay has an order of its own. One that sends wrong bytes is given up for that shard
-after `strikes` tries, one that has none after a moment; one that is silent or refuses rests a little longer each time.
-Invariant: a shard comes back right or not at all.
+A client draws a server at random, in proportion to its expected throughput (see `Standing`), and not simply the best one.
+This spreads the load and keeps the figures fresh. A relay passes an order instead. A server that sends wrong bytes is
+excluded for that shard after `strikes` tries, one that does not have it after a moment. One that is silent or refuses rests,
+longer after each failure.
+Invariant: a shard is delivered correct or not at all.
 Called by relay and client. Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
 """
 
@@ -13,7 +14,6 @@ import asyncio
 import math
 import random
 import ssl
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,53 +23,43 @@ from typing import TypeVar
 
 import aiohttp
 
-from shoal.errors import ShoalError
-from shoal.shardcast.fetch.source import (
-    BadData,
-    Complaint,
-    Incoming,
-    NotHeld,
-    Source,
-    SourceError,
-    Standing,
-    open_session,
-)
+from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, SourceError
+from shoal.shardcast.fetch.source import Incoming, Source, open_session
+from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 T = TypeVar("T")
-Order = Callable[[ShardEntry, list[Source]], list[Source]]  # those that may be asked for a shard, the first one first
+Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
+OnFailure = Callable[[SourceError], None]
 
-FIRST_REST_S, LONGEST_REST_S = 0.1, 2.0
-CATCHES_UP_IN_S = 1.5  # a server that does not know of a version yet, but the one asking does
-WELL = 0.5  # success rate
-FAR_SLOWER, LEAST_S = 4.0, 0.5  # times what others take, and a moment
-
-
-class FetchError(ShoalError):
-    """What could not be fetched, from whom, and what to try."""
+CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
+HEALTHY = 0.5  # success rate
+FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Waits of a downloader, in seconds."""
+    """Timeouts of a downloader, in seconds."""
 
     connect_timeout_s: float = 5.0
-    idle_timeout_s: float = 30.0  # for the next byte
-    answer_timeout_s: float = 30.0  # for one list or manifest
-    patience_s: float = 15.0  # for one shard, while another source could be asked instead; grows on slow links
+    idle_timeout_s: float = 30.0  # until the next byte
+    answer_timeout_s: float = 30.0  # for one listing or manifest
+    patience_s: float = 15.0  # for one shard while another server could be asked instead; grows on slow links
+    first_rest_s: float = 0.1  # of a server after a failure; doubles with each one
+    longest_rest_s: float = 2.0
 
 
 @dataclass
 class Access:
-    """How a downloader reaches servers, what it has learnt of them, whom it tells. Outlives single downloads."""
+    """How a downloader reaches servers, and what it has learned about them. Outlives single downloads."""
 
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
-    token: Callable[[], str] | None = None  # a reader's token, see `guard`
+    token: Callable[[], str] | None = None  # makes a reader's bearer token, see `serve.guard`
     tls: ssl.SSLContext | None = None
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
-    on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # by URL; since published
+    on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # speed by URL, age
 
     @asynccontextmanager
     async def open(
@@ -78,10 +68,10 @@ class Access:
         *,
         fallback: Sequence[str] = (),
         strikes: int = 3,
-        on_failure: Complaint = lambda error: None,
+        on_failure: OnFailure = lambda error: None,
     ) -> AsyncIterator[Sources]:
-        """The servers at these URLs, over one session that ends with the block. `fallback`: those to ask only while all
-        others are in trouble."""
+        """The servers at these URLs, over one session that ends with the block. `fallback` servers are asked only while
+        all others fail."""
         async with open_session(
             connect_timeout_s=self.limits.connect_timeout_s,
             idle_timeout_s=self.limits.idle_timeout_s,
@@ -99,7 +89,7 @@ class Sources:
         *,
         fallback: Sequence[str],
         strikes: int,
-        on_failure: Complaint,
+        on_failure: OnFailure,
     ) -> None:
         self.access, self.session = access, session
         self.strikes = strikes
@@ -113,7 +103,7 @@ class Sources:
         self.use(urls)
 
     def use(self, urls: Sequence[str]) -> None:
-        """These and no others from now on; shards in flight go on."""
+        """Replaces the set of servers; shards in flight continue."""
         known = {source.url: source for source in [*self.sources, *self._gone]}
         wanted = dict.fromkeys(url.rstrip("/") for url in urls)
         self.sources = [known[url] if url in known else self._source(url) for url in wanted]
@@ -121,7 +111,7 @@ class Sources:
 
     @property
     def shard_bytes(self) -> int:
-        """Of shards alone."""
+        """Bytes of shards received from all servers."""
         return sum(source.shard_bytes for source in [*self.sources, *self._gone, *self.fallback])
 
     @property
@@ -129,16 +119,16 @@ class Sources:
         return sum(self.by_source().values())
 
     def by_source(self) -> dict[str, int]:
-        """Bytes received from each."""
+        """All bytes received, by URL."""
         everyone = [*self.sources, *self._gone, *self.fallback]
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
     async def ask(
         self, question: Callable[[Source], Awaitable[T]], *, grace_s: float = 2.0
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks all at once, the fallback where none answers; returns the answers, and the reason per URL that gave none.
-        Once one has answered the others get `grace_s` more, so a dead one does not slow every question down to its
-        timeout."""
+        """Asks all servers at once, and the fallback if none answers. Returns the answers, and for each other URL the
+        reason. After the first answer the rest have `grace_s`, so that a dead server does not delay every question by
+        its timeout."""
         answers, reasons = await self._ask(self.sources, question, grace_s)
         if answers or not self.fallback:
             return answers, reasons
@@ -150,7 +140,7 @@ class Sources:
     ) -> tuple[dict[Source, T], dict[str, str]]:
         asked = {asyncio.ensure_future(question(source)): source for source in sources}
         answers: dict[Source, T] = {}
-        reasons = {source.url: "no answer while others answered" for source in sources}
+        reasons = {source.url: "no answer in time, others answered" for source in sources}
         pending = set(asked)
         try:
             while pending:
@@ -184,15 +174,15 @@ class Sources:
         avoid: Source | None = None,
         on_try: Callable[[Source], None] = lambda source: None,
     ) -> None:
-        """Brings one verified shard; `deadline_s` is in time.monotonic(). `order` replaces the choice by throughput.
-        Raises FetchError naming every source that was tried."""
+        """Fetches one shard and verifies it. `deadline_s` is in the event loop's time. `order` replaces the random choice.
+        Raises FetchError that names every server that was tried."""
         shard = incoming.shard
         bad: Counter[Source] = Counter()
         absent_since_s: dict[Source, float] = {}
         reasons: dict[str, str] = {}
 
         def may_have_it(source: Source) -> bool:
-            absent_s = time.monotonic() - absent_since_s.get(source, math.inf)
+            absent_s = loop_time() - absent_since_s.get(source, math.inf)
             return bad[source] < self.strikes and absent_s < CATCHES_UP_IN_S
 
         while usable := [source for source in self._askable(shard, order) if may_have_it(source)]:
@@ -211,22 +201,22 @@ class Sources:
                 if isinstance(error, BadData):
                     bad[source] += 1
                 elif isinstance(error, NotHeld):
-                    absent_since_s.setdefault(source, time.monotonic())
+                    absent_since_s.setdefault(source, loop_time())
                 else:
-                    absent_since_s.clear()  # while we wait for this one, the others may catch up
+                    absent_since_s.clear()  # others may catch up while this one rests
                 self._rest(source, error)
                 self.on_failure(error)
-        why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items()) or "no source was free"
-        ending = "no time is left" if usable else "every source was tried"
+        why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items()) or "no server was available"
+        ending = "the deadline passed" if usable else "every server was tried"
         raise FetchError(
             f"shard {shard.index} ({part}) of version {version} could not be fetched, {ending} ({why}); "
-            "add a relay, or raise the timeout if the ones named are merely slow"
+            "add a relay, or raise the timeout if these servers are only slow"
         )
 
     def resting(self, source: Source) -> bool:
-        """Has it failed lately? That it does not have something yet is no failure."""
-        ill = self._failures[source] > 0 and self._rest_until_s.get(source, 0.0) > time.monotonic()
-        return ill or source.standing.success() < WELL
+        """Whether it failed recently. Not having something yet does not count."""
+        failing = self._failures[source] > 0 and self._rest_until_s.get(source, 0.0) > loop_time()
+        return failing or source.standing.success() < HEALTHY
 
     async def _try(
         self,
@@ -239,26 +229,26 @@ class Sources:
         *,
         alone: bool,
     ) -> None:
-        """One attempt. A source that hangs or drips gets all the time left only while there is no other; one that takes
-        more than `enough_s`, far more than others, is left, and what it sent is kept."""
-        left_s = deadline_s - time.monotonic()
+        """One attempt. A server that hangs or trickles gets all remaining time only if there is no other. One that takes
+        longer than `enough_s` is abandoned; the bytes it sent are kept."""
+        left_s = deadline_s - loop_time()
         limit_s = left_s if alone else min(self.patience_s, left_s / 2, enough_s)
-        started_s, had_bytes = time.monotonic(), incoming.size_bytes
+        started_s, had_bytes = loop_time(), incoming.size_bytes
         try:
             async with asyncio.timeout(limit_s):
                 await source.shard(version, part, incoming)
             self._failures[source] = 0
-            source.standing.delivered(incoming.size_bytes - had_bytes, time.monotonic() - started_s)
+            source.standing.delivered(incoming.size_bytes - had_bytes, loop_time() - started_s)
         except TimeoutError as error:
-            reason = f"shard {incoming.shard.index} was not done in {limit_s:.1f} s"
+            reason = f"shard {incoming.shard.index} took longer than {limit_s:.1f} s"
             if enough_s <= limit_s and incoming.size_bytes > had_bytes:
                 source.standing.slowed(incoming.size_bytes - had_bytes, limit_s)
-                raise SourceError(source.url, reason, retry_after_s=FIRST_REST_S) from error
-            self.patience_s = max(self.patience_s, 2 * limit_s)  # perhaps it is the link that is slow
+                raise SourceError(source.url, reason, retry_after_s=self.access.limits.first_rest_s) from error
+            self.patience_s = max(self.patience_s, 2 * limit_s)  # our own link may be slow
             raise SourceError(source.url, reason) from error
 
     def _usual_s(self, source: Source, size_bytes: int) -> float:
-        """What the other sources would take for so much; infinity where nothing is known of them."""
+        """The time that the other servers would take for `size_bytes`; infinity if their speed is unknown."""
         known_Bps = [speed for other in self.sources if other is not source and (speed := other.standing.speed_Bps())]
         return size_bytes / median(known_Bps) if known_Bps else math.inf
 
@@ -268,30 +258,31 @@ class Sources:
 
     def _pick(self, usable: list[Source], bad: Counter[Source], *, ordered: bool) -> Source:
         if ordered:
-            return min(usable, key=lambda source: bad[source])  # the first of those
-        now_s = time.monotonic()
-        if untroubled := [s for s in usable if s not in self.fallback and self._rest_until_s.get(s, 0.0) <= now_s]:
-            usable = untroubled
+            return min(usable, key=lambda source: bad[source])  # the first in order
+        now_s = loop_time()
+        if rested := [s for s in usable if s not in self.fallback and self._rest_until_s.get(s, 0.0) <= now_s]:
+            usable = rested
 
         def trouble(source: Source) -> tuple[float, int]:
             return max(self._rest_until_s.get(source, 0.0) - now_s, 0.0), bad[source]
 
         least = min(trouble(source) for source in usable)
         free = [source for source in usable if trouble(source) == least]
-        hoped_Bps = max((source.standing.speed_Bps() or 1.0 for source in free), default=1.0)  # of one not tried lately
-        weights = [source.standing.success() * (source.standing.speed_Bps() or hoped_Bps) for source in free]
+        best_Bps = max((source.standing.speed_Bps() or 1.0 for source in free), default=1.0)  # assumed if unmeasured
+        weights = [source.standing.success() * (source.standing.speed_Bps() or best_Bps) for source in free]
         return random.choices(free, weights)[0]
 
     def _rest(self, source: Source, error: SourceError) -> None:
-        if error.retry_after_s is None and not isinstance(error, NotHeld):  # that it is behind does not make it bad
+        if error.retry_after_s is None and not isinstance(error, NotHeld):  # lagging behind is not a failure
             self._failures[source] += 1
             source.standing.failed()
-        rest_s = error.retry_after_s or min(FIRST_REST_S * 2 ** min(self._failures[source] - 1, 10), LONGEST_REST_S)
-        self._rest_until_s[source] = time.monotonic() + rest_s
+        limits, doublings = self.access.limits, min(self._failures[source] - 1, 10)
+        rest_s = error.retry_after_s or min(limits.first_rest_s * 2**doublings, limits.longest_rest_s)
+        self._rest_until_s[source] = loop_time() + rest_s
 
     async def _rested(self, source: Source, deadline_s: float) -> bool:
-        """Waits until the source may be asked again; False if that is past the deadline."""
-        now_s = time.monotonic()
+        """Waits until the server may be asked again; returns False if that is after the deadline."""
+        now_s = loop_time()
         ready_s = max(self._rest_until_s.get(source, 0.0), now_s)
         if ready_s >= deadline_s:
             return False
@@ -308,3 +299,8 @@ class Sources:
             answer_timeout_s=self.access.limits.answer_timeout_s,
             token=self.access.token,
         )
+
+
+def loop_time() -> float:
+    """The event loop's time, which is time.monotonic() unless a test replaces the loop."""
+    return asyncio.get_running_loop().time()

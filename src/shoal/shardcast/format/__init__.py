@@ -1,1 +1,1 @@
-"""What a published version consists of on the wire: manifest, safetensors layout, deltas."""
+"""The published format, which every other room shares: manifest, names, safetensors layout, deltas."""

@@ -1,13 +1,13 @@
-"""What changed between two versions of a model folder, bit for bit: encode where both are, apply where the old one is.
+"""The exact difference between two versions of a model folder: `encode` needs both, `apply` needs the old one.
 
-Between two steps of reinforcement learning a few per cent of the bf16 words change, or fewer. A safetensors file whose
-header is the same in both versions becomes the changed words of each tensor (delta_format.py); other files are the
-same or come whole.
+Between two steps of reinforcement learning at most a few per cent of the bf16 words change. A safetensors file whose
+header is the same in both versions is encoded as the changed words of each tensor (delta_format.py). Any other file is
+either unchanged or sent whole.
 
-Invariant: paths, sizes and headers come from the caller and the old version, never from the delta. What `apply` writes
-has those sizes; whether it is the new version the caller sees from the hash of the whole in the manifest.
+Invariant: paths, sizes and headers come from the caller and the old version, never from the delta. The files that `apply`
+writes have those sizes. The caller must verify their contents against the manifest.
 Called by the origin (encode) and clients (apply).
-Left out: deltas over several versions (apply one after the other), and files that were renamed (they come whole).
+Left out: deltas across several versions (apply one after the other), and renamed files (sent whole).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
 """
 
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -25,8 +26,28 @@ from blake3 import blake3
 from shoal.files import CHUNK_BYTES
 from shoal.shardcast.format import delta_format
 from shoal.shardcast.format.delta_format import MAGIC, DeltaError, Kind, Reader, Words, Writer
-from shoal.shardcast.format.readable import Files, Folder
 from shoal.shardcast.format.safetensors_layout import LayoutError, StoredTensor, as_one_tensor, layout_of, read_layout
+
+
+class Files(Protocol):
+    """The files of a version, complete or still being written."""
+
+    def open(self, name: str) -> BufferedReader: ...
+    def size_bytes(self, name: str) -> int:
+        """The size of the complete file."""
+
+
+class Folder:
+    """`Files` that are complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self, name: str) -> BufferedReader:
+        return (self.path / name).open("rb")
+
+    def size_bytes(self, name: str) -> int:
+        return (self.path / name).stat().st_size
 
 
 @dataclass(frozen=True)
@@ -38,8 +59,8 @@ class DeltaStats:
 
 
 def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[bytes], None]) -> DeltaStats:
-    """Gives `sink` what turns the folder `old` into `new`, of which `files` are the paths; reads `new` front to back.
-    Raises OSError, and DeltaError if a file is cut while it is read."""
+    """Passes `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`, which is read front to back.
+    Raises OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     source = Folder(new) if isinstance(new, Path) else new
     kinds = [_kind(old / path, source, path) for path in files]
@@ -62,9 +83,9 @@ def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[b
 
 
 def apply(old: Path, delta: Path, out: Path, files: Sequence[tuple[str, int]]) -> None:
-    """Writes the new version into `out`, another folder than `old`; `files` are its paths and sizes, in encoded order.
+    """Writes the new version into `out`, which must not be `old`. `files` are its paths and sizes, in encoded order.
 
-    Raises DeltaError, and OSError where it cannot write; what was written until then is of no use.
+    Raises DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
     with delta.open("rb") as file:
         reader = Reader(file, len(files))
@@ -103,7 +124,7 @@ def _equal(old: Path, source: Files, path: str) -> bool:
 
 
 def _write_changed(reader: Reader, source: BufferedReader, target: BufferedWriter) -> None:
-    """A file of tensors as far as its last changed piece."""
+    """Writes a file of tensors up to the end of its last changed piece."""
     try:
         layout = read_layout(Path(source.name))
     except LayoutError as error:
@@ -126,7 +147,7 @@ def _write_changed(reader: Reader, source: BufferedReader, target: BufferedWrite
 
 
 def pieces(*tensors: StoredTensor) -> Iterator[StoredTensor]:
-    """In the order of the file, each cut into tensors of at most PIECE_WORDS words."""
+    """The tensors in file order, each cut into pieces of at most PIECE_WORDS words."""
     most = delta_format.PIECE_WORDS
     for tensor in tensors:
         for start in range(0, tensor.words, most):
@@ -157,7 +178,7 @@ def _read(file: BufferedReader, piece: StoredTensor) -> Words:
 
 
 def _copy(source: BufferedReader, target: BufferedWriter, end_bytes: int) -> None:
-    """Continues `target` to `end_bytes` with what stands there in `source`."""
+    """Copies `source` to `target`, from the end of `target` to `end_bytes`."""
     at_bytes = target.tell()
     source.seek(at_bytes)
     while at_bytes < end_bytes:

@@ -1,22 +1,22 @@
-"""The bytes of a delta, and how a few changed words become few of them.
+"""The binary format of a delta.
 
     delta    MAGIC, one kind per file of the new version, then the bodies of the files that are not SAME
     file     TENSORS: blake3 of the safetensors header, the pieces of all its tensors     WHOLE: its bytes, in pieces
     piece    at most PIECE_WORDS words of one tensor, after a kind (not in a WHOLE file)
              SAME: nothing     WHOLE: the new words
-             CHANGES: how many words changed, a gap for each (words of four bytes), a step for each
-    words    byte plane by byte plane, lowest first: length (0: all zeros; that of the plane: as it is; less: a zstd
-             frame), bytes
+             CHANGES: the number of changed words, a gap for each (words of four bytes), a step for each
+    words    byte plane by byte plane, lowest first: length, bytes
+             length 0: all zeros     the plane's size: raw bytes     less: a zstd frame
 
-A gap is the number of unchanged words before a changed one, so places ascend. A step is new minus old as integers,
-modulo the word's size and in zigzag (0, -1, 1, -2 as 0, 1, 2, 3): often one unit in the last place. Numbers have four
-bytes, kinds one; all are little endian.
+A gap is the number of unchanged words before a changed one, so positions ascend. A step is new minus old as integers,
+modulo the word size, in zigzag coding (0, -1, 1, -2 as 0, 1, 2, 3). It is often one unit in the last place. Numbers have
+four bytes, kinds have one; all are little-endian.
 
-Invariant: the caller says how many words come next, and no length in the delta makes the reader take more. So garbage
-costs no more than what it stands for, and ends in DeltaError or in wrong words, as many as asked for.
-Called by delta.py.
-Left out: to group words by exponent, since mostly the small ones change: fewer bytes for more of the CPU's time, which
-pays only on slow links (benchmarks/deltas.py has this and other ways).
+Invariant: the caller says how many words come next, and no length in the delta makes the reader allocate more. A
+malformed delta ends in DeltaError, or in the requested number of wrong words.
+Called by delta.py and inplace.py.
+Left out: grouping words by exponent. It makes smaller deltas but takes more CPU time, which pays only on slow links
+(benchmarks/deltas.py compares this and other encodings).
 Source: none; the paper sends whole checkpoints.
 """
 
@@ -60,7 +60,7 @@ class Writer:
         self.write(self._packed(words))
 
     def piece(self, old: Words, new: Words) -> int:
-        """Returns how many words changed."""
+        """Returns the number of changed words."""
         places_K = np.flatnonzero(old != new)
         if not len(places_K):
             self.write(bytes([Kind.SAME]))
@@ -68,7 +68,7 @@ class Writer:
         gaps_K = (np.diff(places_K, prepend=-1) - 1).astype("<u4")
         steps_K = _zigzag(new[places_K] - old[places_K])
         packed = bytes([Kind.CHANGES]) + _number(len(places_K)) + self._packed(gaps_K) + self._packed(steps_K)
-        if len(packed) > new.nbytes // 4:  # below that whole words are hardly ever shorter, and slow to try
+        if len(packed) > new.nbytes // 4:  # below that, whole words are hardly ever smaller, and slow to compress
             packed = min(packed, bytes([Kind.WHOLE]) + self._packed(new), key=len)
         self.write(packed)
         return len(places_K)
@@ -86,26 +86,26 @@ class Writer:
 
 
 class Reader:
-    """Reads a delta front to back. Every method raises DeltaError for what no writer wrote."""
+    """Reads a delta front to back. Every method raises DeltaError for bytes that no writer produces."""
 
     def __init__(self, file: BinaryIO, files: int) -> None:
         self._file = file
         self._decompressor = zstandard.ZstdDecompressor()
         if self.take(len(MAGIC)) != MAGIC:
-            raise DeltaError("this is no delta of a format known here")
+            raise DeltaError("not a delta, or of an unknown format version")
         self.file_kinds = [_kind(number, Kind.SAME, Kind.WHOLE, Kind.TENSORS) for number in self.take(files)]
 
     def take(self, size_bytes: int) -> bytes:
         data = self._file.read(size_bytes)
         if len(data) != size_bytes:
-            raise DeltaError(f"the delta is cut off at byte {self._file.tell()}")
+            raise DeltaError(f"the delta is truncated at byte {self._file.tell()}")
         return data
 
     def piece_kind(self) -> Kind:
         return _kind(self.take(1)[0], Kind.SAME, Kind.WHOLE, Kind.CHANGES)
 
     def changes(self, words: int, word_bytes: int) -> tuple[Places, Words]:
-        """Of a piece of so many words: the places of changed ones, ascending, and what to add there."""
+        """For a piece of `words` words: the positions of changed words, ascending, and the steps to add there."""
         count = self._number()
         if not 0 < count <= words:
             raise DeltaError(f"{count} changes in {words} words")
@@ -123,18 +123,18 @@ class Reader:
 
     def end(self) -> None:
         if self._file.read(1):
-            raise DeltaError("the delta goes on after its last file")
+            raise DeltaError("the delta has extra bytes after its last file")
 
     def _plane(self, size_bytes: int, raw_bytes: int) -> bytes:
         if size_bytes > raw_bytes:
-            raise DeltaError(f"{size_bytes} bytes for a plane of {raw_bytes}")
+            raise DeltaError(f"a plane of {raw_bytes} bytes takes {size_bytes} bytes")
         data = self.take(size_bytes)
         if size_bytes == raw_bytes:
             return data
         try:
-            # Before decompressing: memory is allocated as the frame claims.
+            # Check first: the decompressor allocates the size that the frame claims.
             if zstandard.frame_content_size(data) != raw_bytes:
-                raise DeltaError(f"a zstd frame of another size than the {raw_bytes} bytes of its plane")
+                raise DeltaError(f"a zstd frame does not have the {raw_bytes} bytes of its plane")
             return self._decompressor.decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise DeltaError(f"not a zstd frame: {error}") from error
@@ -145,7 +145,7 @@ class Reader:
 
 def _kind(number: int, *allowed: Kind) -> Kind:
     if number not in allowed:
-        raise DeltaError(f"kind {number} where {', '.join(f'{kind} ({kind.name})' for kind in allowed)} is possible")
+        raise DeltaError(f"kind {number}, expected one of {', '.join(f'{kind} ({kind.name})' for kind in allowed)}")
     return Kind(number)
 
 

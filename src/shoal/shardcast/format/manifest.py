@@ -1,13 +1,11 @@
-"""What one policy version consists of: its files, tensors, shards and hashes, and the signature over all that.
+"""The manifest of one policy version: its files, tensors, shards and hashes, and the signature over them.
 
-Invariant: a `Manifest` object is always well-formed (sizes add up, paths stay inside the folder, bounds
-hold), and one that came from `SignedManifest.open` was also signed by the expected key. `Manifest.digest`
-names the policy version everywhere else in Shoal; it is taken over canonical JSON, so that one version has exactly one
-digest, whether it can be had whole, as a delta or both.
+Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold. One that
+`SignedManifest.open` returned was also signed by the expected key. `Manifest.digest` names the policy version everywhere
+else in Shoal. It is computed over canonical JSON without the transfer options (anchor, delta): one digest per version.
 Called by the origin (sign) and by relays and clients (open).
 Left out: key rotation, and more than one signer.
-Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients check what they
-assembled.
+Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients verify what they assembled.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ MAX_PATH_CHARS = 512
 MAX_TENSORS = 100_000  # of one file
 MAX_VERSION = 10**9 - 1
 
-# Two kinds of text signed by one key must never be taken for one another.
+# Domain separation: nothing else that this key signs can be taken for a manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 3\n"
 
-# A word list of safe characters, not a list of bad ones: every file system takes these names literally.
+# An allowlist: every file system takes these names literally.
 _PATH_PART = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]*")
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -44,7 +42,7 @@ Part = Literal["full", "delta"]
 
 
 class ManifestError(ShoalError, ValueError):
-    """This manifest cannot be used, and why."""
+    """This manifest is invalid, and why."""
 
 
 class _Record(BaseModel):
@@ -53,14 +51,14 @@ class _Record(BaseModel):
 
 class TensorEntry(_Record):
     name: str = Field(max_length=MAX_PATH_CHARS)
-    dtype: str = Field(pattern=r"^[A-Z0-9_]{1,16}$")  # as safetensors calls it: BF16, F32, ...
+    dtype: str = Field(pattern=r"^[A-Z0-9_]{1,16}$")  # as in safetensors: BF16, F32, ...
     shape: tuple[Annotated[int, Field(ge=0, le=MAX_SIZE_BYTES)], ...] = Field(max_length=16)
 
 
 class FileEntry(_Record):
     path: str
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
-    tensors: tuple[TensorEntry, ...] = Field(default=(), max_length=MAX_TENSORS)  # of safetensors, in the file's order
+    tensors: tuple[TensorEntry, ...] = Field(default=(), max_length=MAX_TENSORS)  # of a safetensors file, in file order
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,11 @@ class ShardEntry:
 
 
 class Stream(_Record):
-    """A byte string cut into shards of one size, the last one shorter."""
+    """A byte string cut into shards of equal size; the last one may be shorter."""
 
     size_bytes: int = Field(ge=0, le=MAX_SIZE_BYTES)
     shard_size_bytes: int = Field(ge=1, le=MAX_SIZE_BYTES)
-    shards: tuple[Hash, ...] = Field(max_length=MAX_SHARDS)  # of the first ones only, while the rest is being written
+    shards: tuple[Hash, ...] = Field(max_length=MAX_SHARDS)  # while the rest is being written, only the first ones
 
     @model_validator(mode="after")
     def _adds_up(self) -> Stream:
@@ -96,13 +94,13 @@ class Stream(_Record):
         return [ShardEntry(i, min(size, whole - i * size), hash) for i, hash in enumerate(self.shards)]
 
     def extends(self, earlier: Stream) -> bool:
-        """Is this the same stream, with at least the shards that `earlier` had?"""
+        """Whether this is the same stream, with at least the shards that `earlier` names."""
         cut = self.model_copy(update={"shards": self.shards[: len(earlier.shards)]})
         return cut == earlier
 
 
 class Delta(_Record):
-    """What turns the files of another version into this one's: see `delta.py`."""
+    """Turns the files of the parent version into this version's: see `delta.py`."""
 
     parent: int = Field(ge=0, le=MAX_VERSION)
     parent_digest: Hash
@@ -112,8 +110,8 @@ class Delta(_Record):
 class Manifest(_Record):
     """One policy version. `content` is its files, concatenated in listed order.
 
-    While the origin is still writing, `content` has the hashes of its first shards only, and a later manifest extends
-    it; `digest` is of use once it is complete. An anchor's content can be fetched; other versions have a delta alone.
+    While the origin is still writing, `content` names only the first shards, and later manifests extend it. `digest` is
+    final once the manifest is complete. The content of an anchor can be fetched; any other version has only a delta.
     """
 
     format: Literal[3] = 3
@@ -131,9 +129,9 @@ class Manifest(_Record):
         if sum(file.size_bytes for file in self.files) != self.content.size_bytes:
             raise ValueError("file sizes do not add up to the content's size_bytes")
         if self.delta is not None and not (self.delta.stream.complete and self.delta.parent < self.version):
-            raise ValueError("a delta is from an earlier version, and all of its shards are named")
+            raise ValueError("a delta must have an earlier parent and name all of its shards")
         if not (self.anchor or (self.delta and self.content.complete)):
-            raise ValueError("a version that is no anchor has a delta and names all its shards")
+            raise ValueError("a version that is not an anchor must have a delta and name all of its shards")
         return self
 
     @property
@@ -146,26 +144,26 @@ class Manifest(_Record):
 
     @property
     def streams(self) -> dict[Part, Stream]:
-        """What can be fetched of this version."""
+        """The streams that can be fetched."""
         streams: dict[Part, Stream] = {"full": self.content} if self.anchor else {}
         return streams | ({"delta": self.delta.stream} if self.delta else {})
 
     def canonical(self) -> bytes:
-        """The one JSON text of this manifest: sorted keys, no spaces, ASCII."""
+        """The canonical JSON text of this manifest: sorted keys, no spaces, ASCII."""
         return _canonical(self.model_dump())
 
     @cached_property
     def digest(self) -> str:
-        """blake3 of what the version is (not of how it can be had), hex: the name of the policy version."""
+        """The name of the policy version: blake3, hex, of its contents and not of how they can be fetched."""
         return blake3(_canonical(self.model_dump(exclude={"anchor", "delta"}))).hexdigest()
 
     def replaces(self, earlier: Manifest) -> bool:
-        """Is this the version anew, after its publisher gave up what it had begun? What was whole is never given up."""
+        """Whether the publisher abandoned the incomplete `earlier` and published the same version number again."""
         later = self.complete or self.created_s > earlier.created_s
-        return not earlier.complete and self.version == earlier.version and later and not self.follows(earlier)
+        return not earlier.complete and self.version == earlier.version and later and not self.extends(earlier)
 
-    def follows(self, earlier: Manifest) -> bool:
-        """Is this the same version, with at least the shards of its content that `earlier` named?"""
+    def extends(self, earlier: Manifest) -> bool:
+        """Whether this is the same version, with at least the content shards that `earlier` names."""
         same = {"run", "version", "files", "created_s"}
         return self.model_dump(include=same) == earlier.model_dump(include=same) and self.content.extends(
             earlier.content
@@ -173,7 +171,7 @@ class Manifest(_Record):
 
 
 class SignedManifest(_Record):
-    """A manifest as it travels. Untrusted until opened."""
+    """A manifest as it is sent. Untrusted until `open` has verified it."""
 
     manifest: str  # canonical JSON text
     key: Hash  # ed25519 public key, hex
@@ -196,8 +194,8 @@ class SignedManifest(_Record):
             raise ManifestError(f"malformed signed manifest: {_first(error)}") from error
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
-        """The checked manifest. `run` and `version`, where given, are what the caller asked for: a true
-        manifest of something else is refused too. Raises ManifestError."""
+        """The verified manifest. A genuine manifest of another `run` or `version` is refused, too, if these are given.
+        Raises ManifestError."""
         if self.key != public_key:
             raise ManifestError(f"wrong signer: signed by {self.key}, expected {public_key}")
         text = self.manifest.encode()
@@ -206,7 +204,7 @@ class SignedManifest(_Record):
                 bytes.fromhex(self.signature), SIGNATURE_DOMAIN + text
             )
         except InvalidSignature as error:
-            raise ManifestError(f"bad signature: the text is not what {public_key} signed") from error
+            raise ManifestError(f"bad signature: {public_key} did not sign this manifest") from error
         manifest = self.unchecked()
         if manifest.canonical() != text:
             raise ManifestError("malformed manifest: the JSON text is not canonical")
@@ -217,7 +215,7 @@ class SignedManifest(_Record):
         return manifest
 
     def unchecked(self) -> Manifest:
-        """The manifest, well-formed, whoever signed it. Raises ManifestError."""
+        """The manifest, well-formed but not verified. Raises ManifestError."""
         try:
             return Manifest.model_validate_json(self.manifest)
         except ValidationError as error:
@@ -244,7 +242,7 @@ def check_paths(paths: Sequence[str]) -> None:
         if len(path) > MAX_PATH_CHARS or not all(
             _PATH_PART.fullmatch(part) and part not in (".", "..") for part in parts
         ):
-            raise ManifestError(f"file path {path[:MAX_PATH_CHARS]!r} is absolute, climbs out or is not a plain name")
+            raise ManifestError(f"file path {path[:MAX_PATH_CHARS]!r} is not a plain relative path")
         if path.lower() in seen:  # also on file systems that ignore case
             raise ManifestError(f"file path {path!r} appears twice")
         seen.add(path.lower())

@@ -1,10 +1,10 @@
-"""Where a safetensors file keeps its tensors, and the words (numbers of 1, 2 or 4 bytes) that they are made of.
+"""Where a safetensors file stores its tensors, and the width of their words (numbers of 1, 2 or 4 bytes).
 
-Invariant: the tensors of a `Layout` follow each other without a gap from the end of the header to the end of the
-file, each a whole number of words.
-Called by delta, inplace, growing and readable.
-Left out: numbers of other widths (they are taken byte by byte).
-Source: the safetensors format: eight bytes of header length (little endian), the header in JSON, the data.
+Invariant: the tensors of a `Layout` fill the file from the end of the header to its end without gaps, and each holds a
+whole number of words.
+Called by delta, inplace, growing and contents.
+Left out: words of other widths (such tensors are treated as bytes).
+Source: the safetensors format: eight bytes of header length (little-endian), the header in JSON, the data.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ WORD_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of all others: 1
 
 
 class LayoutError(ValueError):
-    """This is no safetensors file, and why."""
+    """This is not a valid safetensors file, and why."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     name: str
-    dtype: str  # as the header calls it
+    dtype: str  # as in the header
     shape: tuple[int, ...]
     offset_bytes: int  # in the file
     words: int
@@ -39,12 +39,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    header: bytes  # all before the data
-    tensors: tuple[StoredTensor, ...]  # in the order of the file
+    header: bytes  # everything before the data
+    tensors: tuple[StoredTensor, ...]  # in file order
 
 
 def as_one_tensor(name: str, size_bytes: int) -> StoredTensor:
-    """A file of anything else: its bytes."""
+    """Any other file, as one tensor of bytes."""
     return StoredTensor(name, "U8", (size_bytes,), 0, size_bytes, 1)
 
 
@@ -55,19 +55,19 @@ def read_layout(path: Path) -> Layout:
 
 
 def layout_of(file: BinaryIO, size_bytes: int, name: str) -> Layout:
-    """Of a file that has, or will have, so many bytes; reads its header. Raises LayoutError, OSError."""
+    """The layout of a file that has, or will have, `size_bytes`; reads its header. Raises LayoutError, OSError."""
     header = _header(file, name)
     if len(header) > size_bytes:
         raise LayoutError(f"{name} has no safetensors header")
     tensors = _tensors(header, name)
     edges = [(len(header), len(header)), *map(_place, tensors), (size_bytes, size_bytes)]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
-        raise LayoutError(f"the tensors of {name} leave gaps, overlap, or end elsewhere than the file")
+        raise LayoutError(f"the tensors of {name} leave gaps, overlap, or do not end where the file ends")
     return Layout(header, tuple(tensors))
 
 
-def size_when_whole(file: BinaryIO, name: str) -> int | None:
-    """How many bytes a file that is still being written will have; None while its header is not there.
+def final_size_bytes(file: BinaryIO, name: str) -> int | None:
+    """The final size of a file that is still being written; None until its header is complete.
     Raises LayoutError, OSError."""
     try:
         header = _header(file, name)
@@ -85,7 +85,7 @@ def _header(file: BinaryIO, name: str) -> bytes:
 
 
 def _tensors(header: bytes, name: str) -> list[StoredTensor]:
-    """In the order of the file."""
+    """In file order."""
     try:
         entries = json.loads(header[8:])
         entries.pop("__metadata__", None)

@@ -1,1 +1,1 @@
-"""Turns a folder of weights into a published version: cut into shards, or as a delta of the version before."""
+"""Turns a folder of files into a published version: cut into shards, or as a delta of the previous version."""

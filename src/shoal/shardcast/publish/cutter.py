@@ -1,4 +1,4 @@
-"""Cuts one byte string into shards as it comes: their hashes, and their files where they are to be kept.
+"""Cuts a byte string into shards as it arrives: computes their hashes and, if asked, writes their files.
 
 Called by the origin.
 """
@@ -14,7 +14,7 @@ from shoal.shardcast.format.manifest import Stream
 
 
 class Cutter:
-    """Takes one byte string in pieces; hashes its shards, and writes them where `create` makes files for them."""
+    """Takes a byte string in pieces and hashes its shards. With `create`, writes each shard to the file it returns."""
 
     def __init__(self, shard_size_bytes: int, create: Callable[[int], NewFile] | None) -> None:
         self.shard_size_bytes = shard_size_bytes
@@ -58,7 +58,7 @@ class Cutter:
 def cut(
     chunks: Iterable[memoryview], size_bytes: int, shard_size_bytes: int, create: Callable[[int], NewFile] | None
 ) -> Stream:
-    """All of a byte string of this size."""
+    """The stream of a complete byte string of `size_bytes`."""
     cutter = Cutter(shard_size_bytes, create)
     try:
         for chunk in chunks:

@@ -1,14 +1,14 @@
-"""A version's folder while its writer still fills it, so that publishing is done soon after writing is.
+"""A version's folder while its writer still fills it, so that publishing ends soon after writing does.
 
-    .v000007/config.json, ...            whole
+    .v000007/config.json, ...            complete
     .v000007/.model.safetensors.tmp      grows at its end; its header says how long it will be
-    v000007/                             whole: first the file gets its name, then the folder
+    v000007/                             complete: first the file gets its final name, then the folder
 
-Invariant: no byte is read before it is written, and what was read counts for nothing unless `finish` returns: then the
-folder has its name and holds these very files, not written to since. That bytes once written stay is what the file's
-temporary name promises (`files.temporary`). A file that grows under its own name is left alone until the folder has its.
+Invariant: no byte is read before it is written. What was read counts only if `finish` returns: then the folder has its
+final name and holds exactly these files, unmodified since. A temporary name (`files.temporary`) promises that written
+bytes stay. A file that grows under its final name is not read before the folder has its final name.
 Called by the origin and handover.
-Left out: several files that grow; a version of several safetensors files is published when it is whole.
+Left out: several growing files. A version of several safetensors files is published when it is complete.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from typing import Any
 
 from shoal.files import CHUNK_BYTES
 from shoal.shardcast.format.manifest import ManifestError
-from shoal.shardcast.format.readable import entry, files_at, in_order, listed
-from shoal.shardcast.format.safetensors_layout import size_when_whole
-from shoal.shardcast.publish.latest import file_times
-from shoal.shardcast.store import version_name
+from shoal.shardcast.format.names import version_name
+from shoal.shardcast.format.safetensors_layout import final_size_bytes
+from shoal.shardcast.publish.contents import entry, file_times, files_at, in_order, listed
 
 LOOK_AGAIN_S = 0.01
 STALL_S = 60.0
@@ -35,11 +34,11 @@ TEMPORARY = re.compile(r"\.(.+\.safetensors)\.tmp")
 
 
 class GivenUpError(Exception):
-    """This version will not become whole as it was begun, and why."""
+    """This version will not be completed as it was started, and why."""
 
 
 class Growing:
-    """To be closed."""
+    """Must be closed."""
 
     def __init__(self, version: int, folder: Path, name: str, stopped: Callable[[], bool]) -> None:
         """Raises FileNotFoundError, LayoutError, ManifestError."""
@@ -47,10 +46,10 @@ class Growing:
         self.final = folder.with_name(version_name(version))
         self._file = (folder / f".{name}.tmp").open("rb", buffering=0)
         try:
-            self._whole_bytes = size_when_whole(self._file, name)
+            self._final_bytes = final_size_bytes(self._file, name)
             others = [path for path in folder.rglob("*") if path.is_file() and not TEMPORARY.fullmatch(path.name)]
             self._file.seek(0)
-            grows = entry(Path(name), self._file, self._whole_bytes or 0)
+            grows = entry(Path(name), self._file, self._final_bytes or 0)
             self.files = in_order([*listed(others, folder), grows], folder)
             self._others = [file for file in self.files if file.path != name]
             self._times = file_times(folder, self._others)
@@ -62,16 +61,16 @@ class Growing:
 
     @property
     def has_header(self) -> bool:
-        return self._whole_bytes is not None
+        return self._final_bytes is not None
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Of the file that grows."""
+        """Identifies the growing file: device and inode."""
         stat = os.fstat(self._file.fileno())
         return stat.st_dev, stat.st_ino
 
     def open(self, name: str) -> BufferedReader:
-        """Raises GivenUpError where the folder was removed."""
+        """Raises GivenUpError if the folder was removed."""
         if name == self.name:
             tail: Any = _Tail(self)
             return BufferedReader(tail, CHUNK_BYTES)
@@ -84,7 +83,7 @@ class Growing:
         return next(file.size_bytes for file in self.files if file.path == name)
 
     def chunks(self) -> Iterator[memoryview]:
-        """All files' bytes as they come; each view is valid until the next. Raises GivenUpError."""
+        """All files' bytes as they arrive; each view is valid until the next one. Raises GivenUpError."""
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for published in self.files:
             with self.open(published.path) as file:
@@ -92,8 +91,8 @@ class Growing:
                     yield buffer[:size_bytes]
 
     def finish(self) -> Path:
-        """Waits until the folder has its name, and returns it. Raises GivenUpError unless it holds what was read."""
-        written_s = self._written_s(self._whole_bytes or 0)
+        """Waits until the folder has its final name, and returns it. Raises GivenUpError unless it holds what was read."""
+        written_s = self._written_s(self._final_bytes or 0)
         while not self.final.is_dir():
             self._check()
             time.sleep(LOOK_AGAIN_S)
@@ -102,26 +101,26 @@ class Growing:
             same = files == self.files and file_times(self.final, self._others) == self._times
             stat = (self.final / self.name).stat()
         except (FileNotFoundError, ManifestError) as error:
-            raise GivenUpError(f"{self.final} went away: {error}") from error
+            raise GivenUpError(f"{self.final} was removed: {error}") from error
         if not same or (stat.st_dev, stat.st_ino, stat.st_mtime_ns) != (*self.identity, written_s):
-            raise GivenUpError(f"{self.final} holds other files than were read while it was written")
+            raise GivenUpError(f"{self.final} does not hold the files that were read while it was being written")
         return self.final
 
     def abandon(self) -> None:
-        """Whoever reads, or will, gets GivenUpError."""
+        """Makes every current and later read raise GivenUpError."""
         self._abandoned = True
 
     def close(self) -> None:
         self._file.close()
 
     def available(self, offset_bytes: int) -> int:
-        """How many bytes there are from `offset_bytes` on, once there is one; 0 at the end. Raises GivenUpError."""
-        while (arrived_bytes := os.fstat(self._file.fileno()).st_size) <= offset_bytes < (self._whole_bytes or 0):
+        """Waits for a byte at `offset_bytes`; returns the number of bytes from there, 0 at the end. Raises GivenUpError."""
+        while (arrived_bytes := os.fstat(self._file.fileno()).st_size) <= offset_bytes < (self._final_bytes or 0):
             if arrived_bytes > self._seen_bytes:
                 self._seen_bytes, self._grew_s = arrived_bytes, time.monotonic()
             self._check()
             time.sleep(LOOK_AGAIN_S)
-        return min(arrived_bytes, self._whole_bytes or 0) - offset_bytes
+        return min(arrived_bytes, self._final_bytes or 0) - offset_bytes
 
     def _check(self) -> None:
         if self._abandoned or self.stopped():
@@ -129,13 +128,13 @@ class Growing:
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise self._removed()
         if time.monotonic() - self._grew_s > STALL_S:
-            raise GivenUpError(f"{self.folder} has not grown for {STALL_S:.0f} s; does its writer still run?")
+            raise GivenUpError(f"{self.folder} has not grown for {STALL_S:.0f} s; check that its writer runs")
 
     def _removed(self) -> GivenUpError:
-        return GivenUpError(f"{self.folder} was removed before it was whole; its writer begins again")
+        return GivenUpError(f"{self.folder} was removed before it was complete; waiting for its writer to start again")
 
     def _written_s(self, size_bytes: int) -> int:
-        """When the last byte was written, in nanoseconds. Raises GivenUpError if there are more bytes than that."""
+        """The modification time in nanoseconds. Raises GivenUpError if the file does not have `size_bytes`."""
         stat = os.fstat(self._file.fileno())
         if stat.st_size != size_bytes:
             raise GivenUpError(f"{self.folder / self.name} has {stat.st_size} bytes, its header says {size_bytes}")
@@ -144,7 +143,7 @@ class Growing:
 
 
 class _Tail(RawIOBase):
-    """The file that grows; reading waits for what is not there yet."""
+    """The growing file as a raw stream; reading waits for missing bytes."""
 
     def __init__(self, growing: Growing) -> None:
         self.growing, self.name = growing, growing.name

@@ -1,4 +1,4 @@
-"""The files of the version that was published last, which the next one's delta is made against.
+"""The files of the last published version, from which the next delta is made.
 
 Called by the origin.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shoal.files import CHUNK_BYTES, discard
-from shoal.shardcast.fetch.partial import Layout
-from shoal.shardcast.format.manifest import FileEntry, Manifest
-from shoal.shardcast.store import parse_version, version_name
+from shoal.files import discard
+from shoal.shardcast.format.manifest import Manifest
+from shoal.shardcast.format.names import parse_version, version_name
+from shoal.shardcast.format.stream_files import StreamFiles
+from shoal.shardcast.publish.contents import file_times
 
 
 class Latest:
-    """Hard links where possible: learners put a new version beside the old one, and never write into it."""
+    """Uses hard links if possible: learners never write into a published version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,12 +34,12 @@ class Latest:
             (target / file.path).parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(folder / file.path, target / file.path)
-            except OSError:  # another device, or a file system without links
+            except OSError:  # another device, or a file system without hard links
                 shutil.copyfile(folder / file.path, target / file.path)
         self._known = manifest.version, file_times(target, manifest.files)
 
     def manifest(self, held: dict[int, Manifest]) -> Manifest | None:
-        """Of the version whose files are here, if they are still what was published."""
+        """The manifest of the version stored here, if its files are still what was published."""
         version = parse_version(self.folder.name)
         manifest = None if version is None else held.get(version)
         if manifest is None:
@@ -49,18 +49,5 @@ class Latest:
                 return manifest
         except FileNotFoundError:
             return None
-        # Left by an earlier process, or written to.
-        return manifest if Layout(self.folder, manifest.files).holds(manifest.content) else None
-
-
-def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
-    return [(folder / file.path).stat().st_mtime_ns for file in files]
-
-
-def file_chunks(folder: Path, files: Sequence[FileEntry]) -> Iterator[memoryview]:
-    """The files' bytes; each view is valid until the next."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    for entry in files:
-        with (folder / entry.path).open("rb", buffering=0) as file:
-            while size_bytes := file.readinto(buffer):
-                yield buffer[:size_bytes]
+        # An earlier process left it, or the files were written to.
+        return manifest if StreamFiles(self.folder, manifest.files).match(manifest.content) else None

@@ -1,12 +1,12 @@
-"""The origin: turns a folder of files into a published, signed version in a store, whole or as a delta.
+"""The origin: publishes a folder of files as a signed version in a store, in full or as a delta.
 
-Every `anchor_every`-th version is an anchor, which can be fetched whole; the versions between are deltas of the one
-before, and so is the anchor itself, for those who hold that. A version whose delta would save less than half becomes an
-anchor, too.
+Every `anchor_every`-th version is an anchor, which can be fetched in full. Each other version is a delta of the version
+before. An anchor also has a delta, for readers of the version before. If a delta would save less than half, the version
+becomes an anchor.
 
-Invariant: a version appears in versions.json only with a signed manifest; each shard that the manifest names is on disk
-under its final name. Killed at any moment, the next `publish` of that version redoes what was half done and repeats what
-was whole.
+Invariant: a version appears in versions.json only with a signed manifest, and each shard that the manifest names is on
+disk under its final name. After a crash at any moment, the next `publish` of the version redoes unfinished work and
+reproduces finished work identically.
 Called by the origin process after an optimizer step; `server.app` serves the same store.
 Left out: deltas across more than one version (a client chains them).
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the checkpoint and announces it.
@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import CHUNK_BYTES, NewFile, new_file
 from shoal.shardcast.format import delta
+from shoal.shardcast.format.delta import Files, Folder
 from shoal.shardcast.format.manifest import (
     Delta,
     FileEntry,
@@ -34,17 +35,17 @@ from shoal.shardcast.format.manifest import (
     Stream,
     public_key_hex,
 )
-from shoal.shardcast.format.readable import Files, Folder, files_at
+from shoal.shardcast.publish.contents import PublishError, check_apart, file_chunks, file_times, files_at
 from shoal.shardcast.publish.cutter import Cutter, cut
 from shoal.shardcast.publish.growing import Growing
-from shoal.shardcast.publish.latest import Latest, file_chunks, file_times
+from shoal.shardcast.publish.latest import Latest
 from shoal.shardcast.store import Store, StoreFullError, chain
 
-DRAFT_S = 0.2  # between manifests that name the shards written so far
+DRAFT_S = 0.2  # between two manifests of a growing version
 
 
 class Origin:
-    """One per store: the only writer of it."""
+    """The only writer of its store."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Origin:
         anchor_every: int = 10,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`shard_size_bytes`: None for one that makes about 256 shards of a version."""
+        """`shard_size_bytes` None: a size that makes about 256 shards of a version."""
         self.store = store if isinstance(store, Store) else Store(store)
         self.key = key
         self.run = run
@@ -77,16 +78,17 @@ class Origin:
     def publish(self, path: Path, version: int) -> Manifest:
         """Publishes a file, or every file under a folder, and returns the manifest. Blocks while it reads and writes.
 
-        A version that is held whole is left alone, whatever is at `path` now: versions never change once
-        published (compare the content's hashes where that matters). Raises ManifestError for file names that cannot be
-        published, ValueError for a version older than all kept or a folder that changes meanwhile, OSError from the disk.
+        A version that is already complete is returned unchanged, whatever is at `path`: published versions never change.
+        Raises ManifestError for file names that cannot be published; PublishError for a private key, a store inside
+        `path`, a version older than all kept ones or a folder that changes meanwhile; OSError from the disk.
         """
+        check_apart(path, self.store.path)
         held = self._held.get(version)
         if held is not None and held.complete and not self.store.missing(held):
             return held
         folder, files = files_at(path)
         before = file_times(folder, files)
-        # What was damaged on disk is cut anew with its old date: the same bytes get the same digest again.
+        # A version damaged on disk is published again with its old date, so that it gets the same digest.
         created_s = self.clock() if held is None else held.created_s
         with self._begun(version):
             parent = self._parent_of(version)
@@ -99,16 +101,19 @@ class Origin:
                 content = cut(file_chunks(folder, files), _total(files), self._shard_bytes(_total(files)), None)
                 self._sign(version, files, content, found, created_s, anchor=False)
             if file_times(folder, files) != before:
-                raise ValueError(f"{path} was written to while it was published; put versions there by a rename")
+                raise PublishError(
+                    f"{path} was modified while it was published; move complete versions there by a rename"
+                )
         return self._published(version, folder)
 
     def follow(self, growing: Growing) -> Manifest:
-        """Publishes a version while it is being written. What has nothing to be a delta of is served meanwhile; of another
-        version delta, hashes and shards are made meanwhile, and it is there when its folder is. Raises GivenUpError,
-        after which nothing of it is left, and what `publish` does."""
+        """Publishes a version while it is being written. Without a parent to make a delta of, it is served meanwhile.
+        Otherwise its delta, hashes and shards are made meanwhile, and it is served when its folder is complete.
+        Raises GivenUpError and then leaves nothing of it, and what `publish` raises."""
         version, files, total_bytes = growing.version, growing.files, _total(growing.files)
         if version in self._held and self._held[version].complete:
-            raise ValueError(f"version {version} is published, and versions never change")
+            raise PublishError(f"version {version} is already published, and versions never change")
+        check_apart(growing.folder, self.store.path)
         with self._begun(version):
             parent = self._parent_of(version)
             if parent is None:
@@ -118,13 +123,13 @@ class Origin:
                     folder = growing.finish()
             else:
                 anchor, shard_bytes = self._anchor_is_due(parent.version), self._shard_bytes(total_bytes)
-                shards, beside_bytes = (self._new_shard(version), total_bytes) if anchor else (None, 0)
+                shards, anchor_bytes = (self._new_shard(version), total_bytes) if anchor else (None, 0)
                 if anchor:
-                    self._make_room(version, (), beside_bytes)
+                    self._make_room(version, (), anchor_bytes)
                 with ThreadPoolExecutor(1) as threads:
                     try:
                         cutting = threads.submit(cut, growing.chunks(), total_bytes, shard_bytes, shards)
-                        found = self._encode(growing, files, version, parent, beside_bytes=beside_bytes)
+                        found = self._encode(growing, files, version, parent, anchor_bytes=anchor_bytes)
                         content, folder = cutting.result(), growing.finish()
                     except BaseException:
                         growing.abandon()
@@ -154,10 +159,10 @@ class Origin:
         delta: Delta | None = None,
         created_s: float | None = None,
     ) -> Iterator[Callable[[memoryview], None]]:
-        """Publishes an anchor while it is being written: the block gets a function that takes the bytes of `files`, one
-        after the other. What was taken is served within `DRAFT_S`. Raises ValueError unless all bytes were given."""
+        """Publishes an anchor while it is being written. The block gets a function that takes the bytes of `files`, in
+        order. They are served within `DRAFT_S`. Raises PublishError unless all bytes were passed."""
         if version in self._held:
-            raise ValueError(f"version {version} is published, and versions never change")
+            raise PublishError(f"version {version} is already published, and versions never change")
         created_s = self.clock() if created_s is None else created_s
         total_bytes = _total(files)
         size_bytes = self._shard_bytes(total_bytes)
@@ -172,7 +177,7 @@ class Origin:
         def write(data: memoryview) -> None:
             nonlocal drafted_s
             if cutter.taken_bytes + len(data) > total_bytes:
-                raise ValueError(f"version {version} is longer than its {total_bytes} bytes")
+                raise PublishError(f"version {version} is longer than its {total_bytes} bytes")
             cutter.add(data)
             if time.monotonic() - drafted_s > DRAFT_S and cutter.taken_bytes < total_bytes:
                 sign(None)
@@ -182,7 +187,7 @@ class Origin:
             yield write
             cutter.finish()
             if cutter.taken_bytes != total_bytes:
-                raise ValueError(f"version {version} ended after {cutter.taken_bytes} of its {total_bytes} bytes")
+                raise PublishError(f"version {version} ended after {cutter.taken_bytes} of its {total_bytes} bytes")
         except BaseException:
             self._forget(version)
             raise
@@ -191,24 +196,24 @@ class Origin:
         sign(delta)
 
     def _encode(
-        self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest, *, beside_bytes: int = 0
+        self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest, *, anchor_bytes: int = 0
     ) -> Delta | None:
-        """Writes the delta of the version that was published last, and its shards; None where it saves nothing, or has
-        no room. `beside_bytes`: of an anchor, which are written at the same time."""
-        needs = [] if beside_bytes else chain(self._held, parent.version)
+        """Writes the delta from the last published version, and its shards. Returns None if it saves nothing or does not
+        fit. `anchor_bytes`: of the anchor that is being written at the same time."""
+        needs = [] if anchor_bytes else chain(self._held, parent.version)
         with new_file(self.store.path / "delta") as file:
             size_bytes = 0
 
             def sink(data: bytes) -> None:
                 nonlocal size_bytes
-                self._make_room(version, needs, beside_bytes + 2 * (size_bytes + len(data)))  # a file, then shards
+                self._make_room(version, needs, anchor_bytes + 2 * (size_bytes + len(data)))  # file and shards
                 file.write(size_bytes, data)
                 size_bytes += len(data)
 
             try:
                 delta.encode(self._latest.folder, source, [entry.path for entry in files], sink)
             except StoreFullError:
-                return None  # beside what it builds on; perhaps there is room for the whole alone
+                return None  # it does not fit with its parents; the full version alone may
             if size_bytes >= _total(files):
                 return None
             shard_bytes = self._shard_bytes(size_bytes)
@@ -248,9 +253,9 @@ class Origin:
     def _begun(self, version: int) -> Iterator[None]:
         newer = [known for known in self._held if known > version]
         if len(newer) >= self.store.keep:
-            raise ValueError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
+            raise PublishError(f"version {version} is older than the {self.store.keep} kept ({newer}); raise keep")
         for known in [known for known, manifest in self._held.items() if known < version and not manifest.complete]:
-            self._forget(known)  # who wrote it died, and nobody can have it whole
+            self._forget(known)  # its writer died, and nobody can complete it
         self._forget(version)
         try:
             yield
@@ -274,12 +279,12 @@ class Origin:
         return lambda index: NewFile(self.store.shard_path(version, part, index))
 
     def _shard_bytes(self, size_bytes: int) -> int:
-        """Small enough that a version spreads over many connections, large enough that requests cost little."""
+        """Small enough to spread a version over many connections, large enough to make requests cheap."""
         unit = 64 << 10
         return self.shard_size_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
 
     def _open(self, version: int) -> Manifest | None:
-        """The manifest held; None if there is none to be read. Raises ValueError if it is not ours."""
+        """The stored manifest; None if it is missing or unreadable. Raises PublishError if it is not ours."""
         try:
             signed = self.store.signed(version)
         except ManifestError:
@@ -289,7 +294,7 @@ class Origin:
                 return None
             return signed.open(public_key_hex(self.key), run=self.run, version=version)
         except ManifestError as error:
-            raise ValueError(f"{self.store.path} holds {error}; give each run and key its own store") from error
+            raise PublishError(f"{self.store.path} holds {error}; give each run and key its own store") from error
 
 
 def _total(files: Sequence[FileEntry]) -> int:

@@ -1,1 +1,1 @@
-"""Mirrors a store from upstream, and passes shards on while they arrive."""
+"""Mirrors the newest versions of upstream servers into a store, and serves shards while they arrive."""

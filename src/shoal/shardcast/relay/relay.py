@@ -1,20 +1,19 @@
-"""The relay: keeps a store equal to the newest versions upstream, and passes shards on while they arrive.
+"""The relay: keeps a store equal to the newest versions upstream, and serves shards while they arrive.
 
-A relay may be told of any servers: origins, relays above it, relays beside it. Each server says in versions.json through
-whom it got what it has. Those nearest to the origin are its parents; those as far away as itself are its siblings; one
-that is behind it is no source at all, so there are no loops. Siblings share the parents' uplink: every shard has one
-owner among them (in turns, by the order of their ids), who brings it from its parent; the others take it from the
-owner, already while it arrives there. So each byte leaves the origin about once, however many relays there are. Of
-several parents each relay takes one, others than its siblings do (`by_choice`); the rest are for when that one fails.
+Upstream may list origins and relays in any position. Each server publishes its path from the origin in versions.json.
+The servers nearest to the origin are this relay's parents; those at its own distance are its siblings; those behind it are
+never asked, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (round-robin by
+id), who fetches it from its parent. The others fetch it from the owner while it is still arriving there. So each byte
+leaves the origin about once, however many relays there are. With several parents, each relay prefers another one
+(`by_choice`) and uses the rest if that one fails.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
 
-An owner that is down or slow is passed over for the next in order; the last resort is always a parent.
-Invariant: a version is announced only after its manifest was opened with the learner's key, and a shard gets
-its name only after its hash matched; so whatever upstream does, this store holds nothing the learner did not
-publish.
-Called by the relay process beside `server.app` over the same store.
+An owner that is down or slow is skipped for the next in order; the last resort is always a parent.
+Invariant: a version is listed only after its manifest was verified with the learner's key, and a shard gets its final name
+only after its hash matched. So, whatever upstream sends, this store holds nothing that the learner did not publish.
+Called by the relay process, which runs `server.app` over the same store.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and serve shards before the version is whole.
 """
 
@@ -25,30 +24,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.shardcast.fetch.download import Download, ReplacedError, first_error
-from shoal.shardcast.fetch.source import BadData, NotHeld, Offer, Source
-from shoal.shardcast.fetch.sources import Access, FetchError, Sources
+from shoal.shardcast.fetch.download import Download
+from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedError, first_error
+from shoal.shardcast.fetch.source import Offer, Source
+from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
+from shoal.shardcast.format.names import MAX_HOPS, Listing
 from shoal.shardcast.relay.places import by_choice, owners_of
 from shoal.shardcast.relay.shard_file import ShardFile
-from shoal.shardcast.store import MAX_HOPS, Listing, Store, chain, stored_bytes
+from shoal.shardcast.store import Store, chain, stored_bytes
 
-PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # of a version still being written the delta is named last
-SLOW = 0.25  # a sibling that brings less than this share of the best one's throughput is passed over
+PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # a version that is still being written names its delta last
+SLOW = 0.25  # siblings below this share of the best one's speed are skipped
 
 
 @dataclass
 class RelayStatus:
-    versions: list[int] = field(default_factory=list)  # whole and checked by this process, newest first
+    versions: list[int] = field(default_factory=list)  # complete and verified by this process, newest first
     mirroring: int | None = None
     bytes_in: int = 0
-    rates_Bps: dict[str, float] = field(default_factory=dict)  # of the version mirrored last, by URL
-    behind_s: float | None = None  # from the newest version's creation until it was whole here
-    last_error: str | None = None  # stays until the next one
+    rates_Bps: dict[str, float] = field(default_factory=dict)  # of the last mirrored version, by URL
+    behind_s: float | None = None  # from the newest version's creation until it was complete here
+    last_error: str | None = None  # kept until the next one
 
 
 class Relay:
-    """One per store: the only writer of it. An upstream is an origin or a relay; none is trusted."""
+    """The only writer of its store. Upstream servers are origins or relays; none is trusted."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class Relay:
         version_timeout_s: float = 3600.0,
         stall_s: float = 15.0,
     ) -> None:
-        """`upstream` as a function is asked again each round; `parallel` shards from each sibling and the parents. A
-        version that does not move for `stall_s` is left for the next round, which may find a newer one."""
+        """`upstream` as a function is called again each round. `parallel`: shards at once from each owner. A version
+        without progress for `stall_s` is left for the next round, which may find a newer one."""
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
         self.store, self.access = store, access
         self.parallel, self.strikes = parallel, strikes
@@ -72,35 +73,35 @@ class Relay:
         self.version_timeout_s, self.stall_s = version_timeout_s, stall_s
         self.status = RelayStatus()
         self.store.recover()
-        self._held: dict[int, Manifest] = {}  # announced, whole or not
-        # Filled by one look at the disk: a failing version is not rehashed each round.
+        self._held: dict[int, Manifest] = {}  # listed, complete or not
+        # Filled by hashing the disk once, so that a failing version is not hashed again each round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
         self._parents: list[Source] = []
         self._siblings: dict[str, Source] = {}  # by the id of their store
-        self._behind: set[Source] = set()  # they wait for this relay, or are this relay
-        self._unfit: set[int] = set()  # older than what the quota leaves room for
+        self._behind: set[Source] = set()  # they fetch through this relay, or are this relay
+        self._unfit: set[int] = set()  # versions that the quota has no room for
         self._open_held()
 
     async def mirror(self) -> None:
-        """Runs until cancelled. Nothing upstream does ends it; what went wrong last is in `status`."""
+        """Runs until cancelled, whatever upstream does. The last failure is in `status`."""
         async with self.access.open(self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
             pause_s = self.poll_s
             while True:
                 try:
                     sources.use(self.upstream())
                     reached = await self._round(sources)
-                except OSError as error:  # the disk refused even what makes room
+                except OSError as error:  # not even making room on the disk succeeded
                     reached = False
                     self._note(error)
                 pause_s = self.poll_s if reached else min(pause_s * 2, self.longest_pause_s)
                 await asyncio.sleep(pause_s)
 
     async def _round(self, sources: Sources) -> bool:
-        """Completes the newest version that is not whole yet, if any; False when no upstream answered."""
+        """Completes the newest incomplete version, if any. Returns False if no upstream answered."""
         listings, _ = await sources.ask(lambda source: source.listing(), grace_s=0.5)
         self._find_place(listings)
         listed = {version for listing in listings.values() for version in listing.versions}
-        # Of each source the newest: one that lists nonsense keeps nothing from the others.
+        # Only the newest of each source, so that one that lists nonsense cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
         needed: set[int] = set()
         place = 0
@@ -119,30 +120,30 @@ class Relay:
                 await self._complete(sources, version)
                 return True
             except (FetchError, OSError) as error:
-                self._note(error)  # and go on: the next older one may be had
+                self._note(error)  # an older version may be available
                 if isinstance(error, ReplacedError) or (listings and version not in listed):
-                    self._drop(version)  # half here, gone upstream: it will never be whole
+                    self._drop(version)  # incomplete here and gone upstream
         return bool(listings)
 
     def _find_place(self, listings: dict[Source, Listing]) -> None:
-        """Who is nearer to the origin than this relay, and who as near as it."""
+        """Finds parents and siblings from the paths in the listings."""
         own = self.store.id
         self._behind = {source for source, listing in listings.items() if own in listing.path}
         paths = {source: listing.path for source, listing in listings.items() if source not in self._behind}
         others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
         if not others:
             return
-        self._behind = {source for source in listings if source not in others}  # or perhaps, where it has no path yet
+        self._behind = {source for source in listings if source not in others}  # or may be, without a path
         shortest = min(map(len, others.values()))
         self._parents = by_choice(own, [source for source, path in others.items() if len(path) == shortest])
         self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
         self.store.reached_via(others[self._parents[0]])
 
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
-        """The newest manifest of a version, held from now on; None where there is none to be had."""
+        """Stores the newest manifest of a version and returns it; None if there is none."""
         held = self._held.get(version)
         if version in self._unfit or (held is not None and held.complete and not self._missing.get(version)):
-            return held  # while something is missing, its origin may have published it in another way
+            return held  # an incomplete one is asked for again: its origin may have replaced it
 
         async def offered(source: Source) -> Offer | None:
             try:
@@ -154,8 +155,8 @@ class Relay:
 
         answers, _ = await sources.ask(offered, grace_s=0.5)
         if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):
-            raise ReplacedError(f"version {version} is published anew: who wrote it began again")
-        offers = [offer for offer in answers.values() if offer and (held is None or offer[1].follows(held))]
+            raise ReplacedError(f"version {version} was replaced upstream; fetching it again")
+        offers = [offer for offer in answers.values() if offer and (held is None or offer[1].extends(held))]
         nearest = [o for source, o in answers.items() if source in self._parents and o in offers]
         best = max([*nearest, *offers], key=lambda offer: len(offer[1].content.shards), default=None)
         if best is not None and best[1] != held:
@@ -171,18 +172,18 @@ class Relay:
             if version in self._missing:
                 known = {(p, s) for p, stream in held.streams.items() for s in stream.entries()} if held else set()
                 new = {(p, s) for p, stream in manifest.streams.items() for s in stream.entries()}
-                self._missing[version] |= new - known  # in place: a fetch that is going on holds this set
+                self._missing[version] |= new - known  # in place: a running fetch uses this set
                 self._missing[version] &= new
         return self._held.get(version)
 
     async def _lacks(self, manifest: Manifest) -> bool:
-        """Is anything of this version not here?"""
+        """Whether a shard of this version is missing."""
         if manifest.version not in self._missing:
             self._missing[manifest.version] = set(await asyncio.to_thread(self.store.missing, manifest))
         return bool(self._missing[manifest.version])
 
     async def _complete(self, sources: Sources, version: int) -> None:
-        """Fetches what is missing. Raises FetchError, OSError."""
+        """Fetches the missing shards. Raises FetchError, OSError."""
         await self._lacks(self._held[version])
         self.status.mirroring = version
         started_s, had_bytes = time.monotonic(), sources.by_source()
@@ -201,7 +202,7 @@ class Relay:
         self._forget_dropped()
 
     async def _fetch(self, sources: Sources, version: int, part: Part) -> None:
-        """One part of a version, from each owner side by side."""
+        """Fetches one part of a version, from all owners concurrently."""
         if part not in self._held[version].streams:
             return
         missing = self._missing[version]
@@ -210,7 +211,7 @@ class Relay:
         named = 0
 
         def spread(*, last: bool) -> None:
-            """Gives shards that are known now to the downloads of their owners."""
+            """Assigns newly named shards to the downloads of their owners."""
             nonlocal named
             entries = self._held[version].streams[part].entries()[named:]
             named += len(entries)
@@ -243,26 +244,26 @@ class Relay:
                     if now != seen:
                         seen, seen_s = now, time.monotonic()
                     elif time.monotonic() - seen_s > self.stall_s:
-                        raise FetchError(f"version {version} has not moved for {self.stall_s} s")
+                        raise FetchError(f"version {version} made no progress for {self.stall_s} s; check upstream")
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
 
     def _order(self, sources: Sources, shard: ShardEntry, usable: list[Source]) -> list[Source]:
-        """Where to look for a shard: at the first of its owners who is well, which for this relay's own means a parent;
-        then at the parents, the chosen one first; then anywhere."""
+        """The sources for a shard, best first: the first healthy owner (a parent, if this relay is the owner), then the
+        parents in order of preference, then all others."""
         best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self._siblings.values()), default=0.0)
 
-        def well(source: Source) -> bool:
+        def healthy(source: Source) -> bool:
             speed_Bps = source.standing.speed_Bps() or best_Bps
             return source in usable and not sources.resting(source) and speed_Bps >= SLOW * best_Bps
 
         usable = [source for source in usable if source not in self._behind]
         owners = owners_of(shard, [self.store.id, *self._siblings])
-        owner = next(id for id in owners if id == self.store.id or well(self._siblings[id]))
+        owner = next(id for id in owners if id == self.store.id or healthy(self._siblings[id]))
         first = self._siblings.get(owner)
         places = {parent: place for place, parent in enumerate(self._parents)}
         last = len(places)
-        return sorted(usable, key=lambda s: (s is not first, s not in places, not well(s), places.get(s, last)))
+        return sorted(usable, key=lambda s: (s is not first, s not in places, not healthy(s), places.get(s, last)))
 
     def _open_held(self) -> None:
         for version in self.store.versions():
@@ -270,7 +271,7 @@ class Relay:
                 signed = self.store.signed(version)
                 if signed is not None:
                     self._held[version] = signed.open(self.access.public_key, run=self.access.run, version=version)
-            except ManifestError as error:  # another run's, another key's, or damaged on disk
+            except ManifestError as error:  # another run or key, or damaged on disk
                 self._note(error)
                 self.store.discard(version)
 
@@ -279,7 +280,7 @@ class Relay:
         self._forget_dropped()
 
     def _forget_dropped(self) -> None:
-        """Of what the store no longer holds."""
+        """Forgets the versions that the store has dropped."""
         kept = set(self.store.versions())
         self._held = {held: manifest for held, manifest in self._held.items() if held in kept}
         self._missing = {held: missing for held, missing in self._missing.items() if held in kept}

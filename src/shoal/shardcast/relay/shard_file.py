@@ -1,4 +1,4 @@
-"""A shard on its way into a store: its file grows where the server sees it, and is taken up again after a restart.
+"""A shard that is being written into a store. The server reads the growing file, and a restart resumes it.
 
 Called by the relay; the client's counterpart is `partial.PartialShard`.
 """

@@ -1,1 +1,1 @@
-"""Serves a store over HTTP: who may read, how fast, and how many connections."""
+"""Serves a store over HTTP, and limits who may read, how fast, and over how many connections."""

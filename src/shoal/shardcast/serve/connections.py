@@ -1,10 +1,10 @@
-"""The socket a server listens on: how many connections it holds open, and which of them it cuts.
+"""The listening socket of a server: limits the number of open connections, and cuts useless ones.
 
-Invariant: every accepted connection counts until it is closed. One too many, of its address or in total, is closed
-unread, before any TLS. One that does not ask within `headers_s`, or leaves what it asked for lying, is reset, whatever
-the server is doing with it just then (a `sendfile` too), so that no reader holds more than a socket for long.
+Invariant: every accepted connection counts until it is closed. A connection over the limit of its address, or of all, is
+closed unread, before TLS. One that sends no request within `headers_s`, or does not take the response, is reset even in the
+middle of a `sendfile`. So no reader holds more than a socket for long.
 Called by `server.serve`, and by `guard.Guard` when it bans a reader.
-Left out: counts over several processes; and what a reader takes is known on Linux only (elsewhere none is cut as slow).
+Left out: limits across processes, and detection of slow readers on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
 
@@ -16,19 +16,19 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 
 from aiohttp import web
 
-# Over long lossy links it carries several times more than CUBIC, which takes each loss for congestion.
+# On long lossy links BBR is several times faster than CUBIC, which takes each loss for congestion.
 CONGESTION = b"bbr"
-# The kernel takes no more than this beyond what is under way: else each stalled reader costs megabytes of its memory.
+# Limits unsent bytes in the kernel, so that a stalled reader does not cost megabytes of its memory.
 UNSENT_BYTES = 2 << 20
 BACKLOG = 1024
-LONGEST_LOOK_S = 1.0
+LONGEST_PERIOD_S = 1.0
 
 TCP_INFO = struct.Struct("=24xI92xQ16xI")  # tcpi_unacked (segments), tcpi_bytes_acked, tcpi_notsent_bytes
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -36,11 +36,11 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a connection may do nothing useful."""
+    """How long a connection may be useless."""
 
-    headers_s: float = 10.0  # from accepting it to its first whole request, TLS included
+    headers_s: float = 10.0  # from accepting it to its first complete request, TLS included
     idle_s: float = 75.0  # between two requests
-    stall_s: float = 30.0  # while it takes nothing, or less than slowest_Bps on average, though something is to be had
+    stall_s: float = 30.0  # taking nothing, or less than slowest_Bps on average, while data is waiting
     slowest_Bps: float = 10_000.0
 
 
@@ -48,13 +48,13 @@ PATIENCE = Patience()
 
 
 class Connection(socket.socket):
-    """An accepted socket. It leaves the listener's table when it is closed."""
+    """An accepted socket. Closing it removes it from the listener's table."""
 
     def __init__(self, listener: Listener, peer: tuple[str, int], fd: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=fd)
         self.listener, self.peer = listener, peer
         self.asked = False
-        self.reader: str | None = None  # of its last request, where readers are told apart
+        self.reader: str | None = None  # of its last request, if tokens are used
         self.accepted_s = self.moved_s = self.since_s = time.monotonic()
         self.taken_bytes = self.since_bytes = 0
 
@@ -63,8 +63,8 @@ class Connection(socket.socket):
         self.listener.forget(self)
 
     def cut(self) -> None:
-        """Resets it. Not by the transport's `abort`, which would leave a `sendfile` waiting for a closed socket."""
-        with suppress(OSError):  # the reader was faster
+        """Resets the connection. The transport's `abort` would leave a `sendfile` waiting for a closed socket."""
+        with suppress(OSError):  # the reader has already closed it
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.shutdown(socket.SHUT_RDWR)
 
@@ -72,7 +72,7 @@ class Connection(socket.socket):
         if not self.asked:
             return now_s - self.accepted_s >= patience.headers_s
         progress = _progress(self)
-        if progress is None:  # it has all it asked for, or the system does not tell
+        if progress is None:  # the reader has all bytes, or the system does not say
             self.moved_s = self.since_s = now_s
             return False
         if progress != self.taken_bytes:
@@ -87,10 +87,10 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """A bound socket; accepts at most `per_address` connections of one address and `total` of all."""
+    """A bound socket that accepts at most `per_address` connections from one address and `total` overall."""
 
     def __init__(self, host: str, port: int, patience: Patience, *, per_address: int, total: int) -> None:
-        """Raises OSError where the address cannot be had."""
+        """Raises OSError if the address cannot be bound."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
         super().__init__(family, kind, proto)
@@ -116,9 +116,9 @@ class Listener(socket.socket):
         if len(self.open) >= self.total or self._of_address[address] >= self.per_address:
             self.refused += 1
             accepted.close()
-            raise ConnectionAbortedError("too many connections")  # asyncio takes it for one that left again
+            raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
         connection = Connection(self, peer, accepted.detach())
-        prefer_bbr(connection)  # a route's own choice would override what it inherits
+        prefer_bbr(connection)  # a route's setting would override the inherited one
         if earlier := self.open.get(peer):
             self.forget(earlier)
         self.open[peer] = connection
@@ -134,31 +134,31 @@ class Listener(socket.socket):
                 del self._of_address[address]
 
     def asked(self, peer: tuple[str, int]) -> None:
-        """A whole request came from there."""
+        """Notes that this peer sent a complete request."""
         if connection := self.open.get(peer[:2]):
             connection.asked = True
 
     def read_by(self, peer: tuple[str, int], reader: str) -> None:
-        """What is asked for there from now on goes to this reader."""
+        """Notes which reader this peer authenticated as."""
         if connection := self.open.get(peer[:2]):
             connection.reader = reader
 
-    def cut_readers(self, refused: Callable[[str], bool]) -> None:
-        """Resets the connections of these readers, whatever they are receiving."""
+    def cut_readers(self, readers: Set[str]) -> None:
+        """Resets the connections of these readers, even during a transfer."""
         for connection in list(self.open.values()):
-            if connection.reader is not None and refused(connection.reader):
+            if connection.reader in readers:
                 self._cut(connection)
 
     async def watching(self, _: object) -> AsyncIterator[None]:
-        """For aiohttp's `cleanup_ctx`: looks at all connections while the server runs."""
+        """Watches all connections while the server runs; for aiohttp's `cleanup_ctx`."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
 
     async def _watch(self) -> None:
-        look_s = min(LONGEST_LOOK_S, self.patience.headers_s / 10, self.patience.stall_s / 10)
+        period_s = min(LONGEST_PERIOD_S, self.patience.headers_s / 10, self.patience.stall_s / 10)
         while True:
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(period_s)
             now_s = time.monotonic()
             for connection in list(self.open.values()):
                 if connection.fileno() == -1:
@@ -176,11 +176,11 @@ LISTENER = web.AppKey("listener", Listener)
 
 
 def prefer_bbr(connection: socket.socket) -> str:
-    """Returns the congestion control that is in use then; "unknown" where the system does not say."""
+    """Returns the congestion control in use afterwards; "unknown" if the system does not say."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return "unknown"
-    with suppress(OSError):  # not built in, or not allowed to this user
+    with suppress(OSError):  # not available to this user
         connection.setsockopt(socket.IPPROTO_TCP, option, CONGESTION)
     try:
         return connection.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
@@ -189,7 +189,7 @@ def prefer_bbr(connection: socket.socket) -> str:
 
 
 def network(address: str) -> str:
-    """What one client has: an IPv4 address, or the /64 of an IPv6 address, of which everyone has 2**64."""
+    """Identifies a client by its IPv4 address, or by the /64 of its IPv6 address, since anyone has 2**64 of these."""
     try:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
@@ -200,10 +200,10 @@ def network(address: str) -> str:
 
 
 def _progress(connection: socket.socket) -> int | None:
-    """The bytes that the reader's system has taken so far, None where it has all that was sent, or nothing is known."""
+    """The bytes acknowledged so far; None if all sent bytes are, or if the system does not say."""
     try:
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        unacked, acked_bytes, unsent_bytes = TCP_INFO.unpack_from(told)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        unacked, acked_bytes, unsent_bytes = TCP_INFO.unpack_from(info)
     except (AttributeError, OSError, struct.error):
         return None
     return int(acked_bytes) if unacked or unsent_bytes else None

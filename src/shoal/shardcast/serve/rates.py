@@ -1,9 +1,9 @@
-"""How much each client of a server may take: a token bucket for each, kept as how far it is ahead of its rate.
+"""Limits the rate of each client of a server with a token bucket, stored as how far the client is ahead of its rate.
 
-Invariant: over any time a client is sent at most its rate, a burst, and the requests it had begun by then; what is held
-of one is two numbers, and of MAX_CLIENTS at most.
-Called by `guard.Guard`, which asks before a request and charges its body when that begins.
-Left out: slowing a body down while it is sent, which would cost `sendfile`; one rate over several relays.
+Invariant: in any period a client receives at most its rate, a burst, and the requests started by then. At most MAX_CLIENTS
+are stored, with two numbers each.
+Called by `guard.Guard`, which checks before a request and charges the body when it starts.
+Left out: throttling within a body, which would rule out `sendfile`; one rate across several relays.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections import OrderedDict
 
 MAX_CLIENTS = 100_000
-BURST_S = 10.0  # how much of its rate a client may be ahead
+BURST_S = 10.0  # of its rate, by which a client may be ahead
 
 
 class Rates:
-    """What each client is ahead of its rate, in bytes, decaying at `rate_Bps`; the least recent ones are forgotten."""
+    """How far each client is ahead of its rate, in bytes, decaying at `rate_Bps`. The least recent clients are forgotten."""
 
     def __init__(self, rate_Bps: float, *, clients: int = MAX_CLIENTS) -> None:
         self.rate_Bps, self.clients = rate_Bps, clients
-        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # bytes, as of when
+        self._ahead: OrderedDict[str, tuple[float, float]] = OrderedDict()  # bytes, and when
 
     def wait_s(self, client: str, now_s: float) -> float:
-        """How long this client has to wait: zero unless it is ahead by more than a burst."""
+        """The time this client must wait: zero unless it is ahead by more than a burst."""
         return max(0.0, self._ahead_bytes(client, now_s) / self.rate_Bps - BURST_S)
 
     def charge(self, client: str, size_bytes: int, now_s: float) -> None:

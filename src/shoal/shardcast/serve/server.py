@@ -1,14 +1,13 @@
-"""The HTTP face of a store, the same for origin and relay: plain files, byte ranges, nothing else.
+"""Serves a store over HTTP, for origins and relays alike: plain files with byte ranges.
 
     /healthz  /versions.json  /v000007/manifest.json  /v000007/full/00000.shard  /v000007/delta/00000.shard
 
-Invariant: only versions.json and files named exactly like a held version's manifest or its shards can be asked for.
-A shard that is still arriving is passed on as it grows; where that ends before the shard is whole, the connection is
-closed, so that its reader sees a short body and never a wrong end. One that has not begun is waited for, at most
-`wait_s`, then 503 with Retry-After. So a client can follow a relay that is still mirroring, itself half a step behind.
-Called by the origin and relay processes; nginx over the same folder does as well (without waiting and passing on).
-Left out: HTTP/2, compression (weights do not compress), and choosing who may read (see guard.py) or is cut
-(connections.py).
+Invariant: only versions.json and the manifest and shards of stored versions can be requested.
+A shard that is still arriving is sent as it grows. If it stops arriving, the connection is closed, so that the reader
+sees a short body and never a wrong end. A request for a shard that has not started to arrive waits for at most `wait_s`
+and then gets 503 with Retry-After. So a client can read from a relay that is still mirroring.
+Called by the origin and relay processes. nginx can serve the same folder, without shards that are still arriving.
+Left out: HTTP/2, compression (weights do not compress), access control (guard.py) and connection limits (connections.py).
 Paper: INTELLECT-2, SHARDCAST: relays are plain HTTP servers, and serve shards before the version is whole.
 """
 
@@ -29,34 +28,33 @@ from aiohttp.abc import AbstractStreamWriter
 
 from shoal.files import temporary
 from shoal.shardcast.format.manifest import Part
+from shoal.shardcast.format.names import VERSION_PATTERN, parse_version
 from shoal.shardcast.serve.connections import BACKLOG, LISTENER, PATIENCE, Listener, Patience
 from shoal.shardcast.serve.guard import Guard
 from shoal.shardcast.serve.shelf import Held, Shelf
-from shoal.shardcast.store import VERSION_PATTERN, Store, parse_version
+from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.05
-PIECE_BYTES = 8 << 20  # between two of them the version's lease is renewed
-SEALED_PIECE_BYTES = 256 << 10
+PIECE_BYTES = 8 << 20  # between two renewals of the version's lease
+TLS_PIECE_BYTES = 256 << 10
 
 BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 FRESH = {"Cache-Control": "no-cache"}
 FOREVER = {"Cache-Control": "max-age=31536000, immutable"}
-UNCHECKED = {"Cache-Control": "no-store"}  # what arrives has not been compared with its hash yet
+UNCHECKED = {"Cache-Control": "no-store"}  # the shard is not verified yet
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
 
 
 def app(store: Store | Path, *, wait_s: float = 10.0, guard: Guard | None = None) -> web.Application:
-    """`wait_s` must stay below the idle timeout of clients (30 s by default). Without a guard everyone may read."""
+    """`wait_s` must stay below the idle timeout of clients (30 s by default). Without a guard anyone may read."""
     application = web.Application(middlewares=[_note_request])
     application[SHELF] = Shelf(store if isinstance(store, Store) else Store(store), wait_s)
     version = f"/{{version:{VERSION_PATTERN}}}"
     application.add_routes(
         [
-            web.get(
-                f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard
-            ),  # first, as the most asked for
+            web.get(f"{version}/{{part:full|delta}}/{{index:[0-9]{{5}}}}.shard", _shard),  # first: most frequent
             web.get(f"{version}/manifest.json", _manifest),
             web.get("/versions.json", _versions),
             web.get("/healthz", _health),
@@ -75,8 +73,10 @@ async def serve(
     *,
     ssl: tls.SSLContext | None = None,
     patience: Patience = PATIENCE,
+    shutdown_s: float = 1.0,
 ) -> tuple[web.AppRunner, int]:
-    """Starts serving; returns the runner (to `cleanup()`) and the port, which is a free one for port 0."""
+    """Starts serving. Returns the runner and the port (port 0 picks a free one). The runner's `cleanup` stops serving; it
+    gives running requests `shutdown_s`."""
     guard = application.get(GUARD)
     listener = Listener(
         host,
@@ -87,7 +87,7 @@ async def serve(
     )
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, keepalive_timeout=patience.idle_s)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=patience.idle_s)
     await runner.setup()
     await web.SockSite(runner, listener, ssl_context=ssl, backlog=BACKLOG).start()
     return runner, int(listener.getsockname()[1])
@@ -112,13 +112,13 @@ class _File(web.FileResponse):
 
 async def _health(request: web.Request) -> web.Response:
     shelf, listener, guard = request.app[SHELF], request.app.get(LISTENER), request.app.get(GUARD)
-    told: dict[str, object] = {"versions": shelf.store.versions(), "served_bytes": shelf.served_bytes}
+    facts: dict[str, object] = {"versions": shelf.store.versions(), "served_bytes": shelf.served_bytes}
     if listener is not None:
-        told |= {"congestion": listener.congestion, "connections": len(listener.open)}
-        told |= {"connections_refused": listener.refused, "connections_cut": listener.cut}
+        facts |= {"congestion": listener.congestion, "connections": len(listener.open)}
+        facts |= {"connections_refused": listener.refused, "connections_cut": listener.cut}
     if guard is not None:
-        told |= {"requests_refused": guard.refused}
-    return web.json_response(told, headers=FRESH)
+        facts |= {"requests_refused": guard.refused}
+    return web.json_response(facts, headers=FRESH)
 
 
 async def _versions(request: web.Request) -> web.StreamResponse:
@@ -128,7 +128,7 @@ async def _versions(request: web.Request) -> web.StreamResponse:
 async def _manifest(request: web.Request) -> web.StreamResponse:
     version, held = _version(request)
     path = request.app[SHELF].manifest_path(version)
-    return _File(path, headers=FOREVER if held.complete else FRESH)  # until then a longer one may replace it
+    return _File(path, headers=FOREVER if held.complete else FRESH)  # an incomplete one is replaced as it grows
 
 
 async def _shard(request: web.Request) -> web.StreamResponse:
@@ -150,7 +150,7 @@ async def _shard(request: web.Request) -> web.StreamResponse:
             )
         await asyncio.sleep(LOOK_AGAIN_S)
         if _left(request):
-            return web.Response(status=503)  # to nobody
+            return web.Response(status=503)  # nobody reads it
     file, size_bytes, caching = found
     with file:
         return await _answer(request, version, file, size_bytes, caching)
@@ -175,7 +175,7 @@ async def _answer(
 async def _send(
     request: web.Request, response: web.StreamResponse, file: BinaryIO, version: int, sent_bytes: int, end_bytes: int
 ) -> bool:
-    """Sends a file that may still be growing, up to `end_bytes`; where that fails, closes the connection."""
+    """Sends a file that may still be growing, up to `end_bytes`. On failure it closes the connection."""
     shelf, grew_s = request.app[SHELF], time.monotonic()
     while sent_bytes < end_bytes:
         transport = request.transport
@@ -193,8 +193,8 @@ async def _send(
         shelf.store.lease(version)
         try:
             sent_bytes += await _send_piece(response, transport, file, sent_bytes, arrived_bytes - sent_bytes)
-        except OSError:  # the reader left, or the disk failed: either way this body ends short
-            if request.transport is not None:  # not lost yet
+        except OSError:  # the reader left or the disk failed: the body ends short
+            if request.transport is not None:  # still open
                 transport.abort()
             return False
         grew_s = time.monotonic()
@@ -204,11 +204,11 @@ async def _send(
 async def _send_piece(
     response: web.StreamResponse, transport: asyncio.Transport, file: BinaryIO, offset_bytes: int, size_bytes: int
 ) -> int:
-    """Sends at most `size_bytes`, and returns how many."""
+    """Sends at most `size_bytes`, and returns the number sent."""
     if transport.get_extra_info("sslcontext") is None:
         return await asyncio.get_running_loop().sendfile(transport, file, offset_bytes, min(size_bytes, PIECE_BYTES))
-    # Over TLS asyncio's sendfile would read 16 KiB at a time, each in a thread.
-    piece = os.pread(file.fileno(), min(size_bytes, SEALED_PIECE_BYTES), offset_bytes)
+    # Over TLS asyncio's sendfile reads 16 KiB at a time, each in a thread.
+    piece = os.pread(file.fileno(), min(size_bytes, TLS_PIECE_BYTES), offset_bytes)
     await response.write(piece)
     return len(piece)
 
@@ -219,7 +219,7 @@ def _left(request: web.Request) -> bool:
 
 
 def _version(request: web.Request) -> tuple[int, Held]:
-    """The version asked for, which is held, and is now under lease."""
+    """The requested version, whose lease this renews. Raises HTTPNotFound."""
     shelf, version = request.app[SHELF], parse_version(request.match_info["version"])
     held = None if version is None else shelf.held(version)
     if version is None or held is None:
@@ -229,7 +229,7 @@ def _version(request: web.Request) -> tuple[int, Held]:
 
 
 def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
-    """The first byte asked for, and the one after the last."""
+    """The first requested byte, and the one after the last."""
     try:
         start, end, _ = request.http_range.indices(size_bytes)
     except ValueError:
@@ -240,8 +240,8 @@ def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
 
 
 def _open(request: web.Request, path: Path, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
-    """The file, or what it is being written as, once that has the first byte asked for and is to have `size_bytes`;
-    how long it is, and how it may be cached."""
+    """The complete file, or the growing one once it has the first requested byte; its (final) size, and how it may be
+    cached."""
     with suppress(FileNotFoundError):
         file = path.open("rb", buffering=0)
         return file, os.fstat(file.fileno()).st_size, FOREVER

@@ -1,9 +1,9 @@
-"""A store as its server sees it: what may be asked for, and how much was sent.
+"""The server's view of a store: which shards may be requested, and how much was sent.
 
-Invariant: a manifest is parsed once for each time it was written, and its hashes are not kept, so that a request costs
-a look at the file's date whatever the size of the version.
-Called by `server`. The store's writer, in this process or another, has checked the manifests' signatures.
-Left out: what readers asked for, beyond the lease (see store.py).
+Invariant: a manifest is parsed once each time it is written, and its hashes are not kept. So a request costs one `stat`,
+whatever the size of the version.
+Called by `server`. The store's writer, in this process or another, has verified the manifests' signatures.
+Left out: a log of requests, except for leases (see store.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_PATHS = 4096
 
 @dataclass(frozen=True)
 class Held:
-    """What a manifest says about what may be asked for, without its hashes."""
+    """The streams of a manifest, without their hashes."""
 
     complete: bool
     streams: dict[Part, Stream]
 
     def shard_bytes(self, part: Part, index: int) -> int:
-        """The size of a shard, 0 where there is none."""
+        """The size of a shard, 0 if there is no such shard."""
         stream = self.streams.get(part)
         if stream is None:
             return 0
@@ -34,18 +34,18 @@ class Held:
 
 
 class Shelf:
-    """A store, what its manifests say (parsed once for each time they are written), and what was sent of it."""
+    """A store with its parsed manifests and a count of sent bytes."""
 
     def __init__(self, store: Store, wait_s: float) -> None:
         self.store, self.wait_s = store, wait_s
-        # Else each request would build them anew.
+        # Cached, because every request needs one.
         self.manifest_path = lru_cache(MAX_PARSED)(store.manifest_path)
         self.shard_path = lru_cache(MAX_PATHS)(store.shard_path)
-        self.served_bytes = 0  # of bodies that have gone out whole
+        self.served_bytes = 0  # of bodies that were sent completely
         self._parsed: dict[int, tuple[tuple[int, ...], Held]] = {}
 
     def held(self, version: int) -> Held | None:
-        """None where the version is not here, or its manifest is damaged."""
+        """None if the version is not here, or its manifest is damaged."""
         path = self.manifest_path(version)
         try:
             stat = path.stat()
@@ -64,7 +64,7 @@ class Shelf:
 
 
 def _parse(store: Store, version: int) -> Held:
-    """Raises FileNotFoundError, ManifestError. The store's writer has checked the signature."""
+    """Raises FileNotFoundError, ManifestError. The store's writer has verified the signature."""
     signed = store.signed(version)
     if signed is None:
         raise FileNotFoundError

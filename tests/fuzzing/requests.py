@@ -1,7 +1,7 @@
-"""The requests that `fuzz_http` sends: bytes that are no HTTP, garbage on every route, and garbage that each role has signed
-correctly, between honest requests that keep the pool moving.
+"""Requests for `coordinator`: bytes that are not HTTP, garbage on every route, and garbage that each role has signed
+correctly, among honest requests that keep the run moving.
 
-Written against routes and messages alone, so the pool's insides may change.
+It uses routes and messages alone, so the coordinator's internals may change.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.messages import Role
 from shoal.protocol.signing import sign_request
 
-from .fuzz import VALUES, damaged
+from .damage import VALUES, damaged
 
 RUN = "fuzz"
 DEADLINE_S = 10.0
@@ -46,7 +46,7 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", 
 
 @dataclass
 class Site:
-    """Who is registered and what they know of the pool, from which the cases are made."""
+    """The registered nodes and what they know of the run; cases are made from it."""
 
     random: Random
     port: int
@@ -69,7 +69,7 @@ class Site:
         return Signed.make(self.coordinator, text, domain="invite").model_dump_json()
 
     async def honest(self, role: str, method: str, path: str, body: Any) -> Any:
-        """Send what a node would; its answer, None where the pool has another opinion by now."""
+        """Send what a node would. Returns the answer, None if the coordinator refuses."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = self.signed(self.members[role], method, path, content)
         self.sent = [*self.sent[-50:], request]
@@ -81,7 +81,7 @@ class Site:
         return json.loads(text) if b" 200 " in head.splitlines()[0] else None
 
     async def advance(self) -> None:
-        """A task handed out, uploaded, claimed, judged: as far as the pool goes along."""
+        """Get a task, upload, claim and judge it, as far as the coordinator allows."""
         answer = await self.honest("worker", "POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
         if answer and answer["assignment"]:
             self.ids = [*self.ids[-8:], answer["assignment"]["id"]]
@@ -96,7 +96,7 @@ class Site:
             await self.honest("validator", "POST", "/v1/verdicts", verdict)
 
     async def case(self) -> tuple[bytes, bool, bool]:
-        """A request, whether it is whole HTTP, and whether its role signed it for its route."""
+        """A request, whether it is complete HTTP, and whether its role signed it for its route."""
         random = self.random
         if random.random() < 0.05:
             await self.advance()
@@ -131,7 +131,7 @@ class Site:
         return path + random.choice(["", "", "", "", "?", "?a=b", "?" + "x" * 500, "/", "//"])
 
     def body(self, path: str) -> dict[str, Any]:
-        """What a node would send there."""
+        """What a node would send to this path."""
         id = self.random.choice(self.ids)
         group = {"reward_mean": 0.5, "useful": True, "tokens": 3}
         bodies: dict[str, Callable[[], dict[str, Any]]] = {
@@ -192,7 +192,7 @@ class Site:
         return _http(method, target, spoil(headers), body)
 
     def headers(self, headers: dict[str, str]) -> dict[str, str]:
-        """Some headers changed, some added."""
+        """The headers, some of them changed, and some more."""
         random = self.random
         more = {
             "content-type": "text/html; charset=\xff",

@@ -1,13 +1,7 @@
-"""Damaged input for those who read bytes from strangers: what all fuzzing shares, and the proofs.
-
-`fuzz_files` has the rollout files, `fuzz_http` the coordinator. Every case ends in a few words for `note`.
-Invariant: the words start with `CRASH` where what happened is not what the docstrings promise (another exception, a forged
-proof that passes, a figure that is none) and nowhere else.
-Called by tests/test_fuzz.py (short) and benchmarks/fuzz.py (a million cases). Randomness is an argument.
-"""
+"""Damaged TOPLOC proofs, well-formed and not; see `damage`."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,67 +12,23 @@ from shoal.toploc import BFLOAT16, ProofError, build, from_base64, to_base64, ve
 from shoal.toploc.field import PRIME
 from shoal.toploc.proof import parse
 
-Note = Callable[[str], None]
-CRASH = "CRASH"
+from .damage import Note, crash, damaged
+
 TOP_K = 128
 TOGETHER = 256  # well-formed proofs judged in one call
-NUMBERS = [-1, 0, 1, 2**15, 2**31 - 1, 2**31, 2**53 - 1, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, 1e308, -0.5]
-VALUES: list[Any] = [
-    *NUMBERS,
-    None,
-    True,
-    "",
-    "x",
-    "\x00",
-    "\ud800",
-    "é" * 40,
-    "0" * 64,
-    "9" * 5_000,
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
-
-
-def crash(what: str, error: object, case: object) -> str:
-    return f"{CRASH} {what}: {type(error).__name__} {error!s:.200} from {case!r:.600}"
-
-
-def damaged(random: Random, data: bytes, others: Sequence[bytes] = (b"",)) -> bytes:
-    """One of the ways in which bytes go wrong; `others` are spliced in."""
-    out, size = bytearray(data), max(len(data), 1)
-    match random.randrange(8):
-        case 0 | 1:
-            for _ in range(random.randint(1, 6) if out else 0):
-                out[random.randrange(size)] ^= 1 << random.randrange(8)
-        case 2:
-            del out[random.randrange(size) :]
-        case 3:
-            at = random.randrange(size)
-            out[at : at + random.randint(0, 8)] = random.randbytes(random.randint(0, 8))
-        case 4:
-            at = random.randrange(size)
-            del out[at : at + random.randint(1, 64)]
-        case 5:
-            other = random.choice(others)
-            out[random.randrange(size) :] = other[random.randrange(len(other) + 1) :]
-        case 6:
-            at = random.randrange(size)
-            out[at:at] = out[random.randrange(size) :][: random.randint(1, 64)]
-        case _:
-            out[:] = random.randbytes(random.choice([0, 1, 8, size, 2 * size]))
-    return bytes(out)
 
 
 def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
-    """Proofs parsed one by one, the well-formed ones judged; texts; wrong numbers and kinds of proofs."""
+    """Parse proofs one by one and judge the well-formed ones; parse texts; pass wrong numbers and types of proofs."""
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     shapes = [(32, 64), (32, 64), (32, 64), (5, 192), (1, 128), (32, 2304)]  # the last has indices beyond PRIME
     hiddens = [torch.randn(*shape, generator=generator).exp() for shape in shapes]
     hiddens[1] = hiddens[1].half()
     honest = [build(hidden_TH)[0] for hidden_TH in hiddens]
-    waiting: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}  # by whether float16: one dtype a call
+    waiting: dict[bool, list[tuple[int, bytes]]] = {
+        False: [],
+        True: [],
+    }  # keyed by whether it is float16: a call takes one dtype
     for _ in range(cases):
         which = random.choices(range(len(hiddens)), weights=[12, 6, 6, 6, 6, 1])[0]
         kind = random.randrange(16)
@@ -92,7 +42,7 @@ def fuzz_proofs(random: Random, cases: int, note: Note) -> None:
                 parse([proof], top_k=TOP_K)
             except ProofError:
                 note("proof refused")
-            except Exception as error:  # noqa: BLE001  # whatever else comes is what is looked for
+            except Exception as error:  # noqa: BLE001  # any other exception is a finding
                 note(crash("parse", error, proof))
             else:
                 waiting[which == 1].append((which, proof))
@@ -132,7 +82,7 @@ def _proof(random: Random, proof: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def _judge(hiddens: Sequence[Tensor], honest: Sequence[bytes], batch: list[tuple[int, bytes]], note: Note) -> None:
-    """Verify well-formed proofs and empty the batch. Only the honest polynomial may pass, or one a little above or below."""
+    """Verify well-formed proofs and empty the batch. Only the honest polynomial may pass."""
     if not batch:
         return
     try:
@@ -145,7 +95,7 @@ def _judge(hiddens: Sequence[Tensor], honest: Sequence[bytes], batch: list[tuple
     for (which, proof), (result,) in zip(batch, results, strict=True):
         figures = (result.mantissa_error_mean, result.mantissa_error_median)
         if not 0 <= result.exponent_mismatches <= TOP_K or not all(figure >= 0 for figure in figures):
-            note(crash("no figures", result, proof))
+            note(crash("figures out of range", result, proof))
         elif not BFLOAT16.passes(result):
             note("proof fails")
         elif proof[4:] == honest[which][4:]:
@@ -168,7 +118,7 @@ def _text(random: Random, proof: bytes) -> str:
 
 
 def _several(random: Random, hiddens: Sequence[Tensor], honest: Sequence[bytes], which: int) -> str:
-    """Too few or too many proofs, things that are no bytes, hidden states and counts that are the caller's fault."""
+    """Too few or too many proofs, values that are not bytes, and hidden states and counts that callers must not pass."""
     odd: list[Any] = [honest[which], b"", None, "x", 7, bytearray(honest[which]), memoryview(honest[which]), [b"x"]]
     proofs = [random.choice(odd) for _ in range(random.choice([0, 1, 1, 2, 3]))]
     hidden_TH = hiddens[which]

@@ -1,6 +1,6 @@
-"""Lies told after the work: forged figures, somebody else's work, and proofs that were never built.
+"""Lies about finished work: forged rewards and logprobs, copied or replayed work, and forged proofs.
 
-Tokens, logprobs and rewards are honest wherever the lie is in the proofs.
+If the lie is in the proofs, then tokens, logprobs and rewards are honest.
 Called by `attacks`. Paper: TOPLOC (arXiv 2501.16007).
 """
 
@@ -19,7 +19,7 @@ from shoal.tasks.derive import GroupPlan
 from shoal.toploc.chunk import peaks
 from shoal.toploc.field import PRIME
 
-ELSEWHERE = 10_000_000  # added to a submission's number: work that nobody asked for
+UNASSIGNED = 10_000_000  # added to a submission's number: work that nobody asked for
 TOP_K = PROOF_BYTES // 2 - 1
 
 
@@ -31,7 +31,7 @@ class ForgedRewards(Attack):
 
 
 class ForgedLogprobs(Attack):
-    """Claims that every token was half as likely, so that the learner weighs it twice."""
+    """Claims half of each token's probability, which would double its importance ratio."""
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         return [
@@ -41,7 +41,7 @@ class ForgedLogprobs(Attack):
 
 
 class Copied(Attack):
-    """Hands in another worker's rows as its own: own tasks, targets, seeds and rewards; their tokens and proofs."""
+    """Submits another worker's tokens and proofs with its own tasks, targets, seeds and rewards."""
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         return super().complete([self.prompt(plan) for plan in self.theirs], [plan.seeds for plan in self.theirs])
@@ -54,10 +54,10 @@ class Copied(Attack):
 
 
 class Replayed(Attack):
-    """Hands in the file that it made for another task."""
+    """Submits a file that it made for another task."""
 
     def submission(self, assignment: Assignment) -> bytes:
-        return super().submission(assignment.model_copy(update={"number": assignment.number + ELSEWHERE}))
+        return super().submission(assignment.model_copy(update={"number": assignment.number + UNASSIGNED}))
 
 
 class OtherRowsProofs(Attack):
@@ -67,7 +67,7 @@ class OtherRowsProofs(Attack):
         honest = super().prove(completions)
         flat = [proof for row in honest for proof in row]
         shift = len(honest[0])
-        return dealt(flat[shift:] + flat[:shift], honest)
+        return regrouped(flat[shift:] + flat[:shift], honest)
 
 
 class FlippedBit(Attack):
@@ -83,7 +83,7 @@ class FlippedBit(Attack):
 
 
 class ConstantProofs(Attack):
-    """Every proof is the polynomial that is everywhere this submission's middle peak: no hidden states per chunk."""
+    """Every proof is a constant polynomial, the median peak of the submission: it says nothing about its chunk."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         found = peaks([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS, top_k=TOP_K)
@@ -93,13 +93,13 @@ class ConstantProofs(Attack):
 
 
 class TemplateProofs(Attack):
-    """Proves, for every token, the mean magnitude of each hidden dimension, learned once from other honest work."""
+    """Builds every proof from the mean magnitude of each hidden dimension, learned once from other honest work."""
 
     template_H: torch.Tensor | None = None
 
     def submission(self, assignment: Assignment) -> bytes:
         if self.template_H is None:
-            plans = self.plan(assignment.model_copy(update={"number": assignment.number + ELSEWHERE}))
+            plans = self.plan(assignment.model_copy(update={"number": assignment.number + UNASSIGNED}))
             seen = self.complete([self.prompt(plan) for plan in plans], [plan.seeds for plan in plans])
             hidden_NH = torch.cat([completion.hidden_TH for group in seen for completion in group]).float()
             self.template_H = hidden_NH.abs().mean(0)
@@ -112,7 +112,7 @@ class TemplateProofs(Attack):
 
 
 class RepeatedProof(Attack):
-    """Builds the first chunk's proof and hands it in for all chunks."""
+    """Uses the first chunk's proof for all chunks."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         honest = super().prove(completions)
@@ -127,13 +127,13 @@ class NullProofs(Attack):
 
 
 class MissingProofs(Attack):
-    """Leaves out the last proof of every row."""
+    """Omits the last proof of every row."""
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         return [row[:-1] for row in super().prove(completions)]
 
 
-def dealt(flat: Sequence[bytes], like: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
-    """The proofs in rows as long as those of `like`."""
+def regrouped(flat: Sequence[bytes], like: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
+    """The proofs in rows of the lengths of `like`."""
     rest = iter(flat)
     return [[next(rest) for _ in row] for row in like]

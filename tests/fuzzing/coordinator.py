@@ -1,7 +1,7 @@
-"""Damaged requests (`fuzz_requests` makes them) to a coordinator that listens on loopback.
+"""Sends damaged requests (see `requests`) to a coordinator on loopback.
 
-A case ends in its status; see `fuzz`. What is promised: an answer below 500, or 507, within DEADLINE_S; none only where the
-request was never whole. Written against routes and messages alone, so the pool's insides may change.
+A case ends in its status; see `damage`. Promised: an answer below 500, or 507, within DEADLINE_S; no answer only if the
+request was incomplete. It uses routes and messages alone, so the coordinator's internals may change.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from shoal.config import Config, parse
 from shoal.coordinator.routes import Coordinator
 from shoal.protocol.identity import Identity
 
-from .fuzz import CRASH, Note
-from .fuzz_requests import DEADLINE_S, RUN, Site
+from .damage import CRASH, Note
+from .requests import DEADLINE_S, RUN, Site
 
-IDLE_S = 0.02  # after which a request that may not be whole gets its end
-A_POOL = 2_000  # cases before a fresh coordinator: what was signed correctly may have ended or filled its run
+IDLE_S = 0.02  # without an answer, a request that may be incomplete is ended
+A_POOL = 2_000  # cases before a fresh coordinator: valid requests may have ended or filled its run
 CONFIG = parse(
     {
         "coordinator": {"prompts_per_step": 4, "max_submission_bytes": 4_096},
@@ -31,7 +31,7 @@ CONFIG = parse(
 
 
 def fuzz_requests(random: Random, cases: int, note: Note, folder: Path, config: Config = CONFIG) -> None:
-    """Serve from new folders in `folder`, a coordinator for every A_POOL cases, and count how requests end."""
+    """Serve from new folders in `folder`, one coordinator per A_POOL cases, and note how requests end."""
     for number, start in enumerate(range(0, cases, A_POOL)):
         asyncio.run(_fuzz(random, min(A_POOL, cases - start), note, folder / f"pool-{number}", config))
 
@@ -55,7 +55,9 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
             request, whole, deep = await site.case()
             ended = await _send(site.port, request, whole)
             if ended == "500" and "surrogates not allowed" in log.last and b"expect:" in request.lower():
-                ended = "500 by aiohttp, for an Expect header that is no text"  # aiohttp 3.14; before our routes see it
+                ended = (
+                    "500 by aiohttp, for an Expect header that is not text"  # aiohttp 3.14; before our routes see it
+                )
             elif ended.startswith(("5", CRASH)) and ended != "507":
                 ended = f"{CRASH} {ended} {log.last} from {request!r:.700}"
             note(f"{'signed by its role' if deep else 'request'}: {ended}" if not ended.startswith(CRASH) else ended)
@@ -66,7 +68,7 @@ async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Co
 
 
 class _Log(logging.Handler):
-    """Takes what aiohttp's server says of an error: the last one, for the report of an answer of 500."""
+    """Keeps the last error that aiohttp's server logged, for the report of an answer of 500."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class _Log(logging.Handler):
 
 
 async def _send(port: int, request: bytes, whole: bool) -> str:
-    """The status, or how else it ended. A request that is not whole may end without one."""
+    """The status, or how else it ended. An incomplete request may end without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(DEADLINE_S):

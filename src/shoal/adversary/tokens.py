@@ -1,7 +1,7 @@
-"""Lies about how tokens were drawn: other sampling, chosen seeds, a smaller model, other endings.
+"""Lies about how tokens were sampled: other sampling, chosen seeds, a smaller model, other endings.
 
-Hidden states and logprobs are those of the stated weights for the tokens handed in, so only what tokens themselves show
-can give these away.
+Hidden states and logprobs are those of the stated weights for the submitted tokens, so only the tokens themselves can
+reveal these lies.
 Called by `attacks`.
 """
 
@@ -19,12 +19,11 @@ from shoal.adversary.lab import Attack, outputs_changed
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.tasks.derive import GroupPlan
-from shoal.tasks.prompt import completion_text, reward
 
 TOP_K = 5
 TOP_P = 0.9
 ROLLS = 4
-PADDING = 4  # end tokens appended, at most
+PADDING = 4  # end tokens appended at most
 
 
 class OtherSampling(Attack):
@@ -43,7 +42,7 @@ class OtherSampling(Attack):
 
 
 class Cooler(OtherSampling):
-    """0.7 times the stated temperature, for surer answers."""
+    """0.7 times the stated temperature: higher rewards, less exploration."""
 
     factor = 0.7
 
@@ -55,13 +54,13 @@ class Hotter(OtherSampling):
 
 
 class Greedy(OtherSampling):
-    """Always the likeliest token."""
+    """Always the most likely token."""
 
     factor = 0.0
 
 
 class TopK(OtherSampling):
-    """Only among the five likeliest tokens."""
+    """Only the five most likely tokens."""
 
     def change(self, logits_BV: Tensor) -> Tensor:
         least_B1 = logits_BV.topk(TOP_K).values[:, -1:]
@@ -69,7 +68,7 @@ class TopK(OtherSampling):
 
 
 class TopP(OtherSampling):
-    """Only among the likeliest tokens that together have nine tenths of the probability."""
+    """Only the most likely tokens that together have 90 % of the probability."""
 
     def change(self, logits_BV: Tensor) -> Tensor:
         sorted_BV, order_BV = logits_BV.float().sort(descending=True)
@@ -86,7 +85,10 @@ class EndSuppressed(OtherSampling):
 
 
 class BestOfFour(Attack):
-    """Draws every completion four times, claims the derived seed, and keeps the best paid (the derived one in a tie)."""
+    """Samples every completion four times and submits the one with the highest reward under the derived seed.
+
+    In a tie it submits the completion that the seed yields.
+    """
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         rolls = [super(BestOfFour, self).complete(prompts, self.rolled(seeds, roll)) for roll in range(ROLLS)]
@@ -104,12 +106,11 @@ class BestOfFour(Attack):
         ]
 
     def paid(self, plan: GroupPlan, completion: Completion) -> float:
-        grade = self.tasks.grade(self.tasks.train[plan.task_index], completion_text(self.tokenizer, completion.tokens))
-        return reward(grade, len(completion.tokens), plan.target_length, self.config.tasks.length_penalty)
+        return self.reward(plan, completion.tokens)
 
 
 class DraftTokens(Attack):
-    """Decodes with the oldest version at 4 bits, then runs the stated one once over what came out."""
+    """Decodes with the oldest version at 4 bits, then runs the stated version once over the result."""
 
     draft: TorchEngine | None = None
 
@@ -123,7 +124,7 @@ class DraftTokens(Attack):
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         assert self.draft is not None
         groups = self.draft.generate(prompts, seeds, self.sampling)
-        return self.told(prompts, [[completion.tokens for completion in group] for group in groups])
+        return self.scored(prompts, [[completion.tokens for completion in group] for group in groups])
 
 
 class OtherEndings(Attack):
@@ -134,25 +135,25 @@ class OtherEndings(Attack):
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
         groups = super().complete(prompts, seeds)
-        return self.told(prompts, [[self.ended(completion.tokens) for completion in group] for group in groups])
+        return self.scored(prompts, [[self.ended(completion.tokens) for completion in group] for group in groups])
 
 
 class Truncated(OtherEndings):
-    """Hands in the first half of every completion."""
+    """Submits the first half of every completion."""
 
     def ended(self, tokens: list[int]) -> list[int]:
         return tokens[: max(1, len(tokens) // 2)]
 
 
 class Padded(OtherEndings):
-    """Appends end tokens where there is room, to be paid for more tokens."""
+    """Appends end tokens if there is room, to be paid for more tokens."""
 
     def ended(self, tokens: list[int]) -> list[int]:
         return (tokens + [self.sampling.eos_ids[0]] * PADDING)[: self.sampling.max_tokens]
 
 
 class EndForced(OtherEndings):
-    """Stops after half of every completion and puts an end token there."""
+    """Replaces the second half of every completion by an end token."""
 
     def ended(self, tokens: list[int]) -> list[int]:
         return [*tokens[: len(tokens) // 2], self.sampling.eos_ids[0]]

@@ -1,6 +1,6 @@
-"""Lies about what computed: other weights, a rounded cache, another prompt.
+"""Lies about the computation: other weights, a rounded cache, another prompt.
 
-Claimed logprobs and proofs are what the attacker's own forward gave.
+Claimed logprobs and proofs are those of the attacker's own forward.
 Called by `attacks`.
 """
 
@@ -22,21 +22,21 @@ STALE_STEPS = 5
 
 
 class PreviousVersion(Attack):
-    """Generates with the version before the stated one: never waits for a download."""
+    """Generates with the version before the stated one, so it never waits for a download."""
 
     def load(self, folder: Path, version: int) -> int | None:
         return super().load(self.lab.behind(1), version)
 
 
 class StaleVersion(Attack):
-    """Generates with the version of five steps ago."""
+    """Generates with the version from five steps ago."""
 
     def load(self, folder: Path, version: int) -> int | None:
         return super().load(self.lab.behind(STALE_STEPS), version)
 
 
 class Int8Weights(Attack):
-    """Rounds every linear layer to 8 bits, one scale a row, for half the memory."""
+    """Rounds every linear layer to 8 bits, one scale per row, for half the memory."""
 
     def load(self, folder: Path, version: int) -> int | None:
         super().load(folder, version)
@@ -45,7 +45,7 @@ class Int8Weights(Attack):
 
 
 class Int4Weights(Attack):
-    """Rounds every linear layer to 4 bits, one scale for 32 values."""
+    """Rounds every linear layer to 4 bits, one scale per 32 values."""
 
     def load(self, folder: Path, version: int) -> int | None:
         super().load(folder, version)
@@ -85,13 +85,13 @@ class Fp8Cache(Attack):
 
 
 class Fp16Cache(Fp8Cache):
-    """Keeps keys and values as float16: finer than the bfloat16 that honest workers may compute in."""
+    """Keeps keys and values as float16, which is more precise than the bfloat16 that honest workers may use."""
 
     cache = torch.float16
 
 
 class OtherPrompts(Attack):
-    """Completes other prompts than those it signs for."""
+    """Completes other prompts than those it signs."""
 
     def other(self, plan: GroupPlan) -> list[int]:
         raise NotImplementedError
@@ -109,7 +109,7 @@ class OtherSystemPrompt(OtherPrompts):
 
 
 class EasierTask(OtherPrompts):
-    """Asks the model for the answer plus nothing, which has the same answer."""
+    """Asks the model for "answer + 0", which has the same answer."""
 
     def other(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -118,13 +118,13 @@ class EasierTask(OtherPrompts):
 
 
 class EasierTaskRetold(EasierTask):
-    """The same, then a forward of the stated prompts for proofs and logprobs that are true of these tokens."""
+    """The same, then a forward of the stated prompts, so that proofs and logprobs match the submitted tokens."""
 
     def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        return self.told(prompts, [[c.tokens for c in group] for group in super().complete(prompts, seeds)])
+        return self.scored(prompts, [[c.tokens for c in group] for group in super().complete(prompts, seeds)])
 
 
 def round_to_8_bits_(weight_OI: Tensor) -> None:
-    """Round in place to 255 levels a row."""
+    """Round in place to 255 levels per row."""
     scale_O1 = weight_OI.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
     weight_OI.copy_((weight_OI / scale_O1).round() * scale_O1)

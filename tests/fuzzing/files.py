@@ -1,7 +1,7 @@
 """Damaged rollout files: flipped, cut, spliced, with huge counts, or signed anew with another header or other columns.
 
-Each is read in quarantine, as the validator does; see `fuzz` for how a case ends. Besides, what nobody signed anew must not
-come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
+Each is read in quarantine, as the validator reads it; see `damage` for how a case ends. In addition, a file that was not
+signed anew must not come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
 """
 
 import io
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.protocol.identity import Identity
+from shoal.store.columns import content_digest, from_table
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     PROOF_BYTES,
@@ -26,12 +27,11 @@ from shoal.store.rollouts import (
     Header,
     Rollout,
     RolloutFileError,
-    content_digest,
     read_submission,
     write_submission,
 )
 
-from .fuzz import VALUES, Note, crash, damaged
+from .damage import VALUES, Note, crash, damaged
 
 MAX_ROWS, MAX_TOKENS = 8, 64
 
@@ -46,7 +46,7 @@ class _File:
 
 
 def fuzz_files(random: Random, cases: int, note: Note) -> None:
-    """Submissions read by the Quarantine's child, and what it let pass read here as the validator does."""
+    """Submissions read in quarantine, as the validator reads them."""
     me = Identity.generate()
     files = [_file(random, me, **options) for options in _LAYOUTS]
     every = [file.data for file in files]
@@ -110,7 +110,7 @@ def _file(random: Random, me: Identity, **layout: Any) -> _File:
 
 
 def _signed(me: Identity, table: pa.Table, header: bytes, **layout: Any) -> bytes:
-    """A file of this table that `me` signs with this header, whatever is in it."""
+    """A file of this table, signed by `me` with this header, whatever they hold."""
     buffer = io.BytesIO()
     row_group_size = layout.pop("row_group_size", None)
     plain: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
@@ -128,7 +128,7 @@ def _with_header(random: Random, me: Identity, file: _File) -> bytes:
 
 
 def _with_table(random: Random, me: Identity, file: _File) -> bytes:
-    """Other types, lengths and encodings under a right digest, where such a table has one, and a right signature."""
+    """Other types, lengths and encodings under a valid signature and, if such a table has one, the right digest."""
     table, n = file.table, file.table.num_rows
     name = random.choice(SUBMISSION.names)
     at = table.schema.get_field_index(name)
@@ -164,8 +164,15 @@ def _with_table(random: Random, me: Identity, file: _File) -> bytes:
             table = table.set_column(at, field, column)
     try:
         with np.errstate(invalid="ignore"):  # nulls have no length
-            content = content_digest(table)
-    except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException):  # such a table has none
+            content = content_digest(from_table(table))
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        pa.ArrowException,
+        RolloutFileError,
+    ):  # such a table has none
         content = "0" * 64
     layout: dict[str, Any] = random.choice(
         [{}, {}, {"use_dictionary": True}, {"row_group_size": 1}, {"write_statistics": True}]
@@ -174,7 +181,7 @@ def _with_table(random: Random, me: Identity, file: _File) -> bytes:
 
 
 def _with_number(random: Random, file: _File) -> bytes:
-    """A varint in the footer (Thrift, compact) becomes one of another size, often a huge one."""
+    """A varint in the footer (Thrift, compact) becomes another one, often huge."""
     footer = bytearray(file.data[file.footer : -8])
     at = random.randrange(len(footer))
     number = random.choice([0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**64 - 1, random.getrandbits(40)])
@@ -187,18 +194,16 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """`rows`: what was signed, which is all that may come out of a file that nobody signed anew."""
+    """`rows`: the signed rows, the only ones that a file may yield unless it was signed anew (None)."""
     try:
-        quarantine.check(data)
+        found = quarantine.read(data).rows
     except BadSignatureError:
         return "file of bad signature"
     except RolloutFileError as error:
-        ended = str(error).startswith(("ends its reader", "takes more than", "its reader was killed"))
+        ended = str(error).startswith(
+            ("ends its reader", "takes more than", "its reader was killed", "makes its reader")
+        )
         return f"file that {error}" if ended else "file refused"
     except Exception as error:  # noqa: BLE001
-        return crash("Quarantine.check", error, data)
-    try:
-        found = read_submission(data, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS).rows
-    except Exception as error:  # noqa: BLE001
-        return crash("passes its quarantine only", error, data)
+        return crash("Quarantine.read", error, data)
     return "file passes" if rows is None or found == rows else crash("a changed file passes", found, data)

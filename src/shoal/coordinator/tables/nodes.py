@@ -1,0 +1,89 @@
+"""The table of registered nodes: key, role, address, last heartbeat, and whether the node was evicted.
+
+Invariant: a key, a name and an invite each occur once. Called by `members`, `submissions`, `status` and `metrics`.
+"""
+
+from dataclasses import dataclass, fields
+
+from shoal.coordinator.tables.connection import SERIAL, Connection
+from shoal.protocol.messages import Role
+
+SCHEMA = [
+    f"""CREATE TABLE IF NOT EXISTS nodes (
+    seq {SERIAL}, key TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT,
+    invite TEXT UNIQUE NOT NULL, seen_s DOUBLE PRECISION NOT NULL, version BIGINT, stats TEXT NOT NULL DEFAULT '{{}}',
+    evicted BOOLEAN NOT NULL DEFAULT FALSE)"""
+]
+
+
+@dataclass(frozen=True)
+class Node:
+    key: str
+    name: str
+    role: Role
+    url: str | None
+    invite: str  # its nonce
+    seen_s: float
+    version: int | None
+    stats: str  # JSON of messages.Stats
+    evicted: bool
+
+
+COLUMNS = ", ".join(field.name for field in fields(Node))
+
+
+class Nodes:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def get(self, key: str) -> Node | None:
+        row = self.connection.row(f"SELECT {COLUMNS} FROM nodes WHERE key = ?", key)
+        return None if row is None else Node(*row)
+
+    def all(self) -> list[Node]:
+        """By role, then name."""
+        return [Node(*row) for row in self.connection.rows(f"SELECT {COLUMNS} FROM nodes ORDER BY role, name")]
+
+    def add(self, key: str, name: str, role: Role, url: str | None, invite: str, seen_s: float) -> None:
+        self.connection.change(
+            "INSERT INTO nodes (key, name, role, url, invite, seen_s) VALUES (?, ?, ?, ?, ?, ?)",
+            key,
+            name,
+            role,
+            url,
+            invite,
+            seen_s,
+        )
+
+    def is_taken(self, invite: str, name: str) -> bool:
+        return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
+
+    def set_url(self, key: str, url: str | None) -> None:
+        self.connection.change("UPDATE nodes SET url = ? WHERE key = ?", url, key)
+
+    def beat(self, key: str, seen_s: float, version: int | None, stats: str) -> None:
+        self.connection.change(
+            "UPDATE nodes SET seen_s = ?, version = ?, stats = ? WHERE key = ?", seen_s, version, stats, key
+        )
+
+    def evict(self, key: str) -> bool:
+        """False if it was evicted before."""
+        return self.connection.change("UPDATE nodes SET evicted = TRUE WHERE key = ? AND NOT evicted", key) == 1
+
+    def evicted_keys(self) -> list[str]:
+        return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE evicted ORDER BY seq")]
+
+    def trusted_keys(self) -> list[tuple[Role, str]]:
+        """Role and key of every node that is neither a worker nor evicted, in order of registration."""
+        return [
+            (role, key)
+            for role, key in self.connection.rows(
+                "SELECT role, key FROM nodes WHERE role != 'worker' AND NOT evicted ORDER BY seq"
+            )
+        ]
+
+    def relay_urls(self) -> list[str]:
+        rows = self.connection.rows(
+            "SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND NOT evicted ORDER BY seq"
+        )
+        return [url for (url,) in rows]

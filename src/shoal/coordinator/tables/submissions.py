@@ -1,0 +1,210 @@
+"""The table of submissions: each task that was assigned, and what became of it.
+
+    open -> uploaded -> validating -> accepted | rejected          open -> expired (deadline passed)
+
+Invariant: an id, which holds the worker's key and number, occurs once. Called by `assignments`, `submissions`, `trust`,
+`status` and `metrics`.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from shoal.coordinator.tables.connection import SERIAL, Connection
+
+SCHEMA = [
+    f"""CREATE TABLE IF NOT EXISTS submissions (
+    seq {SERIAL}, id TEXT UNIQUE NOT NULL, worker TEXT NOT NULL, number BIGINT NOT NULL, step BIGINT NOT NULL,
+    version BIGINT NOT NULL, digest TEXT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, file_hash TEXT,
+    accepted_hash TEXT, validator TEXT, full_check BOOLEAN, lease_s DOUBLE PRECISION, content TEXT, reason TEXT,
+    verdict TEXT, uploaded_s DOUBLE PRECISION, judged_s DOUBLE PRECISION)""",
+    "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
+    "CREATE INDEX IF NOT EXISTS submissions_worker ON submissions (worker, state, seq)",
+    "CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content)",
+]
+
+State = Literal["open", "uploaded", "validating", "accepted", "rejected", "expired"]
+
+
+@dataclass(frozen=True)
+class Submission:
+    id: str
+    worker: str
+    number: int  # among this worker's
+    step: int
+    version: int
+    digest: str  # of the version's manifest
+    deadline_s: float
+    state: State
+    file_hash: str | None  # of the uploaded file
+    accepted_hash: str | None  # of the validator's accepted file
+    validator: str | None  # holds the claim
+    full_check: bool | None  # whether it is prefilled; drawn at the first claim
+
+
+@dataclass(frozen=True)
+class VerdictTotals:
+    count: int
+    full_checks: int
+    waited_s: float  # from upload to verdict, summed
+
+
+COLUMNS = ", ".join(field.name for field in fields(Submission))
+
+
+class Submissions:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    # --- assigning ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self, id: str, worker: str, number: int, step: int, version: int, digest: str, deadline_s: float
+    ) -> Submission:
+        row = self.connection.row(
+            "INSERT INTO submissions (id, worker, number, step, version, digest, deadline_s, state)"
+            f" VALUES (?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
+            id,
+            worker,
+            number,
+            step,
+            version,
+            digest,
+            deadline_s,
+        )
+        return _submission(row)
+
+    def get(self, id: str) -> Submission | None:
+        row = self.connection.row(f"SELECT {COLUMNS} FROM submissions WHERE id = ?", id)
+        return None if row is None else _submission(row)
+
+    def open_of(self, worker: str) -> Submission | None:
+        row = self.connection.row(f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'open'", worker)
+        return None if row is None else _submission(row)
+
+    def next_number(self, worker: str) -> int:
+        return int(
+            self.connection.value("SELECT coalesce(max(number), -1) + 1 FROM submissions WHERE worker = ?", worker)
+        )
+
+    def expire_overdue(self, now_s: float) -> None:
+        self.connection.change(
+            "UPDATE submissions SET state = 'expired' WHERE state = 'open' AND deadline_s < ?", now_s
+        )
+
+    def expire_open_of(self, worker: str) -> None:
+        self.connection.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
+
+    def count_under_way(self, seen_since_s: float) -> int:
+        """Uploaded and not yet judged, or open at a worker that was seen since then."""
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM submissions JOIN nodes ON key = worker"
+                " WHERE state IN ('uploaded', 'validating') OR (state = 'open' AND seen_s >= ?)",
+                seen_since_s,
+            )
+        )
+
+    # --- checking ----------------------------------------------------------------------------------------------------
+
+    def set_uploaded(self, id: str, file_hash: str, now_s: float) -> None:
+        self.connection.change(
+            "UPDATE submissions SET state = 'uploaded', file_hash = ?, uploaded_s = ? WHERE id = ?",
+            file_hash,
+            now_s,
+            id,
+        )
+
+    def claimable(self, validator: str, now_s: float) -> list[Submission]:
+        """Unclaimed, claimed by this validator, or under a lease that has expired; oldest first."""
+        rows = self.connection.rows(
+            f"SELECT {COLUMNS} FROM submissions WHERE state = 'uploaded' OR (state = 'validating' AND"
+            " (lease_s < ? OR validator = ?)) ORDER BY seq",
+            now_s,
+            validator,
+        )
+        return [_submission(row) for row in rows]
+
+    def set_claimed(self, id: str, validator: str, lease_s: float, full_check: bool) -> None:
+        self.connection.change(
+            "UPDATE submissions SET state = 'validating', validator = ?, lease_s = ?, full_check = ? WHERE id = ?",
+            validator,
+            lease_s,
+            full_check,
+            id,
+        )
+
+    def content_owner(self, content: str) -> str | None:
+        """Id of the accepted submission with this content."""
+        found: str | None = self.connection.value(
+            "SELECT id FROM submissions WHERE content = ? AND state = 'accepted' ORDER BY seq LIMIT 1", content
+        )
+        return found
+
+    def set_accepted_hash(self, id: str, accepted_hash: str) -> None:
+        self.connection.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", accepted_hash, id)
+
+    def set_judged(
+        self, id: str, state: State, reason: str | None, content: str | None, verdict: str, now_s: float
+    ) -> None:
+        self.connection.change(
+            "UPDATE submissions SET state = ?, reason = ?, content = ?, verdict = ?, judged_s = ? WHERE id = ?",
+            state,
+            reason,
+            content,
+            verdict,
+            now_s,
+            id,
+        )
+
+    def requeue_unchecked_of(self, worker: str) -> None:
+        """Take back what a validator was to accept without a prefill; a new draw decides how to check it."""
+        self.connection.change(
+            "UPDATE submissions SET state = 'uploaded', validator = NULL, full_check = NULL"
+            " WHERE worker = ? AND state = 'validating' AND NOT full_check",
+            worker,
+        )
+
+    def honest_in_a_row(self, worker: str) -> int:
+        """Accepted after a full check, since the worker's last rejection."""
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
+                " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
+                worker,
+                worker,
+            )
+        )
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def count_by_worker_and_state(self) -> dict[tuple[str, State], int]:
+        rows = self.connection.rows("SELECT worker, state, count(*) FROM submissions GROUP BY worker, state")
+        return {(worker, state): count for worker, state, count in rows}
+
+    def count_by_state(self) -> dict[State, int]:
+        return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))
+
+    def count_by_reason(self) -> dict[str, int]:
+        return dict(
+            self.connection.rows("SELECT reason, count(*) FROM submissions WHERE reason IS NOT NULL GROUP BY reason")
+        )
+
+    def oldest_upload_s(self) -> float | None:
+        """When the oldest submission without a verdict was uploaded."""
+        found: float | None = self.connection.value(
+            "SELECT min(uploaded_s) FROM submissions WHERE state IN ('uploaded', 'validating')"
+        )
+        return found
+
+    def verdict_totals(self) -> VerdictTotals:
+        row = self.connection.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN full_check THEN 1 ELSE 0 END), 0),"
+            " coalesce(sum(judged_s - uploaded_s), 0)"
+            " FROM submissions WHERE state IN ('accepted', 'rejected') AND judged_s IS NOT NULL"
+        )
+        return VerdictTotals(*row)
+
+
+def _submission(row: tuple[Any, ...]) -> Submission:
+    found = Submission(*row)
+    return replace(found, full_check=None if found.full_check is None else bool(found.full_check))

@@ -1,0 +1,111 @@
+"""Disk space: what a run needs, what its file system has, and which file system that is.
+
+Invariant: the estimate is an upper bound for checkpoints and weights, which are nearly all of a run's bytes. Rollouts are
+not counted. Called by `swarm`.
+"""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ShoalError, disk_is_full
+
+VERSION_BYTES = 2  # per parameter: versions are published in bf16
+CHECKPOINT_BYTES = 12  # per parameter: the fp32 master and two moments of AdamW
+DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
+WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
+RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
+
+
+class DiskFullError(ShoalError):
+    """The file system has too little space; the message names it."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    peak_bytes: int  # while the run goes
+    kept_bytes: int  # after it
+
+
+def needs(config: Config, parameters: int) -> Needs:
+    """What a run of this config needs, for a model of so many parameters."""
+    learner, steps = config.learner, config.run.steps
+    version = VERSION_BYTES * parameters
+    checkpoint = version if learner.lora else CHECKPOINT_BYTES * parameters
+
+    def versions(keep: int) -> int:
+        return min(keep + 1, steps + 1) * version  # one more while it is written
+
+    written = math.ceil(steps / learner.checkpoint_every)
+    kept_for_good = steps // learner.keep_every if learner.keep_every else 0
+    checkpoints = (min(learner.keep_last + 1, written) + kept_for_good) * checkpoint
+    workers = (config.workers.count + len(config.workers.cheat)) * versions(WORKER_KEEP)
+    validators = config.validator.count * versions(config.relays.keep)
+    evaluator = versions(EVALUATOR_KEEP)
+
+    def store(keep: int) -> int:
+        """Kept versions are deltas of others, back to a version that is stored whole."""
+        n = min(keep + config.origin.anchor_every + 1, steps + 1)
+        whole = math.ceil(n / config.origin.anchor_every)
+        return int((whole + DELTA_FRAC * n) * version)
+
+    stores = store(config.origin.keep) + config.relays.count * store(config.relays.keep)
+    caches = versions(learner.keep_versions) + workers + validators + evaluator + stores
+    chain = int((1 + DELTA_FRAC * min(config.origin.anchor_every, steps + 1)) * version)
+    kept = (1 + kept_for_good) * checkpoint + version + chain
+    return Needs(peak_bytes=checkpoints + caches, kept_bytes=min(kept, checkpoints + caches))
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def used_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`; a file with several names counts once."""
+    sizes = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            found = path.stat()
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def file_system(folder: Path) -> Path:
+    """Where the file system that holds `folder` is mounted."""
+    path = folder.resolve()
+    while not path.is_mount():
+        path = path.parent
+    return path
+
+
+def check_space(folder: Path, wanted: Needs, free: int) -> None:
+    """Raise DiskFullError if the run in `folder` may need more than is `free` on its file system."""
+    missing = wanted.peak_bytes - used_bytes(folder) + RESERVE_BYTES
+    if free < missing:
+        raise DiskFullError(
+            f"the file system {file_system(folder)} has {gigabytes(free)} free, and this run needs up to "
+            f"{gigabytes(missing)} in {folder}: free space there, choose another folder with --out, or keep less "
+            "(learner.keep_last, origin.keep, relays.keep)"
+        )
+
+
+def check_left(folder: Path, free: int) -> None:
+    """Raise DiskFullError if a running run has nearly used up its file system."""
+    if free < RESERVE_BYTES:
+        raise DiskFullError(
+            f"the file system {file_system(folder)} is full: {free >> 20} MiB are left; free space there, then resume"
+        )
+
+
+def explain(error: Exception, folder: Path) -> str:
+    """The error's message; for a full disk, with the file system of the run."""
+    full = disk_is_full(error) and not isinstance(error, DiskFullError)
+    return (
+        f"{error}; the file system {file_system(folder)} is full: free space there, then resume" if full else str(error)
+    )
+
+
+def gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.0f} MB"

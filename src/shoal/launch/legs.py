@@ -1,0 +1,48 @@
+"""The legs of a run: from each start or resumption to its end. What `shoal run` measures itself, kept in `legs.json`.
+
+Invariant: the file holds every leg so far, the running one up to a few seconds ago, so a resumed run's summary covers all.
+Called by `swarm`.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shoal.files import write_file
+
+FILE = "legs.json"
+
+
+@dataclass
+class Leg:
+    wall_s: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)  # by process
+    peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
+    peak_together_bytes: int = 0
+
+
+def read_legs(folder: Path) -> list[Leg]:
+    """The legs of the run in `folder`; none for a new run."""
+    path = folder / FILE
+    return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
+
+
+def write_legs(folder: Path, legs: list[Leg]) -> None:
+    write_file(folder / FILE, (json.dumps([asdict(leg) for leg in legs]) + "\n").encode())
+
+
+def total(legs: list[Leg]) -> Leg:
+    """All legs as one: seconds and restarts are summed, peaks are the highest of any leg."""
+    restarts: Counter[str] = Counter()
+    peaks: Counter[str] = Counter()
+    for leg in legs:
+        restarts.update(leg.restarts)
+        peaks |= Counter(leg.peak_rss_bytes)
+    names = [name for leg in legs for name in leg.restarts]
+    return Leg(
+        wall_s=sum(leg.wall_s for leg in legs),
+        restarts={name: restarts[name] for name in names},
+        peak_rss_bytes=dict(peaks),
+        peak_together_bytes=max((leg.peak_together_bytes for leg in legs), default=0),
+    )

@@ -1,0 +1,71 @@
+"""The processes of a run on one machine: their names, folders, invites and commands.
+
+Invariant: a member that is started again has the folder, the key and the invite it had before. Called by `swarm`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from shoal.config import Cheat, Config
+from shoal.launch.cores import share_threads
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import make_invite
+from shoal.protocol.messages import Role
+
+INVITE_S = 30 * 86_400
+
+
+@dataclass(frozen=True)
+class Member:
+    name: str
+    role: Role
+    command: str  # the role, or the kind of cheat
+
+
+def members(config: Config) -> Iterator[Member]:
+    """Every process except the coordinator, in the order in which they start."""
+    yield Member("learner", "learner", "learner")
+    yield Member("origin", "origin", "origin")
+    for i in range(config.relays.count):
+        yield Member(f"relay-{i}", "relay", "relay")
+    for i in range(config.validator.count):
+        yield Member(f"validator-{i}" if config.validator.count > 1 else "validator", "validator", "validator")
+    for i in range(config.workers.count):
+        yield Member(f"worker-{i}", "worker", "worker")
+    cheats = config.workers.cheat
+    for i, cheat in enumerate(cheats):
+        yield Member(f"cheater-{i}" if len(cheats) > 1 else "cheater", "worker", cheat)
+    yield Member("evaluator", "evaluator", "evaluator")
+
+
+def module_of(command: str) -> str:
+    """The module whose `main` takes this command."""
+    return "shoal.adversary.cheats" if command in get_args(Cheat) else "shoal.cli"
+
+
+def coordinator_command(run: str, out: Path, url: str) -> list[str]:
+    port = url.rpartition(":")[2]
+    where = ["--dir", str(out / "coordinator"), "--record", str(out), "--no-report", "--threads", "1"]
+    return ["coordinator", str(out / "config.toml"), "--run", run, "--port", port, *where]
+
+
+def command(member: Member, config: Config, out: Path, cores: int) -> list[str]:
+    """The member's command line; its folder and invite exist."""
+    folder = out / member.name
+    threads = share_threads(config, cores).get(member.role, 1)
+    more = ["--watch", str(out / "learner" / "versions")] if member.role == "origin" else []
+    where = ["--dir", str(folder), "--threads", str(threads)]
+    return [member.command, "--join", str(folder / "invite"), *more, *where]
+
+
+def invite(member: Member, coordinator: Identity, run: str, url: str, out: Path) -> None:
+    """Make the member's folder and invite, unless it has them: the coordinator knows it by the first."""
+    folder = out / member.name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not (folder / "invite").exists():
+        expires_s = int(time.time()) + INVITE_S
+        made = make_invite(coordinator, url=url, run=run, role=member.role, name=member.name, expires_s=expires_s)
+        (folder / "invite").write_text(made.encode())

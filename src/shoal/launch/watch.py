@@ -1,0 +1,69 @@
+"""Watches a running run: its state, its progress, and the reasons to stop it.
+
+Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
+(`run.no_signal_groups`), or its disk is full. Called by `swarm`.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ShoalError
+from shoal.launch.disk import check_left, free_bytes
+from shoal.protocol.messages import Status
+from shoal.protocol.watch import PoolWatch, UnreachableError
+from shoal.view import no_signal
+
+
+class StalledError(ShoalError):
+    """The run gets no further; the message says why and what to try."""
+
+
+class Watch:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        pool: PoolWatch,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        free: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.pool = pool
+        self.clock = clock
+        self.free = free
+        self.status: Status | None = None  # the newest
+        self._progress = (-1, -1)
+        self._progress_s = clock()
+
+    def look(self) -> Status | None:
+        """The state of the run now; None while the coordinator is away (it may be restarting)."""
+        try:
+            self.status = self.pool.look()
+        except UnreachableError:
+            return None
+        known = len(self.pool.history.metrics) + len(self.pool.history.evaluations)
+        progress = (known, sum(node.accepted for node in self.status.nodes))
+        if progress != self._progress:
+            self._progress, self._progress_s = progress, self.clock()
+        return self.status
+
+    def check(self) -> None:
+        """Raise StalledError or DiskFullError if the run cannot continue."""
+        check_left(self.folder, self.free(self.folder))
+        stalled_s = self.clock() - self._progress_s
+        if stalled_s > self.config.run.stall_s:
+            raise StalledError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
+        if self.status is not None and self.status.signal.flat >= self.config.run.no_signal_groups:
+            raise StalledError(
+                f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
+                "easier or harder tasks, or more completions per group (sampling.group_size)"
+            )
+
+    def _who_waits(self) -> str:
+        nodes = self.status.nodes if self.status else []
+        waiting = [f"{node.name} is waiting for {node.stats.doing}" for node in nodes if node.stats.waiting]
+        return "; ".join(waiting) or f"see {self.folder / 'logs'}"

@@ -1,0 +1,62 @@
+"""Files in a folder, read as the one byte string that a `Stream` cuts into shards.
+
+Called by fetch, to write and verify downloads, and by publish, to verify the parent of a delta.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from blake3 import blake3
+
+from shoal.files import CHUNK_BYTES
+from shoal.shardcast.format.manifest import FileEntry, Stream
+
+
+class StreamFiles:
+    """The files' bytes, concatenated in listed order."""
+
+    def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        self.paths = [folder / file.path for file in files]
+        self.sizes_bytes = [file.size_bytes for file in files]
+        self._ends = list(accumulate(self.sizes_bytes))
+
+    def ranges(self, position: int, size_bytes: int) -> Iterator[tuple[Path, int, int]]:
+        """(file, offset in the file, size) for each file in a range of the byte string, in order."""
+        index = bisect_right(self._ends, position)
+        while size_bytes:
+            start = self._ends[index] - self.sizes_bytes[index]
+            here_bytes = min(self._ends[index] - position, size_bytes)
+            if here_bytes:
+                yield self.paths[index], position - start, here_bytes
+            position, size_bytes, index = position + here_bytes, size_bytes - here_bytes, index + 1
+
+    def read(self, position: int, size_bytes: int) -> Iterator[bytes]:
+        for path, at_bytes, left_bytes in self.ranges(position, size_bytes):
+            with path.open("rb", buffering=0) as file:
+                file.seek(at_bytes)
+                while left_bytes and (data := file.read(min(left_bytes, CHUNK_BYTES))):
+                    yield data
+                    left_bytes -= len(data)
+
+    def match(self, stream: Stream) -> bool:
+        """Reads all files and compares them with the stream's hashes."""
+        size_bytes = stream.shard_size_bytes
+        return self.sizes_match() and all(
+            self._hash(shard.index * size_bytes, shard.size_bytes) == shard.hash for shard in stream.entries()
+        )
+
+    def sizes_match(self) -> bool:
+        try:
+            return [path.stat().st_size for path in self.paths] == self.sizes_bytes
+        except FileNotFoundError:
+            return False
+
+    def _hash(self, position: int, size_bytes: int) -> str:
+        digest = blake3()
+        for data in self.read(position, size_bytes):
+            digest.update(data)
+        return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""What a version is published from: the files of a folder, in order, and what must never be among them.
+
+Invariant: no file that looks like a private key is published, not through a symbolic link either.
+Called by the origin, by `growing`, and by `alone`, which checks the paths before it creates a key.
+Left out: keys without a text header (DER, PKCS #12) and keys after the first `SCANNED_BYTES` of a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import ValidationError
+
+from shoal.errors import ShoalError
+from shoal.files import CHUNK_BYTES
+from shoal.shardcast.format.manifest import FileEntry, ManifestError, TensorEntry, check_paths
+from shoal.shardcast.format.safetensors_layout import LayoutError, layout_of
+
+SCANNED_BYTES = 1 << 20
+KEY_NAMES = {"identity.pem", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"}
+# PKCS #8, PKCS #1, SEC 1, OpenSSH, OpenPGP, PuTTY
+KEY_TEXT = re.compile(
+    rb"^[ \t]*(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-\d)", re.MULTILINE
+)
+
+
+class PublishError(ShoalError, ValueError):
+    """This cannot be published, and why."""
+
+
+def check_apart(path: Path, store: Path, *keys: Path) -> None:
+    """Raises PublishError if the store or a private key lies inside the folder to publish, or is the file to publish."""
+    published = path.resolve()
+    if store.resolve().is_relative_to(published):
+        raise PublishError(f"the store {store} lies inside {path}, which is published; choose a store outside of it")
+    for key in keys:
+        if key.resolve().is_relative_to(published):
+            raise PublishError(f"the key file {key} lies inside {path}, which is published; keep the key outside of it")
+
+
+def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
+    """The folder, and the files in it to publish: all of them, or the one file that `path` names.
+    Raises ManifestError, PublishError."""
+    folder = path if path.is_dir() else path.parent
+    return folder, in_order(listed(_files_in(path) if path.is_dir() else [path], folder), folder)
+
+
+def listed(paths: Iterable[Path], folder: Path) -> list[FileEntry]:
+    """The entries of complete files of a folder. Raises ManifestError, PublishError."""
+    found = []
+    for path in paths:
+        with path.open("rb") as file:
+            _refuse_key(path, file)
+            found.append(entry(path.relative_to(folder), file, path.stat().st_size))
+    return found
+
+
+def in_order(files: Sequence[FileEntry], folder: Path) -> list[FileEntry]:
+    """The files in the order in which they are published. Raises ManifestError."""
+    ordered = sorted(files, key=lambda file: Path(file.path))
+    check_paths([file.path for file in ordered])
+    if not ordered:
+        raise ManifestError(f"{folder} holds no files; put the files to publish there")
+    return ordered
+
+
+def entry(path: Path, file: BinaryIO, size_bytes: int) -> FileEntry:
+    """The entry of a file that has, or will have, `size_bytes`, with its tensors if it is safetensors.
+    Raises ManifestError."""
+    try:
+        return FileEntry(path=path.as_posix(), size_bytes=size_bytes, tensors=_tensors(path, file, size_bytes))
+    except ValidationError as error:
+        raise ManifestError(f"{path} cannot be published: {error}") from error
+
+
+def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:
+    return [(folder / file.path).stat().st_mtime_ns for file in files]
+
+
+def file_chunks(folder: Path, files: Sequence[FileEntry]) -> Iterator[memoryview]:
+    """The files' bytes; each view is valid until the next one."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for file_entry in files:
+        with (folder / file_entry.path).open("rb", buffering=0) as file:
+            while size_bytes := file.readinto(buffer):
+                yield buffer[:size_bytes]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    paths = sorted(folder.rglob("*"))
+    for path in paths:
+        if path.is_symlink() and path.is_dir():
+            raise PublishError(
+                f"{path} is a link to a folder; replace it by the folder's files, or publish that folder"
+            )
+    return [path for path in paths if path.is_file()]
+
+
+def _refuse_key(path: Path, file: BinaryIO) -> None:
+    names = {path.name, path.resolve().name}
+    if names & KEY_NAMES or KEY_TEXT.search(file.read(SCANNED_BYTES)):
+        raise PublishError(f"{path} looks like a private key; move it out of the published folder, then publish again")
+    file.seek(0)
+
+
+def _tensors(path: Path, file: BinaryIO, size_bytes: int) -> tuple[TensorEntry, ...]:
+    if path.suffix != ".safetensors":
+        return ()
+    try:
+        layout = layout_of(file, size_bytes, path.name)
+    except LayoutError:
+        return ()  # published like any other file
+    return tuple(TensorEntry(name=found.name, dtype=found.dtype, shape=found.shape) for found in layout.tensors)

@@ -1,0 +1,227 @@
+"""The rows of a rollout file as plain arrays, one `Column` per field, and the schemas of the two files.
+
+Parquet is decoded in a child process. Columns are what the child hands back: raw little-endian numbers with their counts,
+so the parent decodes no Parquet, no Arrow data and no pickle.
+Invariant: `unpack` returns columns of exactly the schema's types and within the given bounds, or raises.
+Called by `decode` (the child's side), `quarantine` (the parent's side) and `rollouts` (digest and rows).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from shoal.errors import ShoalError
+
+PROOF_BYTES = 258
+PROOF_CHUNK_TOKENS = 32  # completion tokens per proof
+MAX_LIST_VALUES = 50_000_000  # tokens, logprobs or proofs in one file
+MAX_TASK_BYTES = 8_192  # average length of the task names in one file
+
+LENGTH = np.dtype("<i4")
+
+
+def _list_of(type_: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", type_, nullable=False))
+
+
+SUBMISSION = pa.schema(
+    [
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("task", pa.string(), nullable=False),
+        pa.field("target_length", pa.int32(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("tokens", _list_of(pa.int32()), nullable=False),
+        pa.field("logprobs", _list_of(pa.float32()), nullable=False),
+        pa.field("reward", pa.float32(), nullable=False),
+        pa.field("proofs", _list_of(pa.binary(PROOF_BYTES)), nullable=False),
+    ]
+)
+ACCEPTED = pa.schema(
+    [
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("task", pa.string(), nullable=False),
+        pa.field("prompt", _list_of(pa.int32()), nullable=False),
+        pa.field("tokens", _list_of(pa.int32()), nullable=False),
+        pa.field("logprobs", _list_of(pa.float32()), nullable=False),
+        pa.field("reward", pa.float32(), nullable=False),
+    ]
+)
+
+
+class RolloutFileError(ShoalError):
+    """A rollout file that is refused; the message says why."""
+
+
+class BadSignatureError(RolloutFileError):
+    """A readable file without a valid signature by the key that it names."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest file that a reader accepts."""
+
+    max_rows: int
+    max_tokens: int  # in one list of tokens, logprobs or prompt tokens
+
+    def values(self, name: str) -> int:
+        """The most values that a whole column may hold."""
+        per_row = {
+            "tokens": self.max_tokens,
+            "logprobs": self.max_tokens,
+            "prompt": self.max_tokens,
+            "proofs": -(-self.max_tokens // PROOF_CHUNK_TOKENS),
+        }.get(name, 1)
+        return min(self.max_rows * per_row, MAX_LIST_VALUES)
+
+    def size_bytes(self, schema: pa.Schema) -> int:
+        """The most bytes that `pack` gives for a file of this schema."""
+        return sum(
+            self.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else width(field.type))
+            + self.max_rows * LENGTH.itemsize
+            for field in schema
+        )
+
+
+@dataclass(frozen=True)
+class Column:
+    """n rows. Text and proofs are bytes (uint8); the elements of all lists follow one another."""
+
+    values: np.ndarray[Any, Any]  # (n,), or for lists and text (sum of lengths,); proofs (sum of lengths, PROOF_BYTES)
+    lengths: np.ndarray[Any, Any] | None = None  # int32 (n,): elements of each list, bytes of each text
+
+    def __len__(self) -> int:
+        return len(self.values if self.lengths is None else self.lengths)
+
+
+Columns = dict[str, Column]
+
+
+def from_table(table: pa.Table) -> Columns:
+    """Raises RolloutFileError if a value is null."""
+    if any(column.null_count for column in table.columns):
+        raise RolloutFileError("null values")
+    return {name: _column(table[name].combine_chunks()) for name in table.column_names}
+
+
+def _column(array: pa.Array) -> Column:
+    if pa.types.is_list(array.type):
+        lengths = np.asarray(array.value_lengths(), dtype=LENGTH)
+        elements = array.flatten()
+        if elements.null_count:
+            raise RolloutFileError("null values")
+        return Column(_column(elements).values, lengths)
+    if pa.types.is_string(array.type):
+        texts = [text.encode() for text in array.to_pylist()]
+        lengths = np.array([len(text) for text in texts], dtype=LENGTH)
+        return Column(np.frombuffer(b"".join(texts), dtype=np.uint8), lengths)
+    if pa.types.is_fixed_size_binary(array.type):
+        size = array.type.byte_width
+        data = b"".join(array.to_pylist())
+        return Column(np.frombuffer(data, dtype=np.uint8).reshape(len(array), size))
+    return Column(array.to_numpy(zero_copy_only=False))
+
+
+def content_digest(columns: Columns) -> str:
+    """BLAKE3 of the rows' values, column by column: independent of how Parquet lays them out."""
+    digest = blake3()
+    for name, column in columns.items():
+        digest.update(f"{name}\n{len(column)}\n".encode())
+        values, lengths = column.values, column.lengths
+        if values.ndim == 2:  # proofs: each behind its size
+            assert lengths is not None
+            size = np.full((len(values), 1), values.shape[1], dtype=LENGTH).view(np.uint8)
+            digest.update(lengths.tobytes())
+            digest.update(np.hstack([size, values]).tobytes())
+        elif values.dtype == np.uint8 and lengths is not None:  # text: each behind its size
+            for text in _slices(values.tobytes(), lengths):
+                digest.update(len(text).to_bytes(4, "little") + text)
+        else:
+            digest.update(b"" if lengths is None else lengths.tobytes())
+            digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def to_lists(columns: Columns) -> dict[str, list[Any]]:
+    """Every column as a Python list with one entry per row. Raises RolloutFileError if text is not UTF-8."""
+    return {name: _to_list(column) for name, column in columns.items()}
+
+
+def _to_list(column: Column) -> list[Any]:
+    values, lengths = column.values, column.lengths
+    if lengths is None:
+        return list(values.tolist())
+    if values.ndim == 2:
+        data, size = values.tobytes(), values.shape[1]
+        proofs = [data[at : at + size] for at in range(0, len(data), size)]
+        return _slices(proofs, lengths)
+    if values.dtype == np.uint8:
+        try:
+            return [text.decode() for text in _slices(values.tobytes(), lengths)]
+        except UnicodeDecodeError as error:
+            raise RolloutFileError("text that is not UTF-8") from error
+    return _slices(values.tolist(), lengths)
+
+
+def _slices(values: Any, lengths: np.ndarray[Any, Any]) -> list[Any]:
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    return [values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+
+
+# --- between two processes -------------------------------------------------------------------------------------------
+
+
+def pack(columns: Columns) -> bytes:
+    """The columns' bytes, one after the other, lengths before values."""
+    parts = [(column.lengths, column.values) for column in columns.values()]
+    return b"".join(array.tobytes() for pair in parts for array in pair if array is not None)
+
+
+def unpack(data: bytes, rows: int, schema: pa.Schema, limits: Limits) -> Columns:
+    """The columns of a file of this schema. Raises RolloutFileError if `data` is not that, whoever made it."""
+    if not 0 < rows <= limits.max_rows:
+        raise RolloutFileError(f"{rows} rows; between 1 and {limits.max_rows} are allowed")
+    columns: Columns = {}
+    rest = memoryview(data)
+    for field in schema:
+        lengths, count = None, rows
+        if pa.types.is_list(field.type) or pa.types.is_string(field.type):
+            lengths, rest = _take(rest, rows, LENGTH)
+            count = int(lengths.sum(dtype=np.int64))
+            most = limits.values(field.name) * (MAX_TASK_BYTES if pa.types.is_string(field.type) else 1)
+            if int(lengths.min()) < 0 or count > most:
+                raise RolloutFileError(f"column {field.name} holds more than {most} values")
+        values, rest = _take(rest, count, _dtype(field.type))
+        columns[field.name] = Column(values, lengths)
+    if rest.nbytes:
+        raise RolloutFileError(f"{rest.nbytes} bytes after the last column")
+    return columns
+
+
+def _take(data: memoryview, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], memoryview]:
+    size = count * dtype.itemsize
+    if size > data.nbytes:
+        raise RolloutFileError(f"{data.nbytes} bytes where {size} were announced")
+    return np.frombuffer(data[:size], dtype=dtype), data[size:]
+
+
+def element_type(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if pa.types.is_list(type_) else type_
+
+
+def width(type_: pa.DataType) -> int:
+    """Bytes of one value of a column, or of one element of its lists; 1 for text."""
+    element = element_type(type_)
+    return 1 if pa.types.is_string(element) else element.bit_width // 8
+
+
+def _dtype(type_: pa.DataType) -> np.dtype[Any]:
+    element = element_type(type_)
+    if pa.types.is_string(element):
+        return np.dtype(np.uint8)
+    if pa.types.is_fixed_size_binary(element):
+        return np.dtype((np.uint8, (element.byte_width,)))
+    dtype: np.dtype[Any] = np.dtype(element.to_pandas_dtype())
+    return dtype.newbyteorder("<")

@@ -1,0 +1,143 @@
+"""What a run needs of a disk, and what is removed after it."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal import config as config_module
+from shoal.config import Config, parse
+from shoal.launch.clean import clean_run
+from shoal.launch.disk import DiskFullError, check_space, explain, file_system, needs, used_bytes
+from shoal.launch.folder import LOCK, FolderError, locked
+
+MODEL = 100_000_000  # parameters
+
+
+def test_the_estimate_follows_the_settings_that_keep_files() -> None:
+    config = Config()
+    peak = needs(config, MODEL).peak_bytes
+    more = parse({"learner": {"keep_last": 3}})
+    assert needs(more, MODEL).peak_bytes - peak == 12 * MODEL  # a checkpoint: fp32 masters and two moments
+    workers = parse({"workers": {"count": config.workers.count + 1}})
+    assert needs(workers, MODEL).peak_bytes - peak == 3 * 2 * MODEL
+    assert 12 * MODEL < needs(config, MODEL).kept_bytes < peak
+
+
+def test_a_short_run_needs_less() -> None:
+    short = parse({"run": {"steps": 1}})
+    assert needs(short, MODEL).peak_bytes < needs(Config(), MODEL).peak_bytes / 2
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_file_system(tmp_path: Path) -> None:
+    wanted = needs(Config(), MODEL)
+    check_space(tmp_path, wanted, free=2 * wanted.peak_bytes)
+    with pytest.raises(
+        DiskFullError, match=r"the file system /\S* has 1.0 GB free, and this run needs up to \d+.\d GB"
+    ):
+        check_space(tmp_path, wanted, free=10**9)
+
+
+def test_what_a_resumed_run_has_already_written_is_not_needed_again(tmp_path: Path) -> None:
+    wanted = needs(Config(), MODEL)
+    with (tmp_path / "checkpoint").open("wb") as sparse:
+        sparse.truncate(wanted.peak_bytes)
+    check_space(tmp_path, wanted, free=10**9)
+
+
+def test_a_full_disk_is_explained_with_its_file_system(tmp_path: Path) -> None:
+    assert "full: free space there" in explain(OSError(errno.ENOSPC, "no space"), tmp_path)
+    assert str(file_system(tmp_path)) in explain(OSError("rank 0: [Errno 28] No space left on device"), tmp_path)
+    assert explain(OSError(errno.EACCES, "denied"), tmp_path) == "[Errno 13] denied"
+
+
+def stopped(folder: Path, *, keep_every: int = 0) -> Path:
+    """A run's folder as a stopped run leaves it."""
+    (folder / "coordinator").mkdir(parents=True)
+    (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
+    (folder / "config.toml").write_text(config_module.dumps(parse({"learner": {"keep_every": keep_every}})))
+    names = {
+        "coordinator": ["pool.sqlite", "store/accepted/a.parquet"],
+        "learner": ["invite", "identity.pem", *(f"versions/v00000{n}/w" for n in (7, 8))],
+        "origin": [
+            "invite",
+            "store/v000006/full/s",
+            "store/v000007/full/s",
+            "store/v000007/delta/s",
+            "store/v000008/delta/s",
+        ],
+        "relay-0": ["invite", "store/v000008/manifest.json"],
+        "worker-0": ["invite", "identity.pem", "weights/v000008/w"],
+        "validator": ["invite", "weights/v000008/w"],
+        "model": ["w"],
+        "logs": ["learner.log"],
+    }
+    for node, files in names.items():
+        for name in files:
+            (folder / node / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / node / name).write_text("x" * 100)
+    for step in (2, 4, 8):
+        path = folder / f"learner/checkpoints/step-00000{step}/shard"
+        path.parent.mkdir(parents=True)
+        path.write_text("x" * 1000)
+    return folder
+
+
+def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
+    run = stopped(tmp_path / "run")
+    before = used_bytes(run)
+    assert clean_run(run) == before - used_bytes(run) == 2 * 1000 + 5 * 100
+    for kept in (
+        "coordinator/pool.sqlite",
+        "coordinator/store/accepted/a.parquet",
+        "learner/checkpoints/step-000008/shard",
+        "learner/versions/v000008/w",
+        "origin/store/v000007/full/s",
+        "origin/store/v000008/delta/s",
+        "worker-0/identity.pem",
+        "worker-0/invite",
+        "model/w",
+        "logs/learner.log",
+    ):
+        assert (run / kept).exists(), kept
+    for gone in (
+        "worker-0/weights",
+        "validator/weights",
+        "relay-0/store",
+        "learner/versions/v000007",
+        "origin/store/v000006",
+    ):
+        assert not (run / gone).exists(), gone
+    assert clean_run(run) == 0
+
+
+def test_checkpoints_that_the_config_keeps_for_good_stay(tmp_path: Path) -> None:
+    run = stopped(tmp_path / "run", keep_every=4)
+    clean_run(run)
+    assert sorted(path.name[-1] for path in (run / "learner/checkpoints").iterdir()) == ["4", "8"]
+
+
+def test_a_folder_without_a_run_is_not_cleaned(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(FolderError, match=f"{tmp_path} holds no run"):
+        clean_run(tmp_path)
+    assert (tmp_path / "weights").exists()
+
+
+def test_a_run_that_is_still_going_is_not_cleaned(tmp_path: Path) -> None:
+    run = stopped(tmp_path / "run")
+    with locked(run), pytest.raises(FolderError, match="still going"):
+        clean_run(run)
+    assert (run / "worker-0/weights").exists()
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(FolderError), locked(tmp_path):
+        pass
+    os.close(fd)
+    with locked(tmp_path):
+        pass

@@ -1,0 +1,77 @@
+"""The reasons that stop a run, with a clock, a coordinator and a disk that are functions."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.config import Config, parse
+from shoal.launch.disk import RESERVE_BYTES, DiskFullError
+from shoal.launch.watch import StalledError, Watch
+from shoal.protocol.messages import History
+from shoal.protocol.watch import PoolWatch
+
+from ..view.support import node, status
+
+
+class Site:
+    """What the watch sees: `now_s`, the coordinator's status (None: it is away), free bytes."""
+
+    def __init__(self, folder: Path, **run: Any) -> None:
+        self.now_s = 0.0
+        self.free = 10 * RESERVE_BYTES
+        self.known: dict[str, Any] | None = {}
+        client = httpx.Client(transport=httpx.MockTransport(self.answer))
+        config: Config = parse({"run": run})
+        pool = PoolWatch("http://c:1", client)
+        self.watch = Watch(config, folder, pool, clock=lambda: self.now_s, free=lambda folder: self.free)
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.known is None:
+            raise httpx.ConnectError("refused", request=request)
+        if request.url.path == "/v1/history":
+            return httpx.Response(200, text=History(cursor=0, metrics=[], evaluations=[], samples=[]).model_dump_json())
+        return httpx.Response(200, text=status(**self.known).status.model_dump_json())
+
+    def at(self, now_s: float, **known: Any) -> None:
+        self.now_s, self.known = now_s, known
+        self.watch.look()
+        self.watch.check()
+
+
+def test_a_run_without_progress_is_stopped_and_names_who_waits(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0, nodes=[node("worker-0", accepted=1)])
+    site.at(90, nodes=[node("worker-0", accepted=2)])
+    site.at(180, nodes=[node("worker-0", accepted=2)])
+    waiting = node("learner", "learner", stats={"doing": "step 1's batch", "waiting": True})
+    with pytest.raises(
+        StalledError, match=r"nothing was accepted or trained for 101 s; learner is waiting for step 1's"
+    ):
+        site.at(191, nodes=[node("worker-0", accepted=2), waiting])
+
+
+def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0)
+    site.now_s, site.known = 101, None
+    assert site.watch.look() is None
+    with pytest.raises(StalledError):
+        site.watch.check()
+
+
+def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 38, "useful": 0, "flat": 38, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    with pytest.raises(StalledError, match=r"39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn"):
+        site.at(1, signal=signal | {"flat": 39})
+
+
+def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.at(0)
+    site.free = RESERVE_BYTES - 1
+    with pytest.raises(DiskFullError, match=r"the file system /\S* is full: 63 MiB are left"):
+        site.watch.check()

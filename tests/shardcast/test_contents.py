@@ -1,0 +1,106 @@
+"""What is never published: private keys, and the store itself."""
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from shoal.shardcast import PublishError
+from shoal.shardcast.publish.contents import SCANNED_BYTES, check_apart
+from shoal.shardcast.publish.handover import Handover
+
+from .support import KEY, model_folder, origin
+
+PEM, PLAIN = serialization.Encoding.PEM, serialization.NoEncryption()
+RSA = rsa.generate_private_key(65537, 2048)
+FORMATS = serialization.PrivateFormat
+KEYS = {
+    "PKCS #8": KEY.private_bytes(PEM, FORMATS.PKCS8, PLAIN),
+    "encrypted": KEY.private_bytes(PEM, FORMATS.PKCS8, serialization.BestAvailableEncryption(b"secret")),
+    "RSA": RSA.private_bytes(PEM, FORMATS.TraditionalOpenSSL, PLAIN),
+    "EC": ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, FORMATS.TraditionalOpenSSL, PLAIN),
+    "OpenSSH": KEY.private_bytes(PEM, FORMATS.OpenSSH, PLAIN),
+    "OpenPGP": b"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n=abcd\n",
+    "PuTTY": b"PuTTY-User-Key-File-3: ssh-ed25519\n",
+}
+CERTIFICATE = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+
+
+def refused(tmp_path, folder, name: str) -> None:
+    source = origin(tmp_path)
+    with pytest.raises(PublishError, match=f"{name} looks like a private key; move it out"):
+        source.publish(folder, 0)
+    assert source.published() == []
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_private_key_is_refused_by_name(tmp_path, kind):
+    folder = model_folder(tmp_path / "model")
+    (folder / "tokenizer" / "notes.txt").write_bytes(CERTIFICATE + KEYS[kind])
+    refused(tmp_path, folder, "tokenizer/notes.txt")
+
+
+def test_a_key_with_windows_line_ends_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (folder / "notes.txt").write_bytes((CERTIFICATE + KEYS["PKCS #8"]).replace(b"\n", b"\r\n"))
+    refused(tmp_path, folder, "notes.txt")
+
+
+def test_a_link_to_a_private_key_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "elsewhere").write_bytes(KEYS["OpenSSH"])
+    (folder / "innocent").symlink_to(tmp_path / "elsewhere")
+    refused(tmp_path, folder, "innocent")
+
+
+@pytest.mark.parametrize("name", ["identity.pem", "id_ed25519"])
+def test_a_file_named_like_a_key_is_refused_whatever_it_holds(tmp_path, name):
+    folder = model_folder(tmp_path / "model")
+    (folder / name).write_bytes(b"\x00")
+    refused(tmp_path, folder, name)
+
+
+def test_a_single_file_that_is_a_key_is_refused(tmp_path):
+    (tmp_path / "key").write_bytes(KEYS["PKCS #8"])
+    refused(tmp_path, tmp_path / "key", "key")
+
+
+def test_a_link_to_a_folder_is_refused_rather_than_left_out(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (folder / "more").symlink_to(model_folder(tmp_path / "other"))
+    with pytest.raises(PublishError, match="more is a link to a folder"):
+        origin(tmp_path).publish(folder, 0)
+
+
+def test_public_keys_certificates_and_words_about_keys_are_published(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    public = KEY.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (folder / "key.pub").write_bytes(public + CERTIFICATE)
+    (folder / "data.jsonl").write_text('{"text": "a key starts with -----BEGIN PRIVATE KEY----- and then"}\n')
+    (folder / "blank").write_bytes(b" " * SCANNED_BYTES)  # and takes no time to scan
+    assert "key.pub" in {file.path for file in origin(tmp_path).publish(folder, 0).files}
+
+
+def test_a_key_in_a_version_that_is_still_being_written_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "watched" / ".v000000")
+    (folder / "model.safetensors").rename(folder / ".model.safetensors.tmp")
+    (folder / "notes.txt").write_bytes(KEYS["PKCS #8"])
+    source = origin(tmp_path)
+    with pytest.raises(PublishError, match="notes.txt looks like a private key"):
+        Handover(source, tmp_path / "watched", lambda: False).begun()
+    assert source.published() == []
+
+
+@pytest.mark.parametrize("published", ["model", "link"])
+def test_a_store_inside_of_what_is_published_is_refused(tmp_path, published):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "link").symlink_to(folder)
+    source = origin(folder)
+    with pytest.raises(PublishError, match="choose a store outside"):
+        source.publish(tmp_path / published, 0)
+    assert source.published() == []
+
+
+def test_a_store_and_a_key_beside_what_is_published_are_fine(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    check_apart(folder, tmp_path / "model2", tmp_path / "origin.pem")
+    check_apart(folder / "config.json", folder / "store", folder / "origin.pem")
