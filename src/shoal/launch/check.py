@@ -62,13 +62,12 @@ def _tasks(config: Config) -> Iterator[str]:
 def _device(config: Config) -> Iterator[str]:
     if config.model.device == "cpu":
         return
-    import torch
+    from shoal.model.dtype import DeviceError, check_device
 
     try:
-        torch.empty(1, device=config.model.device)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA fails an assertion
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        yield f'model.device = "{config.model.device}" is not available: {first_line}'
+        check_device(config.model.device)
+    except DeviceError as error:
+        yield str(error)
 
 
 def _ports(config: Config) -> Iterator[str]:

@@ -4,12 +4,12 @@ Invariant: at most one `shoal run` or `shoal clean` works in a folder at a time.
 """
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.protocol.address import Address, AddressError
 
 LOCK = ".running"
 
@@ -21,10 +21,10 @@ class FolderError(ShoalError):
 def stopped_run(folder: Path) -> tuple[str, str]:
     """(name, coordinator's address) of the run in `folder`. Raises FolderError."""
     try:
-        found = json.loads((folder / "coordinator" / "coordinator.json").read_text())
-        return found["run"], found["url"]
-    except (OSError, ValueError, KeyError) as error:
+        address = Address.read(folder / "coordinator")
+    except AddressError as error:
         raise FolderError(f"{folder} holds no run to resume: its coordinator never listened") from error
+    return address.run, address.url
 
 
 @contextmanager

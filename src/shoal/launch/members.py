@@ -68,4 +68,4 @@ def invite(member: Member, coordinator: Identity, run: str, url: str, out: Path)
     if not (folder / "invite").exists():
         expires_s = int(time.time()) + INVITE_S
         made = make_invite(coordinator, url=url, run=run, role=member.role, name=member.name, expires_s=expires_s)
-        (folder / "invite").write_text(made.encode())
+        made.save(folder / "invite")
