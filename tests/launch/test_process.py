@@ -81,3 +81,14 @@ def test_a_signal_sets_the_stop_event_and_threads_are_shared(told: Path, number:
     assert told.read_text().split() == [str(child.pid), "3"]
     child.send_signal(number)
     assert child.wait(5) == 0
+
+
+def test_a_process_ends_without_a_last_collection_of_everything() -> None:
+    script = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+from shoal.launch import process
+process.begin("child", threads=0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"

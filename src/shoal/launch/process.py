@@ -4,6 +4,8 @@ Invariant: a process that follows another one ends when that one is gone, so `sh
 is killed -9. Called by `cli` for each role, by `children`, and by `swarm` for its own signals.
 """
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -35,6 +37,7 @@ def begin(name: str, *, threads: int) -> threading.Event:
     signal.signal(signal.SIGINT, on_signal)
     if threads:
         _share_cores(threads)
+    atexit.register(gc.freeze)  # with torch loaded, the interpreter's last collection takes seconds on a busy machine
     return stop
 
 
