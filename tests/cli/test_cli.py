@@ -106,6 +106,14 @@ INVITE = ["invite", "x", "--role", "worker", "--name", "w"]
         ["pool", "init", "c.toml", "--dir", "x", "--url", "http://h:1", "--days", "-1"],
         ["pool"],
         ["calibrate", "c.toml", "--submissions", "0"],
+        ["origin", "x", "--port", "70000"],
+        ["origin", "x", "--keep", "0"],
+        ["origin", "x", "--anchor-every", "0"],
+        ["origin", "x", "--shard-bytes", "-1"],
+        ["relay", "--upstream", "http://h:1", "--key", "k", "--quota-bytes", "-5"],
+        ["fetch", "http://h:1", "--key", "k", "--out", "x", "--version", "-1"],
+        ["fetch", "http://h:1", "--key", "k", "--out", "x", "--wait", "-1"],
+        ["sft", "--threads", "-1"],
     ],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )
@@ -120,7 +128,7 @@ def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], capsys: 
 def test_a_number_out_of_range_is_named_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*INVITE, "--days", "-1"])
-    assert "--days: '-1' is not a number above 0 and at most 3650" in capsys.readouterr().err
+    assert "--days: '-1' is not a number from 0.01 to 3650" in capsys.readouterr().err
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from shoal.cli import main
-from shoal.cli.arguments import command_line
+from shoal.cli.main import command_line
 from shoal.cli.shardcast import run_origin
 from shoal.shardcast import PublishError
 

@@ -183,6 +183,17 @@ def test_an_upload_whose_body_was_changed_is_not_kept_and_may_be_repeated(coordi
     assert asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts"))).size_bytes == 8
 
 
+def test_an_upload_whose_connection_breaks_is_no_fault_of_the_store(coordinator: Coordinator) -> None:
+    worker, task = worker_with_task(coordinator)
+
+    async def read() -> bytes:
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(upload(coordinator, worker, task, b"rollouts", read))
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+
+
 def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordinator) -> None:
     worker, task = worker_with_task(coordinator)
 

@@ -13,6 +13,8 @@ from shoal.engine.torch_engine import TorchEngine, _close_gaps
 from shoal.model.load import load_model
 from shoal.model.sampling import choose
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Groups of different sizes, prompts of different lengths, no two seeds alike.
 PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [3, 3, 8]]
 SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]

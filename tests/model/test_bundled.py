@@ -13,6 +13,8 @@ from shoal.engine.protocol import Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.load import WEIGHTS, eos_ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PARAGRAPH = (
     "The old lighthouse stood at the end of a narrow road, a mile from the nearest village. Every "
     "evening the keeper climbed the stairs to light the lamp, and every morning he came down again to "

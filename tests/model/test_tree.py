@@ -14,6 +14,8 @@ from shoal.model.attention import Kernel, Layout
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 tokens = st.lists(st.integers(0, 63), min_size=1, max_size=8)
 trees = st.builds(Tree, prompt=tokens, completions=st.lists(tokens, max_size=4))
 

@@ -16,28 +16,28 @@ def say(**facts) -> None:
     print(json.dumps(facts), flush=True)  # noqa: T201
 
 
-async def run_origin(tmp_path: Path, folder: str, version: int, port: int, piece_s: float = 0.0) -> None:
-    """Publishes a folder; with `piece_s` as a stream that takes so long for each shard."""
+async def run_origin(tmp_path: Path, folder: str, version: int, port: int, shards: int = 0) -> None:
+    """Publishes a folder; with `shards` as a stream that stops after so many."""
     origin_module.DRAFT_S = 0
     source = origin(tmp_path, clock=time.time)
     async with serving(source.store, port=port):
-        if piece_s:
-            await asyncio.to_thread(write_slowly, source, tmp_path / folder, version, piece_s)
+        if shards:
+            await asyncio.to_thread(write_some, source, tmp_path / folder, version, shards)
         else:
             await asyncio.to_thread(source.publish, tmp_path / folder, version)
         say(published=version)
         await asyncio.sleep(60)
 
 
-def write_slowly(source, folder: Path, version: int, piece_s: float) -> None:
+def write_some(source, folder: Path, version: int, shards: int) -> None:
     files = contents(folder)
     names = sorted(files)
     data = b"".join(files[name] for name in names)
     entries = [FileEntry(path=name, size_bytes=len(files[name])) for name in names]
     with source.stream(version, entries) as write:
-        for at in range(0, len(data), source.shard_size_bytes):
-            write(memoryview(data[at : at + source.shard_size_bytes]))
-            time.sleep(piece_s)
+        for index in range(shards):
+            write(memoryview(data[index * source.shard_size_bytes : (index + 1) * source.shard_size_bytes]))
+        time.sleep(600)  # until it is killed
 
 
 async def run_relay(tmp_path: Path, upstream: list[str], port: int) -> None:

@@ -467,7 +467,7 @@ def test_an_origin_that_is_killed_while_it_writes_finishes_the_same_version(tmp_
 
     async def run():
         async with AsyncExitStack() as stack:
-            first = start("origin", folder="model7", version=7, port=port, piece_s=0.1)
+            first = start("origin", folder="model7", version=7, port=port, shards=12)
             counted = await stack.enter_async_context(between(up))
             mirror = relay(tmp_path, counted.url)
             url = await stack.enter_async_context(serving(mirror.store))

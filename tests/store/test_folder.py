@@ -85,9 +85,21 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr("tempfile.mkstemp", lambda **_: fail_with(number)())  # root may write anywhere
+    monkeypatch.setattr(os, "open", fail_with(number))  # root may write anywhere
     with pytest.raises(StoreError, match=f"cannot store a file in {tmp_path}: .* may write"):
         Folder(tmp_path).put("accepted", b"rows")
+
+
+def test_a_file_that_arrives_in_pieces_is_kept_only_if_it_is_committed(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    with store.receive("accepted") as incoming:
+        incoming.write(b"ro")
+        incoming.write(b"ws")
+        assert incoming.commit() == blake3(b"rows").hexdigest()
+    with store.receive("accepted") as incoming:
+        incoming.write(b"lost")
+    assert files(tmp_path) == [tmp_path / "accepted" / f"{blake3(b'rows').hexdigest()}.parquet"]
+    assert store.get("accepted", blake3(b"rows").hexdigest()) == b"rows"
 
 
 def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
@@ -97,7 +109,7 @@ def test_a_file_in_the_place_of_the_folder_is_said(tmp_path: Path) -> None:
 
 
 def test_a_rename_that_fails_leaves_no_file_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "replace", fail_with(errno.EIO))
+    monkeypatch.setattr(Path, "rename", fail_with(errno.EIO))
     with pytest.raises(StoreError, match="Input/output error"):
         Folder(tmp_path).put("accepted", b"rows")
     assert files(tmp_path) == []

@@ -14,7 +14,6 @@ from shoal.config import Config
 from shoal.errors import ShoalError
 
 USAGE = 2
-DAYS_MAX = 3650.0
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name for it
 
 
@@ -44,16 +43,16 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return read
 
 
-def real(above: float, most: float) -> Callable[[str], float]:
-    """A type for argparse: a number in this range, its lower end excluded."""
+def real(least: float, most: float) -> Callable[[str], float]:
+    """A type for argparse: a number in this range."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not above < value <= most:  # nan is in no range
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above {above:g} and at most {most:g}")
+        if not least <= value <= most:  # nan is in no range
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
         return value
 
     return read
@@ -61,7 +60,7 @@ def real(above: float, most: float) -> Callable[[str], float]:
 
 port = whole(0, 65535)
 threads = whole(0, 4096)
-days = real(0, DAYS_MAX)
+days = real(0.01, 3650)
 
 
 def takes_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

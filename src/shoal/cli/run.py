@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_config(arguments)
     if arguments.dry_run:
         return _dry_run(config)
-    from shoal.launch.swarm import Swarm, stopped_run
+    from shoal.launch.folder import stopped_run
+    from shoal.launch.swarm import Swarm
 
     if arguments.resume:
         name, address = stopped_run(arguments.resume)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from shoal import config as config_module
+from shoal.cli.arguments import threads
 from shoal.errors import ShoalError
 from shoal.launch import process
 
@@ -27,7 +28,7 @@ def sft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
-    parser.add_argument("--threads", type=int, default=0, help="cores to compute on (default: all)")
+    parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
 
 
 def run_sft(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.arguments import port, real, whole
+
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
     from shoal.shardcast.alone import Address
@@ -31,8 +33,12 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("origin.pem"),
         help="private key, created if absent; must lie outside of PATH",
     )
-    parser.add_argument("--anchor-every", type=int, default=10, help="every Nth version can be fetched in full")
-    parser.add_argument("--shard-bytes", type=int, help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)")
+    parser.add_argument(
+        "--anchor-every", type=whole(1, 1_000_000), default=10, help="every Nth version can be fetched in full"
+    )
+    parser.add_argument(
+        "--shard-bytes", type=whole(1024, 1 << 30), help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)"
+    )
 
 
 def relay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +53,11 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", required=True, help="the origin's public key, which the origin prints")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
     parser.add_argument("--ca", type=Path, help=CA)
-    parser.add_argument("--version", type=int, help="default: the newest")
+    parser.add_argument("--version", type=whole(0, 1 << 40), help="default: the newest")
     parser.add_argument("--follow", action="store_true", help="keep fetching new versions")
-    parser.add_argument("--wait", type=float, default=0.0, metavar="S", help="wait for a relay or a first version")
+    parser.add_argument(
+        "--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version"
+    )
 
 
 def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
@@ -115,11 +123,13 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", type=Path, default=Path("shardcast"), help="folder of published versions; must lie outside of PATH"
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--port", type=port, default=0)
     parser.add_argument("--tls-cert", type=Path, help="certificate (chain) in PEM: serve https")
     parser.add_argument("--tls-key", type=Path, help="private key of the certificate")
-    parser.add_argument("--keep", type=int, default=5, help="newest versions to keep, with their parents")
-    parser.add_argument("--quota-bytes", type=int, help="disk quota; keeps fewer versions if needed")
+    parser.add_argument(
+        "--keep", type=whole(1, 1_000_000), default=5, help="newest versions to keep, with their parents"
+    )
+    parser.add_argument("--quota-bytes", type=whole(1, 1 << 60), help="disk quota; keeps fewer versions if needed")
 
 
 def _store(arguments: argparse.Namespace) -> Store:

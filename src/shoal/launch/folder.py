@@ -21,10 +21,10 @@ class FolderError(ShoalError):
 def stopped_run(folder: Path) -> tuple[str, str]:
     """(name, coordinator's address) of the run in `folder`. Raises FolderError."""
     try:
-        found = Address.read(folder / "coordinator")
+        address = Address.read(folder / "coordinator")
     except AddressError as error:
         raise FolderError(f"{folder} holds no run to resume: its coordinator never listened") from error
-    return found.run, found.url
+    return address.run, address.url
 
 
 @contextmanager

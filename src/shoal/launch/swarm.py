@@ -23,7 +23,7 @@ from shoal.launch import disk, members
 from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
 from shoal.launch.cores import available_cores
-from shoal.launch.folder import locked, stopped_run
+from shoal.launch.folder import locked
 from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.launch.memory import Peaks
 from shoal.launch.process import Interrupted, signals_interrupt
@@ -38,8 +38,6 @@ from shoal.view import LiveView, no_signal, sample_lines
 POLL_S = 0.3
 START_S = 60.0  # for the coordinator to listen
 SHOWN_SAMPLES = 5
-
-__all__ = ["Swarm", "SwarmError", "stopped_run"]
 
 
 class SwarmError(ShoalError):

@@ -19,6 +19,7 @@ from shoal.files import write_file
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
+from shoal.tasks.derive import max_rollouts
 
 # Seeded sampling (`model.sampling`) never draws a token whose logprob is below about -20. The rest is for numerics.
 LOWEST_LOGPROB = -50.0
@@ -107,7 +108,7 @@ def implausible_value(group: Group) -> str:
 
 def _read(node: Node, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
     data = node.get_bytes(f"/v1/accepted/{submission}")
-    max_rows = config.workers.groups_per_submission * config.sampling.group_size
+    max_rows = max_rollouts(config)
     longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:
         return read_accepted(data, max_rows=max_rows, max_tokens=longest)

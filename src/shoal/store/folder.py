@@ -1,22 +1,21 @@
 """A folder of immutable, content-addressed files: the default store.
 
-Invariant: a file's name is the BLAKE3 of its content, and a file under its name is complete (temporary name, fsync, rename).
+Invariant: a file's name is the BLAKE3 of its content, and a file under its name is complete (`shoal.files`).
 Called by the coordinator, which serves it over HTTP. Left out: an S3 bucket behind the same two methods.
 """
 
 import errno
-import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
 from shoal.errors import ShoalError
-from shoal.files import fsync, remove_leftovers
+from shoal.files import NewFile, remove_leftovers
 
 HASH = re.compile(r"[0-9a-f]{64}")
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -54,16 +53,11 @@ class Folder:
 
     @contextmanager
     def receive(self, kind: str) -> Iterator["IncomingFile"]:
-        incoming = None
+        incoming = IncomingFile(self, kind)
         try:
-            incoming = IncomingFile(self, kind)
             yield incoming
-        except OSError as error:
-            next_step = "free space there" if error.errno in FULL else "see that it is a folder this process may write"
-            raise StoreError(f"cannot store a file in {self.root}: {error.strerror}; {next_step}") from error
         finally:
-            if incoming is not None:
-                incoming.close()
+            incoming.close()
 
     def clean(self) -> None:
         """Remove the unfinished files of a process that was killed."""
@@ -90,30 +84,36 @@ class IncomingFile:
 
     def __init__(self, store: Folder, kind: str) -> None:
         self._store, self._kind = store, kind
-        folder = store.root / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".put-", suffix=".tmp")
-        self._temporary = Path(name)
-        self._file = os.fdopen(descriptor, "wb")
+        with _named_errors(store.root):
+            self._file = NewFile(store.root / kind / secrets.token_hex(16))
+        self._size_bytes = 0
         self._hash = blake3()
 
     def write(self, piece: bytes) -> None:
+        with _named_errors(self._store.root):
+            self._file.write(self._size_bytes, piece)
+        self._size_bytes += len(piece)
         self._hash.update(piece)
-        self._file.write(piece)
 
     def commit(self) -> str:
         """Give the file its name, durably. Returns its hash."""
         content_hash = self._hash.hexdigest()
         path = self._store.path(self._kind, content_hash)
-        if path.exists():
-            return content_hash
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._temporary.replace(path)
-        fsync(path.parent)  # a power cut could undo the rename of a file that was already promised
+        if not path.exists():
+            self._file.path = path
+            with _named_errors(self._store.root):
+                self._file.commit()
         return content_hash
 
     def close(self) -> None:
-        with suppress(OSError):  # flushing again fails again where the disk is full; `commit` has reported it
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._file.close()
+
+
+@contextmanager
+def _named_errors(root: Path) -> Iterator[None]:
+    """Around the file's own operations only: an OSError of the network is not the store's."""
+    try:
+        yield
+    except OSError as error:
+        next_step = "free space there" if error.errno in FULL else "see that it is a folder this process may write"
+        raise StoreError(f"cannot store a file in {root}: {error.strerror}; {next_step}") from error

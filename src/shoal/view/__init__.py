@@ -11,6 +11,7 @@ characters and cut to its column, and numbers are clamped before they are divide
     events    what is new, line by line
     keys      keys pressed in the terminal
     live      screen, samples or events, as the console allows
+    pool      the same for any pool: `shoal status`
 
 Left out: fetching the Status (the caller does), and a log of the past (that is the ledger).
 """
