@@ -53,7 +53,8 @@ def main() -> None:
         rounds = [found for found in result["rounds"] if found["job"] == job]
         for figure in rounds[0]["before"]:
             before, after = ([found[name][figure] for found in rounds] for name in ("before", "after"))
-            ratio = statistics.median(b / a for a, b in zip(before, after, strict=True) if a)
+            ratios = [b / a for a, b in zip(before, after, strict=True) if a]
+            ratio = statistics.median(ratios) if ratios else float("nan")
             medians = f"{statistics.median(before):.4g} | {statistics.median(after):.4g}"
             sys.stdout.write(f"| {job} {figure} | {medians} | {ratio:.3f} |\n")
 
