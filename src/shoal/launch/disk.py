@@ -42,7 +42,7 @@ def needs(config: Config, parameters: int) -> Needs:
     kept_for_good = steps // learner.keep_every if learner.keep_every else 0
     checkpoints = (min(learner.keep_last + 1, written) + kept_for_good) * checkpoint
     workers = (config.workers.count + len(config.workers.cheat)) * versions(WORKER_KEEP)
-    validators = config.validator.count * versions(config.relays.keep)
+    validators = config.validator.count * versions(config.coordinator.async_level + 2)
     evaluator = versions(EVALUATOR_KEEP)
 
     def store(keep: int) -> int:

@@ -87,7 +87,7 @@ class Validator:
             log.info(
                 "submission %s: %s",
                 verdict.submission,
-                f"rejected ({verdict.reason}): {verdict.detail}" if verdict.reason else "accepted",
+                f"rejected ({verdict.reason}): {verdict.detail!r}" if verdict.reason else "accepted",
             )
         except RefusedError as refusal:
             if refusal.status != 409:
@@ -105,7 +105,8 @@ class Validator:
         if self.node.policy_version == version:
             return
         relays = self.node.beat().relays
-        client = Client(relays, self.access, self.cache, keep=self.config.relays.keep)
+        acceptable = self.config.coordinator.async_level + 1  # versions whose rollouts may still be trained on
+        client = Client(relays, self.access, self.cache, keep=acceptable + 1)
         folder, _ = fetch_published(client, version, digest=digest)
         self.judge.load(folder)
         self.node.policy_version = version
