@@ -56,11 +56,17 @@ class Submissions:
     def claim(self, validator: str, most: int) -> Claims:
         """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
 
-        Which ones are prefilled is drawn here, after upload, so no worker can know it.
+        Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
+        need not hold any more expire: a validator that waited for it would check nothing else.
         """
         with self.db.transaction():
             now_s = self.db.clock()
             found = self.db.submissions.claimable(validator, now_s)
+            oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
+            gone = [one for one in found if oldest_held is not None and one.version < oldest_held]
+            for one in gone:
+                self.db.submissions.expire(one.id)
+            found = [one for one in found if one not in gone]
             found = [one for one in found if one.version == found[0].version][:most]
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
@@ -69,6 +75,13 @@ class Submissions:
                 self.db.submissions.set_claimed(one.id, validator, lease_s, full)
                 assignment = to_assignment(one, self.config)
                 claims.append(Claim(assignment=assignment, worker=one.worker, lease_s=lease_s, full=full))
+        for one in gone:
+            log.info(
+                "%s by %s expired unchecked: relays no longer hold version %d",
+                one.id,
+                self._name(one.worker),
+                one.version,
+            )
         return Claims(claims=claims)
 
     def content_owner(self, content: str) -> ContentOwner:
