@@ -53,11 +53,12 @@ def test_a_full_disk_is_explained_with_its_file_system(tmp_path: Path) -> None:
     assert explain(OSError(errno.EACCES, "denied"), tmp_path) == "[Errno 13] denied"
 
 
-def stopped(folder: Path, *, keep_every: int = 0) -> Path:
-    """A run's folder as a stopped run leaves it."""
+def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2) -> Path:
+    """A run's folder as a stopped run leaves it. `keep`: versions at the relays."""
     (folder / "coordinator").mkdir(parents=True)
     (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
-    (folder / "config.toml").write_text(config_module.dumps(parse({"learner": {"keep_every": keep_every}})))
+    config = parse({"learner": {"keep_every": keep_every}, "relays": {"keep": keep}})
+    (folder / "config.toml").write_text(config_module.dumps(config))
     names = {
         "coordinator": ["pool.sqlite", "store/accepted/a.parquet"],
         "learner": ["invite", "identity.pem", *(f"versions/v00000{n}/w" for n in (7, 8))],
@@ -117,6 +118,23 @@ def test_checkpoints_that_the_config_keeps_for_good_stay(tmp_path: Path) -> None
     run = stopped(tmp_path / "run", keep_every=4)
     clean_run(run)
     assert sorted(path.name[-1] for path in (run / "learner/checkpoints").iterdir()) == ["4", "8"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [7, 8]), (2, [7, 8]), (3, [6, 7, 8]), (9, [6, 7, 8])])
+def test_the_origin_can_still_serve_the_versions_that_relays_keep(tmp_path: Path, keep: int, left: list[int]) -> None:
+    """A submission of one of them may wait for its verdict, and without these weights no validator can give it."""
+    run = stopped(tmp_path / "run", keep=keep)
+    clean_run(run)
+    assert sorted(int(path.name[1:]) for path in (run / "origin/store").iterdir()) == left
+
+
+def test_versions_without_an_anchor_stay(tmp_path: Path) -> None:
+    run = stopped(tmp_path / "run")
+    for full in run.glob("origin/store/*/full"):
+        (full / "s").unlink()
+        full.rmdir()
+    clean_run(run)
+    assert len(list((run / "origin/store").iterdir())) == 3
 
 
 def test_a_folder_without_a_run_is_not_cleaned(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ class Swarm:
             peak_rss_bytes=legs.peak_rss_bytes,
             peak_together_bytes=legs.peak_together_bytes,
         )
-        freed = remove_caches(self.out, self.config.learner.keep_every)
+        freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
         self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
 
