@@ -105,7 +105,10 @@ class Swarm:
         finals = [found.version for found in read_evaluations(self.out) if found.final]
         if not finals or max(finals) < self.config.run.steps or not (self.out / SUMMARY).exists():
             return False
-        self.console.print(summary_table(json.loads((self.out / SUMMARY).read_text()), self.out))
+        summary = json.loads((self.out / SUMMARY).read_text())
+        if summary["steps"] < max(finals):  # of an earlier leg: the last one was killed before it wrote its own
+            return False
+        self.console.print(summary_table(summary, self.out))
         more = f"shoal run --resume {self.out} --set run.steps={max(finals) + self.config.run.steps}"
         self.console.print(f"the run has trained its {max(finals)} steps; to train more: {more}", soft_wrap=True)
         return True
