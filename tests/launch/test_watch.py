@@ -64,9 +64,28 @@ def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> Non
 def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path) -> None:
     site = Site(tmp_path, no_signal_groups=39)
     signal = {"groups": 38, "useful": 0, "flat": 38, "lowest": 0.0, "highest": 0.0}
+    site.at(0)
     site.at(0, signal=signal)
     with pytest.raises(StalledError, match=r"39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn"):
         site.at(1, signal=signal | {"flat": 39})
+
+
+def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 40, "useful": 0, "flat": 39, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    site.at(1, signal=signal | {"flat": 77})
+    with pytest.raises(StalledError, match="78 of the newest 78 groups"):
+        site.at(2, signal=signal | {"flat": 78})
+
+
+def test_a_useful_group_ends_the_count_of_those_before_the_first_look(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 40, "useful": 0, "flat": 20, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    site.at(1, signal=signal | {"flat": 0})
+    with pytest.raises(StalledError):
+        site.at(2, signal=signal | {"flat": 39})
 
 
 def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> None:
