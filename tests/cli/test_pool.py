@@ -135,6 +135,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
         ("https://h", (), FAILED, "--set coordinator.port=PORT"),
         (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
         (URL, ("--set", "model.name=./nowhere"), FAILED, "no model at"),
+        (URL, ("--run", "two words"), USAGE, "'two words' cannot name a run: use 1 to 100 ASCII characters"),
     ],
 )
 def test_a_pool_that_could_not_work_is_not_made(
