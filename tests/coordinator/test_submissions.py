@@ -142,6 +142,19 @@ def test_a_verdict_may_come_twice_and_counts_once(harness: Harness) -> None:
     assert harness.pool.status().have == 2
 
 
+@pytest.mark.parametrize("reason", [None, Reason.PROOF])
+def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
+    harness: Harness, reason: Reason | None
+) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="validating and not claimed by this validator"):
+        harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
+    harness.judge(task.id, reason)
+    with pytest.raises(PoolError, match="ed and not claimed by this validator"):
+        harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
+
+
 def test_accepting_needs_the_accepted_file_that_was_stored(harness: Harness) -> None:
     task = harness.upload()
     harness.claim(VALIDATOR)
