@@ -191,7 +191,7 @@ def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(fini
         ("learner", ["joined run tiny-0", "version 24 is written", "step 24 trained", "the trained model is in"]),
         ("origin", ["listening at http", "version 24 is published"]),
         ("relay-0", ["joined run tiny-0", "version 24 is mirrored"]),
-        ("worker-0", ["is loaded", "groups for step", "is handed in", "ended: finished"]),
+        ("worker-0", ["is loaded", "groups for step", "is uploaded", "ended: finished"]),
         ("validator", ["is loaded", ": accepted"]),
         ("evaluator", ["version 0 is evaluated: greedy 0.", "version 24 is evaluated"]),
     ],
@@ -239,14 +239,14 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Pa
 
 @pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
 def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
-    status, told = refused(*arguments)
-    assert status == 2 and "--resume DIR" in told
+    status, printed = refused(*arguments)
+    assert status == 2 and "--resume DIR" in printed
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
-    status, told = refused("--resume", tmp_path)
-    assert status == 1 and f"{tmp_path} holds no run to resume" in told
+    status, printed = refused("--resume", tmp_path)
+    assert status == 1 and f"{tmp_path} holds no run to resume" in printed
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
