@@ -110,7 +110,7 @@ class Submissions:
             if found.state in ("accepted", "rejected") and found.validator == validator:
                 return  # the validator repeats a verdict because it did not get the answer
             found = self._claimed(validator, verdict.submission)
-            reason = self._reason(found, verdict)
+            reason = self._reason(verdict)
             if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
                 raise PoolError(f"{found.id}: store the accepted file before accepting it")
             self.db.submissions.set_judged(
@@ -163,10 +163,10 @@ class Submissions:
             if group.sample is not None
         ]
 
-    def _reason(self, found: Submission, verdict: Verdict) -> Reason | None:
+    def _reason(self, verdict: Verdict) -> Reason | None:
         """The validator's reason, or `replayed` if two validators hold the same content at the same time."""
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
-        if verdict.reason is None and owner not in (None, found.id):
+        if verdict.reason is None and owner is not None:
             return Reason.REPLAYED
         return verdict.reason
 
