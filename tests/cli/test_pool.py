@@ -88,6 +88,13 @@ def test_it_prints_the_commands_that_start_the_pool(
     assert "origin.host and relays.host announce 127.0.0.1" in printed, "others could not fetch weights"
 
 
+def test_a_printed_command_can_be_pasted_even_if_the_folder_has_a_space(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "my pool")
+    assert f"shoal coordinator --dir '{tmp_path / 'my pool'}'\n" in capsys.readouterr().out
+
+
 def test_the_coordinator_listens_where_the_url_says(config: str, tmp_path: Path) -> None:
     init(config, tmp_path / "pool")
     found = load(tmp_path / "pool" / "config.toml").coordinator

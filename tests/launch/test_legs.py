@@ -1,6 +1,7 @@
 """A resumed run's summary covers all its legs."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,10 @@ def test_a_leg_that_was_killed_before_its_summary_is_finished_by_the_next(
     (tmp_path / SUMMARY).write_text(json.dumps({"steps": steps}))
     resumed = swarm.Swarm(parse({"run": {"steps": 4}}), "run-0", tmp_path, "http://127.0.0.1:1")
     assert resumed._is_finished() == finished
+
+
+def test_the_line_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "my run" / "coordinator").mkdir(parents=True)
+    (tmp_path / "my run" / "coordinator" / "coordinator.json").touch()
+    stopped = swarm.Swarm(parse({}), "run-0", tmp_path / "my run", "http://127.0.0.1:1")
+    assert shlex.split(stopped._how_to_resume())[-3:] == ["run", "--resume", str(tmp_path / "my run")]

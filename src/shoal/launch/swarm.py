@@ -7,6 +7,7 @@ Invariant: when it returns, no child is left. Called by `cli`. It never imports 
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -109,7 +110,7 @@ class Swarm:
         if summary["steps"] < max(finals):  # of an earlier leg: the last one was killed before it wrote its own
             return False
         self.console.print(summary_table(summary, self.out))
-        more = f"shoal run --resume {self.out} --set run.steps={max(finals) + self.config.run.steps}"
+        more = f"{self._resuming()} --set run.steps={max(finals) + self.config.run.steps}"
         self.console.print(f"the run has trained its {max(finals)} steps; to train more: {more}", soft_wrap=True)
         return True
 
@@ -225,7 +226,11 @@ class Swarm:
     def _how_to_resume(self) -> str:
         if not (self.out / "coordinator" / "coordinator.json").exists():
             return ""
-        return f"; resume with: shoal run --resume {self.out}"
+        return f"; resume with: {self._resuming()}"
+
+    def _resuming(self) -> str:
+        """The command line, to be pasted into a shell."""
+        return f"shoal run --resume {shlex.quote(str(self.out))}"
 
     def _finish(self) -> None:
         """The trained model, the report and the table; then free what is no longer needed."""
