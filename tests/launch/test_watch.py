@@ -21,6 +21,7 @@ class Site:
     def __init__(self, folder: Path, **run: Any) -> None:
         self.now_s = 0.0
         self.free = 10 * RESERVE_BYTES
+        self.trained = 0  # steps in the history
         self.known: dict[str, Any] | None = {}
         client = httpx.Client(transport=httpx.MockTransport(self.answer))
         config: Config = parse({"run": run})
@@ -31,7 +32,9 @@ class Site:
         if self.known is None:
             raise httpx.ConnectError("refused", request=request)
         if request.url.path == "/v1/history":
-            return httpx.Response(200, text=History(cursor=0, metrics=[], evaluations=[], samples=[]).model_dump_json())
+            metrics = [{"step": float(step)} for step in range(self.trained)]
+            history = History(cursor=self.trained, metrics=metrics, evaluations=[], samples=[])
+            return httpx.Response(200, text=history.model_dump_json())
         return httpx.Response(200, text=status(**self.known).status.model_dump_json())
 
     def at(self, now_s: float, **known: Any) -> None:
@@ -50,6 +53,16 @@ def test_a_run_without_progress_is_stopped_and_names_who_waits(tmp_path: Path) -
         StalledError, match=r"nothing was accepted or trained for 101 s; learner is waiting for step 1's"
     ):
         site.at(191, nodes=[node("worker-0", accepted=2), waiting])
+
+
+def test_a_trained_step_is_progress(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0)
+    site.trained = 1
+    site.at(90)
+    site.at(180)
+    with pytest.raises(StalledError):
+        site.at(191)
 
 
 def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> None:

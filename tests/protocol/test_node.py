@@ -14,7 +14,7 @@ from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
-from shoal.protocol.messages import VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
+from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
 from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError
 from shoal.protocol.signing import split_target, verify_request
 
@@ -221,7 +221,7 @@ def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None
     assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
 
 
-@pytest.mark.parametrize(("status", "helps"), [(403, False), (503, True)])
+@pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (503, True)])
 def test_a_refused_invite_is_not_tried_again_by_a_restart(tmp_path: Path, status: int, helps: bool) -> None:
     coordinator = FakeCoordinator()
     coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "no"})
@@ -278,6 +278,13 @@ def test_a_long_doing_is_cut_not_refused(tmp_path: Path) -> None:
     node.doing("y" * 300)
     node.beat()
     assert coordinator.beats()[0].stats.doing == "y" * 80
+
+
+def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:
+    node = join(FakeCoordinator(), tmp_path)
+    node.came({f"http://relay-{n}": float(n) for n in range(MAX_SENDERS + 2)}, 1.5)
+    assert min(node.intake.bytes_per_s.values()) == 2.0 and len(node.intake.bytes_per_s) == MAX_SENDERS
+    assert node.intake.behind_s == 1.5
 
 
 def test_the_heart_beats_in_the_background_and_outlives_refusals(
