@@ -93,11 +93,11 @@ def shardcast(tree: Path, seed: int) -> Figures:
         origin = subprocess.Popen(_command(*argv), env=_environment(tree), stdout=subprocess.PIPE, text=True)
         assert origin.stdout is not None
         try:
-            told: dict[str, object] = {}
-            while not {"url", "key", "version"} <= set(told):
-                told |= json.loads(origin.stdout.readline())
+            facts: dict[str, object] = {}
+            while not {"url", "key", "version"} <= set(facts):
+                facts |= json.loads(origin.stdout.readline())
             started_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-            _shoal(tree, "fetch", str(told["url"]), "--key", str(told["key"]), "--out", str(folder / "out"))
+            _shoal(tree, "fetch", str(facts["url"]), "--key", str(facts["key"]), "--out", str(folder / "out"))
             wall_s, after = time.monotonic() - started_s, resource.getrusage(resource.RUSAGE_CHILDREN)
             client_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         finally:

@@ -295,7 +295,7 @@ def decode_grouped(packed: bytes, old: Any) -> Any:
 
 
 def choose_limit(exponents: Any, changed: Any) -> int:
-    """The highest below which an eighth of the words change, and no more than an eighth of all words are."""
+    """The highest limit below which an eighth of the words change and at most an eighth of all words lie."""
     words_C = np.cumsum(np.bincount(exponents[::16], minlength=256)) * 16
     changed_C = np.cumsum(np.bincount(changed, minlength=256))
     worthwhile_C = (8 * changed_C >= words_C) & (8 * words_C <= len(exponents))
@@ -346,7 +346,7 @@ def unzigzag(numbers: Any) -> Any:
 
 
 def ordered(words: Any) -> Any:
-    """Integers in the order of the floating-point numbers that the words are; its own inverse but for `unordered`."""
+    """The words as integers that sort like the floating-point numbers they encode."""
     sign = words.dtype.type(1 << (8 * words.itemsize - 1))
     return np.where(words & sign, ~words, words | sign)
 

@@ -127,8 +127,8 @@ class Turn:
             str(folder / "key.pem"),
         ]
         self.origin = stack.enter_context(started(argv, folder / "origin.out"))
-        told = said(self.origin, folder / "origin.out", 1)
-        self.url, self.key = told["url"], told["key"]
+        facts = said(self.origin, folder / "origin.out", 1)
+        self.url, self.key = facts["url"], facts["key"]
         had_s = cpu_s(self.origin.pid)
         said(self.origin, folder / "origin.out", 2)
         self.publish_s = round(cpu_s(self.origin.pid) - had_s, 4)
@@ -171,9 +171,9 @@ class Turn:
         self.settle()
         curl_s, _ = run(["curl", "-sS", "--fail", "-o", str(out), f"{self.plain_url}/file"])
         nginx_s = cpu_s(self.nginx.pid) - had_s
-        b3sum_s, told = run(["b3sum", "--num-threads", "1", "--no-names", str(out)])
+        b3sum_s, printed = run(["b3sum", "--num-threads", "1", "--no-names", str(out)])
         out.unlink()
-        if told.strip() != self.hash:
+        if printed.strip() != self.hash:
             raise SystemExit("curl did not write the file that nginx serves")
         return {"nginx": nginx_s, "curl": curl_s, "b3sum": b3sum_s}
 
@@ -246,16 +246,16 @@ def memory(folder: Path, size_mb: int) -> dict[str, Any]:
     ]
     with started(argv, folder / "origin.out") as origin:
         watched = {"origin": Watched(origin.pid)}
-        told = said(origin, folder / "origin.out", 1)
+        facts = said(origin, folder / "origin.out", 1)
         size_bytes = said(origin, folder / "origin.out", 2)["size_bytes"]
         share(folder / "origin")
-        argv = [SHOAL, "relay", "--upstream", told["url"], "--key", told["key"], "--store", str(folder / "relay")]
+        argv = [SHOAL, "relay", "--upstream", facts["url"], "--key", facts["key"], "--store", str(folder / "relay")]
         with started(argv, folder / "relay.out") as relay:
             watched["relay"] = Watched(relay.pid)
             url = said(relay, folder / "relay.out", 1)["url"]
             said(relay, folder / "relay.out", 2)
             share(folder / "relay")
-            argv = [SHOAL, "fetch", url, "--key", told["key"], "--out", str(folder / "out")]
+            argv = [SHOAL, "fetch", url, "--key", facts["key"], "--out", str(folder / "out")]
             with started(argv, folder / "fetch.out") as client:
                 watched["client"] = Watched(client.pid)
                 if client.wait(DEADLINE_S):
@@ -347,13 +347,13 @@ def run(argv: list[str]) -> tuple[float, str]:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         killer = threading.Timer(DEADLINE_S, process.kill)
         killer.start()
-        told = process.stdout.read()
+        printed = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         killer.cancel()
     if process.returncode:
         raise SystemExit(f"{' '.join(argv)} failed")
-    return used.ru_utime + used.ru_stime, told
+    return used.ru_utime + used.ru_stime, printed
 
 
 def cpu_s(pid: int) -> float:

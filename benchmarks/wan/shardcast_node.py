@@ -14,8 +14,8 @@ POLL_S = 0.2
 
 
 class Client(shardcast.ClientNode):
-    """Keeps the first listing. The package asks any server twice more; if one that is behind answers that there is nothing,
-    the client retries ten nonexistent shards for ever."""
+    """Keeps the first listing. The package asks two more times, any server; if one without the version answers, the client
+    retries ten shards that do not exist, without end."""
 
     listed: dict[str, str] | None = None
 

@@ -9,10 +9,13 @@ from typing import get_args
 import pytest
 
 from shoal import __version__
+from shoal.cli.arguments import run_name
 from shoal.cli.main import COMMANDS, DONE, FAILED, INTERRUPTED, USAGE, main
 from shoal.cli.nodes import ROLES
 from shoal.config import load
 from shoal.protocol.messages import Role
+from shoal.protocol.signing import AUDIENCE
+from shoal.store.rollouts import Header
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 
@@ -57,6 +60,8 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
         (["run", "nowhere.toml"], USAGE, "no config at nowhere.toml"),
         (["run"], USAGE, "shoal run --resume DIR"),
         (["run", "{small}", "--seed", "-1"], USAGE, "run.seed: "),
+        (["run", "--resume", "{small}.d", "--out", "x"], USAGE, "leave --out out"),
+        (["coordinator", "{small}", "--dir", "x", "--run", "two words"], USAGE, "'two words' cannot name a run"),
         (["config", "--explain", "learner.lrr"], USAGE, "did you mean 'learner.lr'?"),
         (["config", "{small}", "--explain"], USAGE, "leave the config out"),
         (["prepare", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
@@ -82,6 +87,27 @@ def test_a_failure_is_one_line_and_an_exit_status(
     assert printed.out == ""
     assert printed.err.startswith(f"shoal {arguments[0]}: ") and words in printed.err
     assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("stem", ["two words", "größer", "x" * 99])
+def test_a_config_whose_name_no_request_can_carry_is_refused(
+    stem: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is called after its config. Signatures cover the name, and the header of a submission holds it."""
+    path = Path(small).rename(tmp_path / f"{stem}.toml")
+    assert main(["run", str(path), "--out", str(tmp_path / "out")]) == USAGE
+    assert "cannot name a run: use 1 to 100 ASCII characters without spaces" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_name_of_a_run_fits_into_requests_and_headers() -> None:
+    text = "!~" * 50
+    assert run_name(text, "") == text
+    assert AUDIENCE.fullmatch(text)
+    zero = "0" * 64
+    Header(
+        schema_version=1, run=text, step=0, policy_version=0, policy_digest=zero, worker=zero, submission=0, signer=zero
+    )
 
 
 INVITE = ["invite", "x", "--role", "worker", "--name", "w"]

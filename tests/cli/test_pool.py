@@ -1,5 +1,6 @@
 """A pool's operator at a shell: a folder with all invites, a coordinator started from it, its state from anywhere."""
 
+import os
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.main import DONE, FAILED, USAGE, main
+from shoal.cli.main import DONE, EVICTED, FAILED, USAGE, main
 from shoal.config import load
 from shoal.protocol.address import Address
 from shoal.protocol.identity import Identity
@@ -88,6 +89,13 @@ def test_it_prints_the_commands_that_start_the_pool(
     assert "origin.host and relays.host announce 127.0.0.1" in printed, "others could not fetch weights"
 
 
+def test_a_printed_command_can_be_pasted_even_if_the_folder_has_a_space(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(config, tmp_path / "my pool")
+    assert f"shoal coordinator --dir '{tmp_path / 'my pool'}'\n" in capsys.readouterr().out
+
+
 def test_the_coordinator_listens_where_the_url_says(config: str, tmp_path: Path) -> None:
     init(config, tmp_path / "pool")
     found = load(tmp_path / "pool" / "config.toml").coordinator
@@ -135,6 +143,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
         ("https://h", (), FAILED, "--set coordinator.port=PORT"),
         (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
         (URL, ("--set", "model.name=./nowhere"), FAILED, "no model at"),
+        (URL, ("--run", "two words"), USAGE, "'two words' cannot name a run: use 1 to 100 ASCII characters"),
     ],
 )
 def test_a_pool_that_could_not_work_is_not_made(
@@ -281,6 +290,36 @@ def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == USAGE and words in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "w").exists()
+
+
+def test_a_node_that_joined_before_may_return_with_an_expired_invite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=1)
+    Identity.generate().save(tmp_path / "w" / "identity.pem")
+    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
+    monkeypatch.setattr("shoal.cli.nodes._work", lambda role, invite, arguments, stop: "finished")
+    assert main(["worker", "--join", made.encode(), "--dir", str(tmp_path / "w")]) == DONE
+
+
+@pytest.mark.parametrize(("ended", "status"), [("finished", DONE), ("stopped", DONE), ("evicted", EVICTED)])
+def test_an_evicted_node_has_its_own_exit_status_and_its_files_are_its_owners_alone(
+    ended: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=2**40)
+    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
+
+    def work(*_: object) -> str:
+        (tmp_path / "weights").write_text("")
+        return ended
+
+    monkeypatch.setattr("shoal.cli.nodes._work", work)
+    before = os.umask(0o022)
+    try:
+        assert main(["worker", "--join", made.encode(), "--dir", str(tmp_path / "w")]) == status
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "weights") == 0o600
 
 
 def test_an_invite_signed_by_another_key_than_it_names_is_refused(

@@ -65,6 +65,11 @@ def test_a_field_is_described_by_type_limits_and_default(key: str, kind: str, de
     assert all(part in text([field]) for part in (key, field.description, kind, default))
 
 
+@pytest.mark.parametrize("key", ["evaluator.n", "validator.sampling_margin"])
+def test_a_field_is_explained_alone_though_other_names_begin_like_it(key: str) -> None:
+    assert [field.key for field in fields(key)] == [key]
+
+
 def test_a_section_is_explained_with_the_sections_in_it() -> None:
     keys = {field.key for field in fields("learner")}
     assert {"learner.lr", "learner.loss.beta", "learner.lora", "learner.lora.rank"} <= keys

@@ -206,6 +206,24 @@ def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordi
     assert list((coordinator.store.root / "submissions").iterdir()) == []
 
 
+def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
+    """Otherwise a worker could hold one file more in the store's folder after every task it lets expire."""
+    worker, task = worker_with_task(coordinator)
+    read_pieces = 0
+
+    async def trickling() -> bytes:
+        nonlocal read_pieces
+        read_pieces += 1
+        if read_pieces == 3:
+            coordinator.pool.db.submissions.expire_open_of(worker.public)
+        return b"x"
+
+    with pytest.raises(PoolError, match="expired, not open"):
+        asyncio.run(upload(coordinator, worker, task, b"", trickling))
+    assert read_pieces == 3
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+
+
 def test_a_killed_coordinators_unfinished_files_are_removed_at_its_next_start(tmp_path: Path) -> None:
     (tmp_path / "store" / "submissions").mkdir(parents=True)
     leftover = tmp_path / "store" / "submissions" / ".put-x.tmp"

@@ -53,5 +53,15 @@ def test_an_expired_invite_is_refused() -> None:
         harness.pool.members.register(ALICE, payload("alice"), None)
 
 
+def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness) -> None:
+    for number, url in enumerate(("http://a:1", "http://b:1")):
+        key, invite = f"{number}" * 64, payload(f"relay-{number}", role="relay", nonce=f"{number}" * 32)
+        harness.pool.members.register(key, invite, url)
+    harness.pool.db.nodes.evict("0" * 64)
+    harness.pool.db.nodes.evict(VALIDATOR)
+    assert harness.pool.members.keys() == {"validator": [OTHER_VALIDATOR], "relay": ["1" * 64]}
+    assert harness.beat(wants=False).relays == ["http://b:1"]
+
+
 def test_the_descriptor_names_keys_of_every_role_but_workers(harness: Harness) -> None:
     assert harness.pool.members.keys() == {"validator": [VALIDATOR, OTHER_VALIDATOR]}

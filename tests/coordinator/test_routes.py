@@ -316,6 +316,11 @@ def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) 
 
 
 @pytest.mark.parametrize(("path", "limit_bytes"), [("/v1/register", 64 << 10), ("/v1/heartbeat", LIMIT_BYTES)])
+def test_a_body_one_byte_too_long_is_refused_before_any_of_it_is_read(site: Site, path: str, limit_bytes: int) -> None:
+    assert announced(site, "worker", "POST", path, size_bytes=limit_bytes + 1) == 413
+
+
+@pytest.mark.parametrize(("path", "limit_bytes"), [("/v1/register", 64 << 10), ("/v1/heartbeat", LIMIT_BYTES)])
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(site: Site, path: str, limit_bytes: int) -> None:
     body = b" " * (limit_bytes + 1)
     client = site.clients["worker"]

@@ -1,4 +1,5 @@
 import json
+import logging
 
 import pytest
 
@@ -110,6 +111,27 @@ def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_coun
         harness.judge(task.id)
 
 
+def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
+    """A validator that dies for good leaves its claim behind; the next one would wait for weights that nobody serves."""
+    harness = open_pool(prompts_per_step=20)
+    for key in (ALICE, BOB):
+        harness.join(key)
+    harness.publish(0, 1)
+    old, young = harness.upload(ALICE, 0), harness.upload(BOB, 1)
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
+    harness.publish(2, 3, 4)  # five versions, as many as relays keep
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
+    harness.publish(5)
+    with caplog.at_level(logging.INFO):
+        assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [young.id]
+    assert caplog.messages == [], "the first validator still has time to judge it"
+    with caplog.at_level(logging.INFO):
+        assert harness.claims(VALIDATOR, 4) == []
+    assert caplog.messages == [f"{old.id} by worker-a expired unchecked: relays no longer hold version 0"]
+    assert harness.pool.db.submissions.count_by_state() == {"expired": 1, "validating": 1}
+    assert harness.task(ALICE, 5).number == 1
+
+
 def test_a_verdict_may_come_twice_and_counts_once(harness: Harness) -> None:
     task = harness.upload()
     harness.claim(VALIDATOR)
@@ -118,6 +140,19 @@ def test_a_verdict_may_come_twice_and_counts_once(harness: Harness) -> None:
         harness.pool.submissions.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
     assert harness.kinds().count("accepted") == 1
     assert harness.pool.status().have == 2
+
+
+@pytest.mark.parametrize("reason", [None, Reason.PROOF])
+def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
+    harness: Harness, reason: Reason | None
+) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="validating and not claimed by this validator"):
+        harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
+    harness.judge(task.id, reason)
+    with pytest.raises(PoolError, match="ed and not claimed by this validator"):
+        harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
 
 
 def test_accepting_needs_the_accepted_file_that_was_stored(harness: Harness) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shoal import config as config_module
 from shoal.config import Config, parse
 from shoal.launch.clean import clean_run
-from shoal.launch.disk import DiskFullError, check_space, explain, file_system, needs, used_bytes
+from shoal.launch.disk import RESERVE_BYTES, DiskFullError, check_space, explain, file_system, needs, used_bytes
 from shoal.launch.folder import LOCK, FolderError, locked
 
 MODEL = 100_000_000  # parameters
@@ -23,7 +23,17 @@ def test_the_estimate_follows_the_settings_that_keep_files() -> None:
     assert needs(more, MODEL).peak_bytes - peak == 12 * MODEL  # a checkpoint: fp32 masters and two moments
     workers = parse({"workers": {"count": config.workers.count + 1}})
     assert needs(workers, MODEL).peak_bytes - peak == 3 * 2 * MODEL
+    relays = parse({"relays": {"count": config.relays.count + 1}})
+    assert needs(relays, MODEL).peak_bytes - peak > 2 * MODEL, "a relay holds at least one whole version"
     assert 12 * MODEL < needs(config, MODEL).kept_bytes < peak
+
+
+def test_the_estimate_counts_the_checkpoint_that_is_written_beside_the_kept_ones() -> None:
+    def peak(checkpoint_every: int) -> int:
+        learner = {"keep_last": 1, "checkpoint_every": checkpoint_every}
+        return needs(parse({"run": {"steps": 20}, "learner": learner}), MODEL).peak_bytes
+
+    assert peak(checkpoint_every=10) - peak(checkpoint_every=20) == 12 * MODEL
 
 
 def test_a_short_run_needs_less() -> None:
@@ -40,11 +50,25 @@ def test_a_run_that_does_not_fit_is_refused_with_the_file_system(tmp_path: Path)
         check_space(tmp_path, wanted, free=10**9)
 
 
+def test_a_run_must_fit_beside_the_reserve_that_would_stop_it(tmp_path: Path) -> None:
+    wanted = needs(Config(), MODEL)
+    check_space(tmp_path, wanted, free=wanted.peak_bytes + RESERVE_BYTES)
+    with pytest.raises(DiskFullError):
+        check_space(tmp_path, wanted, free=wanted.peak_bytes + RESERVE_BYTES - 1)
+
+
 def test_what_a_resumed_run_has_already_written_is_not_needed_again(tmp_path: Path) -> None:
     wanted = needs(Config(), MODEL)
     with (tmp_path / "checkpoint").open("wb") as sparse:
         sparse.truncate(wanted.peak_bytes)
     check_space(tmp_path, wanted, free=10**9)
+
+
+def test_a_file_with_two_names_counts_once_and_a_link_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(bytes(100))
+    (tmp_path / "again").hardlink_to(tmp_path / "shard")
+    (tmp_path / "link").symlink_to(tmp_path / "shard")
+    assert used_bytes(tmp_path) == 100
 
 
 def test_a_full_disk_is_explained_with_its_file_system(tmp_path: Path) -> None:
@@ -53,11 +77,12 @@ def test_a_full_disk_is_explained_with_its_file_system(tmp_path: Path) -> None:
     assert explain(OSError(errno.EACCES, "denied"), tmp_path) == "[Errno 13] denied"
 
 
-def stopped(folder: Path, *, keep_every: int = 0) -> Path:
-    """A run's folder as a stopped run leaves it."""
+def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2) -> Path:
+    """A run's folder as a stopped run leaves it. `keep`: versions at the relays."""
     (folder / "coordinator").mkdir(parents=True)
     (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
-    (folder / "config.toml").write_text(config_module.dumps(parse({"learner": {"keep_every": keep_every}})))
+    config = parse({"learner": {"keep_every": keep_every}, "relays": {"keep": keep}})
+    (folder / "config.toml").write_text(config_module.dumps(config))
     names = {
         "coordinator": ["pool.sqlite", "store/accepted/a.parquet"],
         "learner": ["invite", "identity.pem", *(f"versions/v00000{n}/w" for n in (7, 8))],
@@ -117,6 +142,23 @@ def test_checkpoints_that_the_config_keeps_for_good_stay(tmp_path: Path) -> None
     run = stopped(tmp_path / "run", keep_every=4)
     clean_run(run)
     assert sorted(path.name[-1] for path in (run / "learner/checkpoints").iterdir()) == ["4", "8"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [7, 8]), (2, [7, 8]), (3, [6, 7, 8]), (9, [6, 7, 8])])
+def test_the_origin_can_still_serve_the_versions_that_relays_keep(tmp_path: Path, keep: int, left: list[int]) -> None:
+    """A submission of one of them may wait for its verdict, and without these weights no validator can give it."""
+    run = stopped(tmp_path / "run", keep=keep)
+    clean_run(run)
+    assert sorted(int(path.name[1:]) for path in (run / "origin/store").iterdir()) == left
+
+
+def test_versions_without_an_anchor_stay(tmp_path: Path) -> None:
+    run = stopped(tmp_path / "run")
+    for full in run.glob("origin/store/*/full"):
+        (full / "s").unlink()
+        full.rmdir()
+    clean_run(run)
+    assert len(list((run / "origin/store").iterdir())) == 3
 
 
 def test_a_folder_without_a_run_is_not_cleaned(tmp_path: Path) -> None:

@@ -1,8 +1,17 @@
 """A resumed run's summary covers all its legs."""
 
+import json
+import shlex
 from pathlib import Path
 
+import pytest
+
+from shoal.config import parse
+from shoal.launch import swarm
 from shoal.launch.legs import Leg, read_legs, total, write_legs
+from shoal.protocol.messages import Evaluation
+from shoal.tracking.record import EVALUATIONS
+from shoal.tracking.report import SUMMARY
 
 FIRST = Leg(wall_s=100.0, restarts={"learner": 1, "worker-0": 0}, peak_rss_bytes={"learner": 5}, peak_together_bytes=9)
 SECOND = Leg(wall_s=50.0, restarts={"learner": 2}, peak_rss_bytes={"learner": 3, "origin": 1}, peak_together_bytes=4)
@@ -21,3 +30,22 @@ def test_legs_are_kept_in_the_folder(tmp_path: Path) -> None:
     assert read_legs(tmp_path) == []
     write_legs(tmp_path, [FIRST, SECOND])
     assert read_legs(tmp_path) == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize(("steps", "finished"), [(2, False), (4, True)])
+def test_a_leg_that_was_killed_before_its_summary_is_finished_by_the_next(
+    steps: int, finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swarm, "summary_table", lambda summary, folder: "")
+    finals = [Evaluation(version=version, greedy=0.5, sampled=None, n=1, final=True) for version in (2, 4)]
+    (tmp_path / EVALUATIONS).write_text("".join(final.model_dump_json() + "\n" for final in finals))
+    (tmp_path / SUMMARY).write_text(json.dumps({"steps": steps}))
+    resumed = swarm.Swarm(parse({"run": {"steps": 4}}), "run-0", tmp_path, "http://127.0.0.1:1")
+    assert resumed._is_finished() == finished
+
+
+def test_the_line_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "my run" / "coordinator").mkdir(parents=True)
+    (tmp_path / "my run" / "coordinator" / "coordinator.json").touch()
+    stopped = swarm.Swarm(parse({}), "run-0", tmp_path / "my run", "http://127.0.0.1:1")
+    assert shlex.split(stopped._how_to_resume())[-3:] == ["run", "--resume", str(tmp_path / "my run")]

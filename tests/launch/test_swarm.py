@@ -52,6 +52,9 @@ EXPECTED = {
     "replayed_submission": "replayed",
 }
 
+DEADLINE_S = 900.0  # for whole runs on a very busy machine; a quiet one takes under a minute
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
+
 # Held-out greedy accuracy that 24 steps must add. Honest runs gain about twice as much, and one that does not learn gains
 # exactly 0: test_the_bound_on_learning_stands_far_from_both reads both from benchmarks/results/.
 LEAST_GAIN = 0.1
@@ -68,7 +71,7 @@ def start(out: Path, *more: str, config: str = "tiny") -> subprocess.Popen[str]:
 
 def refused(*arguments: object) -> tuple[int, str]:
     """Exit status and output of a run that must not start."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -115,12 +118,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished run of configs/tiny.toml: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("swarm") / "run"
     swarm = start(out)
-    printed, _ = swarm.communicate(timeout=280)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     return out, printed
 
 
-@pytest.mark.timeout(300)
 def test_a_swarm_learns_from_verified_rollouts(finished: tuple[Path, str]) -> None:
     summary = summary_of(finished[0])
     assert set(summary) == KEYS
@@ -191,7 +193,7 @@ def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(fini
         ("learner", ["joined run tiny-0", "version 24 is written", "step 24 trained", "the trained model is in"]),
         ("origin", ["listening at http", "version 24 is published"]),
         ("relay-0", ["joined run tiny-0", "version 24 is mirrored"]),
-        ("worker-0", ["is loaded", "groups for step", "is handed in", "ended: finished"]),
+        ("worker-0", ["is loaded", "groups for step", "is uploaded", "ended: finished"]),
         ("validator", ["is loaded", ": accepted"]),
         ("evaluator", ["version 0 is evaluated: greedy 0.", "version 24 is evaluated"]),
     ],
@@ -214,7 +216,6 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Pat
     assert files() == before
 
 
-@pytest.mark.timeout(200)
 def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
@@ -223,7 +224,7 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Pa
         command("--resume", run, "--set", f"run.steps={len(before) + 2}"),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:]
@@ -239,14 +240,14 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Pa
 
 @pytest.mark.parametrize("arguments", [[], [CONFIGS / "tiny.toml", "--resume", "somewhere"]])
 def test_either_a_config_or_a_folder_to_resume_is_asked_for(arguments: list[object]) -> None:
-    status, told = refused(*arguments)
-    assert status == 2 and "--resume DIR" in told
+    status, printed = refused(*arguments)
+    assert status == 2 and "--resume DIR" in printed
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
-    status, told = refused("--resume", tmp_path)
-    assert status == 1 and f"{tmp_path} holds no run to resume" in told
+    status, printed = refused("--resume", tmp_path)
+    assert status == 1 and f"{tmp_path} holds no run to resume" in printed
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -285,21 +286,19 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in printed
 
 
-@pytest.mark.timeout(120)
 def test_a_swarm_killed_outright_takes_its_children_along(tmp_path: Path) -> None:
     swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
-    wait_until(lambda: len(children(tmp_path / "run")) >= 8, 60, "eight processes")
+    wait_until(lambda: len(children(tmp_path / "run")) >= 8, DEADLINE_S, "eight processes")
     swarm.kill()
     swarm.wait()
-    wait_until(lambda: children(tmp_path / "run") == {}, 20, "the children to end")
+    wait_until(lambda: children(tmp_path / "run") == {}, DEADLINE_S, "the children to end")
 
 
-@pytest.mark.timeout(120)
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
-    wait_until(lambda: len(children(tmp_path / "run")) >= 8, 60, "eight processes")
+    wait_until(lambda: len(children(tmp_path / "run")) >= 8, DEADLINE_S, "eight processes")
     swarm.send_signal(signal.SIGINT)
-    printed, _ = swarm.communicate(timeout=30)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 130
     assert children(tmp_path / "run") == {}
     assert "Traceback" not in printed and "leaked" not in printed
@@ -307,30 +306,28 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_kill_9_of_the_process_they_are_forked_from_is_survived(tmp_path: Path) -> None:
     out = tmp_path / "run"
     swarm = start(out)
-    wait_until(lambda: trained_steps(out) >= 5, 150, "five steps")
+    wait_until(lambda: trained_steps(out) >= 5, DEADLINE_S, "five steps")
     before = children(out)
     psutil.Process(before["learner"]).parent().kill()
-    wait_until(lambda: not set(before.values()) & set(children(out).values()), 20, "the children to be others")
-    printed, _ = swarm.communicate(timeout=200)
+    wait_until(lambda: not set(before.values()) & set(children(out).values()), DEADLINE_S, "the children to be others")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     assert min(summary_of(out)["restarts"].values()) >= 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "victim", ["coordinator", "learner", "origin", "relay-0", "validator", "worker-0", "evaluator"]
 )
 def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     swarm = start(out)
-    wait_until(lambda: trained_steps(out) >= 5, 150, "five steps")
+    wait_until(lambda: trained_steps(out) >= 5, DEADLINE_S, "five steps")
     os.kill(children(out)[victim], signal.SIGKILL)
-    printed, _ = swarm.communicate(timeout=200)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     summary = summary_of(out)
     assert summary["restarts"][victim] >= 1
@@ -340,12 +337,11 @@ def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", get_args(Cheat))
 def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     swarm = start(out, "--set", f"workers.cheat={kind}", config="tiny-byzantine")
-    printed, _ = swarm.communicate(timeout=280)
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
     assert swarm.returncode == 0, printed
     summary = summary_of(out)
     assert summary["slashed"] == ["cheater"]

@@ -21,6 +21,7 @@ class Site:
     def __init__(self, folder: Path, **run: Any) -> None:
         self.now_s = 0.0
         self.free = 10 * RESERVE_BYTES
+        self.trained = 0  # steps in the history
         self.known: dict[str, Any] | None = {}
         client = httpx.Client(transport=httpx.MockTransport(self.answer))
         config: Config = parse({"run": run})
@@ -31,7 +32,9 @@ class Site:
         if self.known is None:
             raise httpx.ConnectError("refused", request=request)
         if request.url.path == "/v1/history":
-            return httpx.Response(200, text=History(cursor=0, metrics=[], evaluations=[], samples=[]).model_dump_json())
+            metrics = [{"step": float(step)} for step in range(self.trained)]
+            history = History(cursor=self.trained, metrics=metrics, evaluations=[], samples=[])
+            return httpx.Response(200, text=history.model_dump_json())
         return httpx.Response(200, text=status(**self.known).status.model_dump_json())
 
     def at(self, now_s: float, **known: Any) -> None:
@@ -52,6 +55,16 @@ def test_a_run_without_progress_is_stopped_and_names_who_waits(tmp_path: Path) -
         site.at(191, nodes=[node("worker-0", accepted=2), waiting])
 
 
+def test_a_trained_step_is_progress(tmp_path: Path) -> None:
+    site = Site(tmp_path, stall_s=100)
+    site.at(0)
+    site.trained = 1
+    site.at(90)
+    site.at(180)
+    with pytest.raises(StalledError):
+        site.at(191)
+
+
 def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> None:
     site = Site(tmp_path, stall_s=100)
     site.at(0)
@@ -64,9 +77,28 @@ def test_a_coordinator_that_is_away_counts_as_no_progress(tmp_path: Path) -> Non
 def test_a_run_whose_groups_teach_nothing_is_stopped(tmp_path: Path) -> None:
     site = Site(tmp_path, no_signal_groups=39)
     signal = {"groups": 38, "useful": 0, "flat": 38, "lowest": 0.0, "highest": 0.0}
+    site.at(0)
     site.at(0, signal=signal)
     with pytest.raises(StalledError, match=r"39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn"):
         site.at(1, signal=signal | {"flat": 39})
+
+
+def test_a_resumed_run_is_not_stopped_by_the_groups_of_the_leg_before(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 40, "useful": 0, "flat": 39, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    site.at(1, signal=signal | {"flat": 77})
+    with pytest.raises(StalledError, match="78 of the newest 78 groups"):
+        site.at(2, signal=signal | {"flat": 78})
+
+
+def test_a_useful_group_ends_the_count_of_those_before_the_first_look(tmp_path: Path) -> None:
+    site = Site(tmp_path, no_signal_groups=39)
+    signal = {"groups": 40, "useful": 0, "flat": 20, "lowest": 0.0, "highest": 0.0}
+    site.at(0, signal=signal)
+    site.at(1, signal=signal | {"flat": 0})
+    with pytest.raises(StalledError):
+        site.at(2, signal=signal | {"flat": 39})
 
 
 def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_group_beyond_the_async_level_is_counted_and_left_out(version: int, ta
     assert (len(found.groups), found.refused) == (1 + taken, 1 - taken)
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, 0.5, float("nan"), float("-inf")])
+@pytest.mark.parametrize("logprob", [-9999.0, -50.5, 0.00390625, 0.5, float("nan"), float("-inf")])
 def test_a_group_with_an_impossible_logprob_is_counted_and_left_out(
     logprob: float, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +135,21 @@ def test_a_group_with_an_impossible_logprob_is_counted_and_left_out(
     assert line == f"group 1 of {submission(0)} is left out: a logprob of {logprob:g} is outside [-50, 0]"
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("logprob", [-50.0, 0.0, 0.0009765625])
+def test_a_logprob_within_rounding_of_what_is_possible_is_taken(logprob: float, quarantine: Path) -> None:
+    rows = rollouts()
+    rows[3] = replace(rows[3], logprobs=[-0.5, logprob])
+    assert fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).implausible == 0
+
+
+def test_a_prompt_may_be_longer_than_any_completion(quarantine: Path) -> None:
+    prompt = [7] * (CONFIG.sampling.max_tokens + 1)
+    rows = [replace(row, prompt=prompt) for row in rollouts()]
+    [group] = fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).groups
+    assert group.prompt == prompt
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e30, -1e30])
 def test_a_group_with_an_impossible_reward_is_counted_and_left_out(reward: float, quarantine: Path) -> None:
     rows = rollouts()
     rows[0] = replace(rows[0], reward=reward)

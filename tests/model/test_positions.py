@@ -18,20 +18,27 @@ MESSAGE = r"sampling\.max_tokens = 512, but the model in .* has 512 positions .*
 
 
 def test_a_prompt_needs_a_position_too(tiny_folder: Path) -> None:
-    assert positions(tiny_folder) == 512
+    assert positions(json.loads((tiny_folder / "config.json").read_text())) == 512
     check_max_tokens(tiny_folder, 511)
     with pytest.raises(ShoalError, match=MESSAGE):
         check_max_tokens(tiny_folder, 512)
 
 
 @pytest.mark.parametrize(
-    ("config", "found"), [({}, None), ({"text_config": {"max_position_embeddings": 9}}, 9), ({"vision": 1}, None)]
+    ("config", "found"),
+    [
+        ({}, None),
+        ({"text_config": {"max_position_embeddings": 9}}, 9),
+        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 9}}, 9),
+        ({"text_config": None}, None),
+        ({"vision": 1}, None),
+    ],
 )
 def test_positions_are_those_of_the_language_model(
     tmp_path: Path, config: dict[str, object], found: int | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert positions(tmp_path) == found
+    assert positions(config) == found
     check_max_tokens(tmp_path, 8)
 
 

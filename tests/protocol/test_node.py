@@ -1,9 +1,11 @@
 """The node against a coordinator that is a function (httpx.MockTransport)."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +16,7 @@ from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
-from shoal.protocol.messages import VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
+from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
 from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError
 from shoal.protocol.signing import split_target, verify_request
 
@@ -200,10 +202,15 @@ def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) ->
 
 
 def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "GRACE_S", 0.01)
+    looks = itertools.count()  # the clock goes on by a quarter of a second with each look at it
+    monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
+    monkeypatch.setattr(node_module, "LOOK_S", 0.001)
     stop, freed = threading.Event(), threading.Event()
+    looks_before_stop = 0
 
     def silent(request: httpx.Request) -> httpx.Response:
+        nonlocal looks_before_stop
+        looks_before_stop = next(looks)
         stop.set()
         freed.wait(60)
         return httpx.Response(500)
@@ -213,6 +220,7 @@ def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, m
             Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
     finally:
         freed.set()
+    assert node_module.GRACE_S <= (next(looks) - looks_before_stop) / 4 <= node_module.GRACE_S + 1.5
 
 
 def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None:
@@ -221,7 +229,7 @@ def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None
     assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
 
 
-@pytest.mark.parametrize(("status", "helps"), [(403, False), (503, True)])
+@pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (503, True)])
 def test_a_refused_invite_is_not_tried_again_by_a_restart(tmp_path: Path, status: int, helps: bool) -> None:
     coordinator = FakeCoordinator()
     coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "no"})
@@ -272,12 +280,32 @@ def test_a_beat_tells_what_the_node_does(tmp_path: Path) -> None:
     assert node.answer == answer and answer.newest_version == 3
 
 
+def test_time_counts_as_busy_or_waiting_by_what_the_node_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    for took_s, then, waiting in ((3, "a batch", True), (5, "training", False), (7, "a batch", True)):
+        now_s += took_s
+        node.doing(then, waiting=waiting)
+    node.beat()
+    stats = coordinator.beats()[0].stats
+    assert (stats.busy_s, stats.waiting_s, stats.waiting) == (10.0, 5.0, True)
+
+
 def test_a_long_doing_is_cut_not_refused(tmp_path: Path) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
     node.doing("y" * 300)
     node.beat()
     assert coordinator.beats()[0].stats.doing == "y" * 80
+
+
+def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:
+    node = join(FakeCoordinator(), tmp_path)
+    node.came({f"http://relay-{n}": float(n) for n in range(MAX_SENDERS + 2)}, 1.5)
+    assert min(node.intake.bytes_per_s.values()) == 2.0 and len(node.intake.bytes_per_s) == MAX_SENDERS
+    assert node.intake.behind_s == 1.5
 
 
 def test_the_heart_beats_in_the_background_and_outlives_refusals(

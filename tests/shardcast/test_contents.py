@@ -59,6 +59,13 @@ def test_a_file_named_like_a_key_is_refused_whatever_it_holds(tmp_path, name):
     refused(tmp_path, folder, name)
 
 
+def test_a_link_to_a_file_named_like_a_key_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "id_rsa").write_bytes(b"\x00")
+    (folder / "innocent").symlink_to(tmp_path / "id_rsa")
+    refused(tmp_path, folder, "innocent")
+
+
 def test_a_single_file_that_is_a_key_is_refused(tmp_path):
     (tmp_path / "key").write_bytes(KEYS["PKCS #8"])
     refused(tmp_path, tmp_path / "key", "key")

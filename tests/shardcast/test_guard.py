@@ -132,8 +132,8 @@ def test_nothing_but_health_is_answered_without_a_good_token(tmp_path, headers):
         return [await ask(path, headers) for path in paths], await ask("/healthz", headers)
 
     answers, health = asking(tmp_path, guard(), questions)
-    for status, told, body in answers:
-        assert (status, told["WWW-Authenticate"]) == (401, "Bearer")
+    for status, headers, body in answers:
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert LISTING not in body
     assert health[0] == 200
     assert json.loads(health[2])["requests_refused"] == 4

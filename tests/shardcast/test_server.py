@@ -162,7 +162,7 @@ def test_a_shard_of_another_size_than_named_is_sent_as_it_is(tmp_path, size_byte
 def test_byte_ranges(tmp_path):
     store = whole(tmp_path)
     shard = content()[SHARD_BYTES : 2 * SHARD_BYTES]
-    for wanted, told, body in (
+    for wanted, content_range, body in (
         ("10-19", "bytes 10-19/10000", shard[10:20]),
         ("9990-", "bytes 9990-9999/10000", shard[9990:]),
         ("-5", "bytes 9995-9999/10000", shard[-5:]),
@@ -170,7 +170,7 @@ def test_byte_ranges(tmp_path):
         ("-20000", "bytes 0-9999/10000", shard),
     ):
         answer = get(store, "/v000007/full/00001.shard", headers={"Range": f"bytes={wanted}"})
-        assert (answer[0], answer[1]["Content-Range"], answer[2]) == (206, told, body)
+        assert (answer[0], answer[1]["Content-Range"], answer[2]) == (206, content_range, body)
 
 
 @pytest.mark.parametrize("wanted", ["bytes=5-4", "bytes=-", "bytes=a-b", "bytes=0-1,5-6", "lines=1-2"])
@@ -189,9 +189,9 @@ def test_a_range_past_the_end(tmp_path):
 
 def test_what_never_changes_may_be_cached_for_good(tmp_path):
     store = whole(tmp_path)
-    told = {path: get(store, path)[1]["Cache-Control"] for path in ("/versions.json", "/v000007/full/00000.shard")}
-    assert told["/versions.json"] == "no-cache"
-    assert "immutable" in told["/v000007/full/00000.shard"]
+    caching = {path: get(store, path)[1]["Cache-Control"] for path in ("/versions.json", "/v000007/full/00000.shard")}
+    assert caching["/versions.json"] == "no-cache"
+    assert "immutable" in caching["/v000007/full/00000.shard"]
 
 
 def test_a_manifest_may_be_cached_once_it_is_complete(tmp_path):
@@ -287,9 +287,9 @@ def test_health_tells_versions_and_bytes_served(tmp_path):
                 await fetch(f"{url}/v000007/full/00000.shard", method=method)
             return await health(url)
 
-    told = asyncio.run(ask())
-    assert (told["versions"], told["served_bytes"], told["connections_cut"]) == ([7], 20_000, 0)
-    assert told["connections"] >= 1
+    facts = asyncio.run(ask())
+    assert (facts["versions"], facts["served_bytes"], facts["connections_cut"]) == ([7], 20_000, 0)
+    assert facts["connections"] >= 1
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no choice of congestion control")
@@ -298,21 +298,21 @@ def test_accepted_connections_use_the_congestion_control_that_health_tells(tmp_p
         runner, port = await serve(application := app(whole(tmp_path)))
         try:
             raw = await ask_raw(f"http://127.0.0.1:{port}", "/versions.json")
-            told = await health(f"http://127.0.0.1:{port}")
+            facts = await health(f"http://127.0.0.1:{port}")
             accepted = application[LISTENER].open[raw.getsockname()]
             raw.close()
-            return told["congestion"], accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            return facts["congestion"], accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         finally:
             await runner.cleanup()
 
-    told, used = asyncio.run(ask())
-    assert used.rstrip(b"\0").decode() == told
+    facts, used = asyncio.run(ask())
+    assert used.rstrip(b"\0").decode() == facts
     with socket.socket() as trial:
         try:
             trial.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
         except OSError:
             return  # not to be had here: whatever the system uses is right
-    assert told == "bbr"
+    assert facts == "bbr"
 
 
 # Shards still to come
@@ -464,8 +464,8 @@ def test_readers_may_leave_before_a_shard_has_arrived(tmp_path, caplog):
             file.write(20_000, data[20_000:])
             return await fetch(f"{url}/v000007/full/00000.shard"), await health(url)
 
-    (status, _, body), told = asyncio.run(ask())
-    assert (status, body, told["connections"]) == (200, data, 1)
+    (status, _, body), facts = asyncio.run(ask())
+    assert (status, body, facts["connections"]) == (200, data, 1)
     assert not caplog.records
 
 
@@ -481,8 +481,8 @@ def test_readers_may_leave_before_a_shard_has_begun(tmp_path, caplog):
             await asyncio.sleep(0.2)
             return await health(url)
 
-    told = asyncio.run(ask())
-    assert (told["connections"], told["served_bytes"]) == (1, 0)
+    facts = asyncio.run(ask())
+    assert (facts["connections"], facts["served_bytes"]) == (1, 0)
     assert not caplog.records
 
 
@@ -518,17 +518,17 @@ def test_a_reader_that_takes_nothing_is_cut(tmp_path, caplog, secret, shard):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.transport.pause_reading()
             started_s = time.monotonic()
-            while not (told := await health(url, ssl=contexts[1]))["connections_cut"]:
+            while not (facts := await health(url, ssl=contexts[1]))["connections_cut"]:
                 assert time.monotonic() - started_s < 30
                 await asyncio.sleep(0.05)
             took_s = time.monotonic() - started_s
             writer.transport.abort()
             for _ in range(5):  # on sockets that get the number of the one that was cut
                 assert (await fetch(f"{url}/versions.json", ssl=contexts[1]))[0] == 200
-            return told, took_s
+            return facts, took_s
 
-    told, took_s = asyncio.run(ask())
-    assert told["served_bytes"] == 0
+    facts, took_s = asyncio.run(ask())
+    assert facts["served_bytes"] == 0
     assert took_s > 0.3
     assert not caplog.records
 
@@ -601,9 +601,9 @@ def test_connections_of_one_address_and_in_total_are_bounded(tmp_path):
             return await health(url)
 
     for bounds in ({"connections": 3}, {"total_connections": 3}):
-        told = asyncio.run(ask(Guard(audience="test", **bounds)))
-        assert told["connections_refused"] >= 3  # two of the five, and the question
-        assert told["connections"] == 1
+        facts = asyncio.run(ask(Guard(audience="test", **bounds)))
+        assert facts["connections_refused"] >= 3  # two of the five, and the question
+        assert facts["connections"] == 1
 
 
 def test_one_client_is_an_ipv4_address_or_an_ipv6_network():
@@ -660,16 +660,16 @@ def test_a_crowd_of_idle_and_slow_readers_keeps_nothing_from_a_normal_one(tmp_pa
         took_s = time.monotonic() - started_s
         grown_bytes = process.memory_info().rss - before_bytes
         crowd = (await health(url))["connections"]
-        while (told := await health(url))["connections_cut"] < 100:
-            assert time.monotonic() - started_s < 20, told
+        while (facts := await health(url))["connections_cut"] < 100:
+            assert time.monotonic() - started_s < 20, facts
             await asyncio.sleep(0.2)
         sipping.cancel()
         for raw in idle + slow:
             raw.close()
-        return body, took_s, grown_bytes, crowd, told
+        return body, took_s, grown_bytes, crowd, facts
 
     try:
-        body, took_s, grown_bytes, crowd, told = asyncio.run(ask(f"http://127.0.0.1:{int(server.stdout.readline())}"))
+        body, took_s, grown_bytes, crowd, facts = asyncio.run(ask(f"http://127.0.0.1:{int(server.stdout.readline())}"))
     finally:
         server.kill()
         server.wait()
@@ -678,7 +678,7 @@ def test_a_crowd_of_idle_and_slow_readers_keeps_nothing_from_a_normal_one(tmp_pa
     assert took_s < 5
     assert grown_bytes < 50 << 20
     assert crowd > 1100
-    assert told["connections_cut"] == 100
+    assert facts["connections_cut"] == 100
 
 
 # TLS, and nginx in the server's place

@@ -1,4 +1,4 @@
-"""Pictures of runs that are made up: what is drawn, from where, and what a wrong folder or name is told."""
+"""Pictures of invented runs: what is drawn, from where, and the message for a wrong folder or name."""
 
 import json
 from pathlib import Path

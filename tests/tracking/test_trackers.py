@@ -17,23 +17,23 @@ def config(tracker: str) -> Config:
 
 
 class FakeRun:
-    def __init__(self, told: list[Any]) -> None:
-        self.told = told
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
 
     def define_metric(self, name: str, step_metric: str) -> None:
-        self.told.append((name, step_metric))
+        self.calls.append((name, step_metric))
 
     def log(self, values: dict[str, float], step: int | None = None) -> None:
-        self.told.append((values, step))
+        self.calls.append((values, step))
 
     def finish(self) -> None:
-        self.told.append("finished")
+        self.calls.append("finished")
 
 
-def fake(name: str, told: list[Any]) -> ModuleType:
+def fake(name: str, calls: list[Any]) -> ModuleType:
     def init(**arguments: Any) -> FakeRun:
-        told.append(arguments)
-        return FakeRun(told)
+        calls.append(arguments)
+        return FakeRun(calls)
 
     module = ModuleType(name)
     module.__dict__.update(init=init, Settings=lambda **settings: settings, Table=lambda **table: table)
@@ -51,22 +51,22 @@ SAMPLE = WorkerSample(
 
 
 def test_wandb_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", told))
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", calls))
     open_tracker("mine", tmp_path, config("wandb")).log_samples([SAMPLE], 3)
     columns = ["policy_version", "worker", "task", "prompt", "completion", "reward", "tokens"]
     table = {"columns": columns, "data": [[3, "worker-0", "2+2", "2 + 2 =", "4", 1.0, 2]]}
-    assert told[-1] == ({"version": 3, "samples": table}, None)
+    assert calls[-1] == ({"version": 3, "samples": table}, None)
 
 
 def test_trackio_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", told))
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
     pandas = ModuleType("pandas")
     pandas.__dict__.update(DataFrame=list)
     monkeypatch.setitem(sys.modules, "pandas", pandas)
     open_tracker("mine", tmp_path, config("trackio")).log_samples([SAMPLE], 3)
-    values, version = told[-1]
+    values, version = calls[-1]
     (row,) = values["samples"]["dataframe"]
     assert version == 3 and row["completion"] == "4" and row["reward"] == 1.0
 
@@ -92,13 +92,13 @@ def test_an_unknown_tracker_is_refused_with_the_config() -> None:
 
 
 def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", told))
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", calls))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     tracker = open_tracker("mine", tmp_path, config("wandb"))
     tracker.log({"reward/mean": 0.5}, 3)
     tracker.close()
-    begun, axis, logged, finished = told
+    begun, axis, logged, finished = calls
     assert (begun["project"], begun["name"], begun["dir"]) == ("shoal", "mine", str(tmp_path))
     assert begun["config"]["run"]["seed"] == 7
     assert axis == ("*", "version") and logged == ({"version": 3, "reward/mean": 0.5}, None)
@@ -106,12 +106,12 @@ def test_wandb_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: py
 
 
 def test_trackio_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", told))
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", calls))
     tracker = open_tracker("mine", tmp_path, config("trackio"))
     tracker.log({"reward/mean": 0.5}, 3)
     tracker.close()
-    begun, *rest = told
+    begun, *rest = calls
     assert (begun["project"], begun["name"], begun["config"]["run"]["seed"]) == ("shoal", "mine", 7)
     assert rest == [({"reward/mean": 0.5}, 3), "finished"]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal.adversary.cheats import QuantizedWeights
+from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import Reason
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
@@ -78,6 +79,16 @@ def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
     checked = read_accepted(judge.accepted_file(cases[2], VALIDATOR), max_rows=8, max_tokens=4096)
     own = [logprob for row in checked.rows for logprob in row.logprobs]
     assert own == cases[2].computed().logprobs_N.tolist()
+
+
+def test_a_logprob_that_sampling_cannot_yield_is_prefilled_in_any_case(judge: Judge, files: list[bytes]) -> None:
+    """The learner leaves such groups out, so whoever got them accepted cheaply would empty a batch."""
+    [case, *_] = opened(judge, files)
+    row = case.rows[0]
+    for logprob, prefilled in ((LOWEST_LOGPROB, False), (LOWEST_LOGPROB - 0.1, True)):
+        rows = [replace(row, logprobs=[logprob, *row.logprobs[1:]]), *case.rows[1:]]
+        [examined] = judge.examine([replace(case, rows=rows)], cheaply=[True])
+        assert (examined.case.prefill is not None) == prefilled
 
 
 def test_checks_change_nothing(judge: Judge, files: list[bytes]) -> None:

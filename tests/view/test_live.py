@@ -1,4 +1,4 @@
-"""Each event is told once, and the terminal is left as it was."""
+"""Each event is reported once, and the terminal is restored at the end."""
 
 import io
 import os
@@ -101,14 +101,14 @@ def sample(n: int, completion: str = "four") -> WorkerSample:
     )  # fmt: skip
 
 
-def test_groups_without_a_signal_are_told_with_completions_and_again_when_doubled() -> None:
+def test_groups_without_a_signal_are_reported_with_completions_and_again_when_doubled() -> None:
     def flat(n: int) -> Seen:
         signal = Signal(groups=n, useful=0, flat=n, lowest=0.0, highest=0.0)
         return status(signal=signal, samples=[sample(n) for n in range(9)])
 
     lines = plain_lines(*map(flat, (31, 39, 45, 77, 78)))
-    told = [line for line in lines if "equal rewards" in line]
-    assert [line.partition(":")[0] for line in told] == [
+    reported = [line for line in lines if "equal rewards" in line]
+    assert [line.partition(":")[0] for line in reported] == [
         "39 of the newest 39 groups had equal rewards, all 0.0",
         "78 of the newest 78 groups had equal rewards, all 0.0",
     ]

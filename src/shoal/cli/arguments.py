@@ -5,6 +5,7 @@ holds the arguments of its commands next to what they do.
 """
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +15,7 @@ from shoal.config import Config
 from shoal.errors import ShoalError
 
 USAGE = 2
+RUN_NAME = re.compile("[!-~]{1,100}")
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name for it
 
 
@@ -56,6 +58,13 @@ def real(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def run_name(text: str, hint: str) -> str:
+    """`text`, if requests and rollout files can carry it as a run's name. Raises UsageError."""
+    if not RUN_NAME.fullmatch(text):
+        raise UsageError(f"{text[:100]!r} cannot name a run: use 1 to 100 ASCII characters without spaces; {hint}")
+    return text
 
 
 port = whole(0, 65535)

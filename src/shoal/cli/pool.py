@@ -6,10 +6,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from shoal.cli.arguments import Commands, UsageError, days, port, read_config, takes_config, takes_threads, whole
+from shoal.cli.arguments import (
+    Commands,
+    UsageError,
+    days,
+    port,
+    read_config,
+    run_name,
+    takes_config,
+    takes_threads,
+    whole,
+)
 from shoal.cli.nodes import ROLES, begin
 
 NODES = whole(0, 1000)
+NAME_IT = "name it with --run NAME"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -65,7 +76,7 @@ def init(arguments: argparse.Namespace) -> None:
         validators=config.validator.count if arguments.validators is None else arguments.validators,
         evaluator=arguments.evaluator,
     )
-    name = arguments.run or arguments.config.stem
+    name = run_name(arguments.run or arguments.config.stem, NAME_IT)
     steps = found_pool(arguments.dir, config, name, arguments.url, members, days=arguments.days)
     sys.stdout.write("\n".join(steps) + "\n")
 
@@ -90,7 +101,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
             f"{arguments.dir} has a config of its own; start it with: shoal coordinator --dir {arguments.dir}"
         )
     else:
-        config, name = read_config(arguments), arguments.run or arguments.config.stem
+        config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
     check_length(config)
     serving = config.coordinator.port if arguments.port is None else arguments.port
     serve_forever(

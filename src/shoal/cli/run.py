@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shoal import config as config_module
-from shoal.cli.arguments import USAGE, Commands, UsageError, read_config, takes_config, takes_threads
+from shoal.cli.arguments import USAGE, Commands, UsageError, read_config, run_name, takes_config, takes_threads
 from shoal.config import Config
 
 
@@ -37,6 +37,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.resume) == bool(arguments.config):
         raise UsageError("name a config, or the folder of a run to resume: shoal run --resume DIR")
+    if arguments.resume and arguments.out:
+        raise UsageError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
     if arguments.resume:
         arguments.config = arguments.resume / "config.toml"
     if arguments.seed is not None:
@@ -50,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         name, address = stopped_run(arguments.resume)
         return Swarm(config, name, arguments.resume, address).run()
-    name = arguments.config.stem
-    out = arguments.out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Swarm(config, f"{name}-{config.run.seed}", out).run()
+    stem = arguments.config.stem
+    name = run_name(f"{stem}-{config.run.seed}", "rename the config file, after which the run is called")
+    out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Swarm(config, name, out).run()
 
 
 def _dry_run(config: Config) -> int:

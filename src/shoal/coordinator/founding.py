@@ -6,6 +6,7 @@
 Invariant: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
 """
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,12 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
         "",
     ]
-    lines += ["here:", f"  shoal coordinator --dir {folder}", "", "on each node's machine, with its invite:"]
+    lines += [
+        "here:",
+        f"  shoal coordinator --dir {shlex.quote(str(folder))}",
+        "",
+        "on each node's machine, with its invite:",
+    ]
     for name, role in roles.items():
         more = " --watch learner/versions" if role == "origin" else ""
         lines.append(f"  shoal {role} --join {name}.invite --dir {name}{more}")

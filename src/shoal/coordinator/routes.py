@@ -153,7 +153,7 @@ class Coordinator:
         check_grant: Callable[[str, str], None],
         stored: Callable[[str, str, str], None],
     ) -> Answer:
-        """Stream a file into the store. Only a key with the grant is read from, and only up to the grant's size."""
+        """Stream a file into the store. Only a key with the grant is read from, while the grant is valid, up to its size."""
         limit_bytes, id = self.config.coordinator.max_submission_bytes, request.match_info["id"]
         head = self.admission.admit(request, [role], limit_bytes)
         check_grant(head.key, id)
@@ -164,9 +164,10 @@ class Coordinator:
                 async for piece in body_pieces(request.content.readany, head, limit_bytes):
                     if self._uploads.get((kind, id)) is not upload:  # the client lost its connection and sends again
                         raise PoolError(f"another upload of {id} has started")
+                    check_grant(head.key, id)  # a slow upload ends with its grant, and frees its space
                     await asyncio.to_thread(file.write, piece)
                     size_bytes += len(piece)
-                check_grant(head.key, id)  # it may have expired meanwhile; then nothing is kept
+                check_grant(head.key, id)  # also after the last piece: without a grant nothing is kept
                 content_hash = await asyncio.to_thread(file.commit)
         finally:
             if self._uploads.get((kind, id)) is upload:

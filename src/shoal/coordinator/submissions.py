@@ -56,11 +56,17 @@ class Submissions:
     def claim(self, validator: str, most: int) -> Claims:
         """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
 
-        Which ones are prefilled is drawn here, after upload, so no worker can know it.
+        Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
+        need not hold any more expire: a validator that waited for it would check nothing else.
         """
         with self.db.transaction():
             now_s = self.db.clock()
             found = self.db.submissions.claimable(validator, now_s)
+            oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
+            gone = [one for one in found if oldest_held is not None and one.version < oldest_held]
+            for one in gone:
+                self.db.submissions.expire(one.id)
+            found = [one for one in found if one not in gone]
             found = [one for one in found if one.version == found[0].version][:most]
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
@@ -69,6 +75,13 @@ class Submissions:
                 self.db.submissions.set_claimed(one.id, validator, lease_s, full)
                 assignment = to_assignment(one, self.config)
                 claims.append(Claim(assignment=assignment, worker=one.worker, lease_s=lease_s, full=full))
+        for one in gone:
+            log.info(
+                "%s by %s expired unchecked: relays no longer hold version %d",
+                one.id,
+                self._name(one.worker),
+                one.version,
+            )
         return Claims(claims=claims)
 
     def content_owner(self, content: str) -> ContentOwner:
@@ -97,7 +110,7 @@ class Submissions:
             if found.state in ("accepted", "rejected") and found.validator == validator:
                 return  # the validator repeats a verdict because it did not get the answer
             found = self._claimed(validator, verdict.submission)
-            reason = self._reason(found, verdict)
+            reason = self._reason(verdict)
             if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
                 raise PoolError(f"{found.id}: store the accepted file before accepting it")
             self.db.submissions.set_judged(
@@ -150,10 +163,10 @@ class Submissions:
             if group.sample is not None
         ]
 
-    def _reason(self, found: Submission, verdict: Verdict) -> Reason | None:
+    def _reason(self, verdict: Verdict) -> Reason | None:
         """The validator's reason, or `replayed` if two validators hold the same content at the same time."""
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
-        if verdict.reason is None and owner not in (None, found.id):
+        if verdict.reason is None and owner is not None:
             return Reason.REPLAYED
         return verdict.reason
 

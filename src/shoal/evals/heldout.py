@@ -1,7 +1,8 @@
 """The evaluator: held-out accuracy of policy versions, greedy and sampled, during the run.
 
 It is an ordinary member of the pool: it receives versions through SHARDCAST, so it measures what workers received.
-Invariant: the first and the last version are always evaluated, on the same tasks, with the same noise.
+Invariant: the first and the last version are evaluated, on the same tasks, with the same noise. The first is left out only
+if this node joins when relays no longer hold it.
 Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
 
@@ -19,7 +20,7 @@ from shoal.model.sampling import rollout_seed
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
-from shoal.shardcast import Client
+from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks.prompt import completion_text, grade, prompt_tokens
 
@@ -55,7 +56,14 @@ class Evaluator:
                 stop.wait(IDLE_S)
                 continue
             version, final = due
-            found = self.evaluate(version, final)
+            try:
+                found = self.evaluate(version, final)
+            except FetchError as error:
+                if version > (answer.newest_version or 0) - self.config.relays.keep:
+                    raise  # relays hold it: they are down
+                log.warning("version %d is not evaluated, because relays no longer hold it: %s", version, error)
+                done.add(due)
+                continue
             self.node.post("/v1/evaluations", found, Ok)
             log.info(
                 "version %d is evaluated: greedy %s, sampled %s, n %d", version, found.greedy, found.sampled, found.n

@@ -8,14 +8,14 @@ command that has a config and may have the model. Left out: the memory of rollou
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from shoal import tasks
 from shoal.config import Config, ConfigError
 from shoal.launch.cores import available_cores
 from shoal.model import sources
+from shoal.model.positions import positions
 from shoal.model.sources import ModelNotFoundError
 
 TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
@@ -33,15 +33,11 @@ def check_length(config: Config, *, fetch: bool = False) -> None:
     Nothing is checked if the model is not on this machine (unless `fetch`: a hub model's config.json is downloaded).
     Raises ModelNotFoundError.
     """
-    _check_positions(config, sources.read_config(config.model.name, fetch=fetch))
-
-
-def _check_positions(config: Config, model: Mapping[str, Any]) -> None:
-    positions = model.get("max_position_embeddings") or (model.get("text_config") or {}).get("max_position_embeddings")
-    if isinstance(positions, int) and config.sampling.max_tokens >= positions:
+    most = positions(sources.read_config(config.model.name, fetch=fetch))
+    if most is not None and config.sampling.max_tokens >= most:
         raise ConfigError(
             f"sampling.max_tokens = {config.sampling.max_tokens} does not fit {config.model.name}: prompt and completion "
-            f"share its {positions} positions; lower sampling.max_tokens"
+            f"share its {most} positions; lower sampling.max_tokens"
         )
 
 

@@ -1,7 +1,8 @@
 """Free the disk space that a stopped run no longer needs: `shoal clean DIR`, and the end of `shoal run`.
 
 Invariant: what resuming and the user need is never removed: `model/`, the newest checkpoint and those of
-`learner.keep_every`, the newest version with what the origin needs to serve it (a manifest is signed only once), the
+`learner.keep_every`, the learner's newest version, the newest `relays.keep` versions at the origin with the deltas and
+anchors they need (a manifest is signed only once, and submissions of these versions may wait for a validator), the
 coordinator's folder, keys, invites, logs and metrics. Called by `cli` and `swarm`.
 """
 
@@ -9,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from shoal import config as config_module
+from shoal.config import Config
 from shoal.launch.disk import used_bytes
 from shoal.launch.folder import locked, stopped_run
 
@@ -21,16 +23,14 @@ def clean_run(folder: Path) -> int:
     Raises FolderError for a folder that is no run or whose run is still going.
     """
     stopped_run(folder)
-    keep_every = config_module.load(folder / "config.toml").learner.keep_every
+    config = config_module.load(folder / "config.toml")
     with locked(folder):
-        return remove_caches(folder, keep_every)
+        return remove_caches(folder, config)
 
 
-def remove_caches(folder: Path, keep_every: int) -> int:
-    """Remove weight caches, relay stores, older versions and older checkpoints. Returns the bytes freed.
-
-    The origin's newest version is a delta of others, back to one that is stored whole: these stay.
-    """
+def remove_caches(folder: Path, config: Config) -> int:
+    """Remove weight caches, relay stores, older versions and older checkpoints. Returns the bytes freed."""
+    keep_every = config.learner.keep_every
     before = used_bytes(folder)
     for node in folder.iterdir():
         if (node / "invite").is_file() and node.name != "origin":
@@ -42,8 +42,13 @@ def remove_caches(folder: Path, keep_every: int) -> int:
     for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
         if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
             shutil.rmtree(old)
-    whole = sorted(folder.glob("origin/store/v*/full"))
-    for old in folder.glob("origin/store/v*") if whole else []:
-        if old.name < whole[-1].parent.name:
-            shutil.rmtree(old)
+    for old in _unneeded(sorted(folder.glob("origin/store/v*")), config.relays.keep):
+        shutil.rmtree(old)
     return before - used_bytes(folder)
+
+
+def _unneeded(versions: list[Path], keep: int) -> list[Path]:
+    """Those that the newest `keep` do not need: each is a delta of the one before, back to an anchor, which is whole."""
+    oldest = versions[-keep:][0] if versions else None
+    anchors = [version for version in versions if oldest and version <= oldest and (version / "full").exists()]
+    return versions[: versions.index(anchors[-1])] if anchors else []

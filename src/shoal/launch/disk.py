@@ -53,8 +53,7 @@ def needs(config: Config, parameters: int) -> Needs:
 
     stores = store(config.origin.keep) + config.relays.count * store(config.relays.keep)
     caches = versions(learner.keep_versions) + workers + validators + evaluator + stores
-    chain = int((1 + DELTA_FRAC * min(config.origin.anchor_every, steps + 1)) * version)
-    kept = (1 + kept_for_good) * checkpoint + version + chain
+    kept = (1 + kept_for_good) * checkpoint + version + store(config.relays.keep)
     return Needs(peak_bytes=checkpoints + caches, kept_bytes=min(kept, checkpoints + caches))
 
 

@@ -7,6 +7,7 @@ Invariant: when it returns, no child is left. Called by `cli`. It never imports 
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -105,8 +106,11 @@ class Swarm:
         finals = [found.version for found in read_evaluations(self.out) if found.final]
         if not finals or max(finals) < self.config.run.steps or not (self.out / SUMMARY).exists():
             return False
-        self.console.print(summary_table(json.loads((self.out / SUMMARY).read_text()), self.out))
-        more = f"shoal run --resume {self.out} --set run.steps={max(finals) + self.config.run.steps}"
+        summary = json.loads((self.out / SUMMARY).read_text())
+        if summary["steps"] < max(finals):  # of an earlier leg: the last one was killed before it wrote its own
+            return False
+        self.console.print(summary_table(summary, self.out))
+        more = f"{self._resuming()} --set run.steps={max(finals) + self.config.run.steps}"
         self.console.print(f"the run has trained its {max(finals)} steps; to train more: {more}", soft_wrap=True)
         return True
 
@@ -222,7 +226,11 @@ class Swarm:
     def _how_to_resume(self) -> str:
         if not (self.out / "coordinator" / "coordinator.json").exists():
             return ""
-        return f"; resume with: shoal run --resume {self.out}"
+        return f"; resume with: {self._resuming()}"
+
+    def _resuming(self) -> str:
+        """The command line, to be pasted into a shell."""
+        return f"shoal run --resume {shlex.quote(str(self.out))}"
 
     def _finish(self) -> None:
         """The trained model, the report and the table; then free what is no longer needed."""
@@ -240,7 +248,7 @@ class Swarm:
             peak_rss_bytes=legs.peak_rss_bytes,
             peak_together_bytes=legs.peak_together_bytes,
         )
-        freed = remove_caches(self.out, self.config.learner.keep_every)
+        freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
         self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
 

@@ -4,6 +4,7 @@ Invariant: a run that cannot get anywhere is stopped with the reason. It stalls 
 (`run.no_signal_groups`), or its disk is full. Called by `swarm`.
 """
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ class Watch:
         self.status: Status | None = None  # the newest
         self._progress = (-1, -1)
         self._progress_s = clock()
+        self._flat_before = math.inf  # groups in a row without a signal at the first look: of an earlier leg
 
     def look(self) -> Status | None:
         """The state of the run now; None while the coordinator is away (it may be restarting)."""
@@ -45,6 +47,7 @@ class Watch:
             self.status = self.pool.look()
         except UnreachableError:
             return None
+        self._flat_before = min(self._flat_before, self.status.signal.flat)
         known = len(self.pool.history.metrics) + len(self.pool.history.evaluations)
         progress = (known, sum(node.accepted for node in self.status.nodes))
         if progress != self._progress:
@@ -57,7 +60,9 @@ class Watch:
         stalled_s = self.clock() - self._progress_s
         if stalled_s > self.config.run.stall_s:
             raise StalledError(f"nothing was accepted or trained for {stalled_s:.0f} s; {self._who_waits()}")
-        if self.status is not None and self.status.signal.flat >= self.config.run.no_signal_groups:
+        if self.status is None:
+            return
+        if self.status.signal.flat - self._flat_before >= self.config.run.no_signal_groups:
             raise StalledError(
                 f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
                 "easier or harder tasks, or more completions per group (sampling.group_size)"

@@ -16,13 +16,12 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import write_file
+from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
 from shoal.tasks.derive import max_rollouts
 
-# Seeded sampling (`model.sampling`) never draws a token whose logprob is below about -20. The rest is for numerics.
-LOWEST_LOGPROB = -50.0
 HIGHEST_LOGPROB = 1e-3
 LARGEST_REWARD = 1e6
 LONGEST_PROMPT = 1 << 17  # tokens; bounds what reading an accepted file may allocate

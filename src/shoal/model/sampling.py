@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST_NOISE = 16.7  # nats; the upper bound of `gumbel_noise`
+LOWEST_LOGPROB = -50.0  # no sampled token's is below about -20 less the likeliest token's; the rest is for numerics
 
 
 def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int) -> int:

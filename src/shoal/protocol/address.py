@@ -4,6 +4,7 @@ Invariant: a URL is `http(s)://HOST[:PORT]`, nothing after it, so that signed pa
 Written by the coordinator and `shoal pool init`; read by `shoal invite`, `shoal status` and `shoal run --resume`.
 """
 
+import re
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from shoal.errors import ShoalError
 from shoal.files import write_file
 
 FILE = "coordinator.json"
+FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these without a word
 
 
 class AddressError(ShoalError):
@@ -49,7 +51,7 @@ def coordinator_url(text: str) -> str:
         has_port = parts.port is None or parts.port > 0  # parts.port raises ValueError for what is not a port
     except ValueError:
         parts, has_port = urlsplit(""), False
-    rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    rest = parts.path.strip("/") or FOREIGN.search(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 200:
         raise AddressError(f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT")
     return text.rstrip("/")

@@ -59,7 +59,7 @@ class Worker:
         """Upload. A refusal (too late, evicted) costs this submission only."""
         try:
             self.node.put(assignment.upload_path, data, Stored)
-            log.info("submission %s is handed in: %d bytes", assignment.id, len(data))
+            log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise

@@ -20,6 +20,7 @@ from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.model.positions import check_max_tokens
+from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, GroupResult, Reason, Sample
 from shoal.store.quarantine import Quarantine
@@ -108,12 +109,13 @@ class Judge:
         )
 
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
-        """Run the checks on each case. `cheaply`: which cases to accept without a prefill.
+        """Run the checks on each case. `cheaply`: which cases to accept without a prefill, if their logprobs are plausible.
 
         All must be of the loaded version.
         """
         examined = [self.examine_cheaply(case) for case in cases]
-        waiting = [n for n, one in enumerate(examined) if one.finding is None and not (cheaply and cheaply[n])]
+        accepted = [bool(cheaply and cheaply[n]) and plausible(case) for n, case in enumerate(cases)]
+        waiting = [n for n, one in enumerate(examined) if one.finding is None and not accepted[n]]
         for n, case in zip(waiting, self.prefill([examined[n].case for n in waiting]), strict=True):
             outcome = run(EXPENSIVE, self._rules(), case)
             examined[n] = Examined(case, outcome.finding, {**examined[n].evidence, **outcome.evidence})
@@ -181,6 +183,11 @@ class Judge:
         if self.rules is None:
             raise RuntimeError("load() must run before a file can be judged")
         return self.rules
+
+
+def plausible(case: Case) -> bool:
+    """Whether every logprob is one that sampling can yield. The learner would leave out the groups of a file with others."""
+    return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
 
 
 def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:

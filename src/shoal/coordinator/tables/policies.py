@@ -28,6 +28,13 @@ class Policies:
         found: str | None = self.connection.value("SELECT digest FROM policies WHERE version = ?", version)
         return found
 
+    def oldest_of_newest(self, count: int) -> int | None:
+        """The oldest of the newest `count` versions; None if fewer were published."""
+        found: int | None = self.connection.value(
+            "SELECT version FROM policies ORDER BY version DESC LIMIT 1 OFFSET ?", count - 1
+        )
+        return found
+
     def newest(self) -> int | None:
         found: int | None = self.connection.value("SELECT max(version) FROM policies")
         return found

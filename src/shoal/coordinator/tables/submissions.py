@@ -1,6 +1,8 @@
 """The table of submissions: each task that was assigned, and what became of it.
 
-    open -> uploaded -> validating -> accepted | rejected          open -> expired (deadline passed)
+    open -> uploaded -> validating -> accepted | rejected
+    open -> expired                     its deadline passed
+    uploaded, validating -> expired     no validator can get its version any more
 
 Invariant: an id, which holds the worker's key and number, occurs once. Called by `assignments`, `submissions`, `trust`,
 `status` and `metrics`.
@@ -132,6 +134,9 @@ class Submissions:
             full_check,
             id,
         )
+
+    def expire(self, id: str) -> None:
+        self.connection.change("UPDATE submissions SET state = 'expired' WHERE id = ?", id)
 
     def content_owner(self, content: str) -> str | None:
         """Id of the accepted submission with this content."""
