@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from shoal.model import attention
+from shoal.model import attention, support
 from shoal.model.load import WEIGHTS, load_model
 from shoal.model.support import LENGTH, UnsupportedModelError, _trees, check_config, check_packing
 
@@ -181,3 +181,15 @@ def test_the_compared_sequences_fit_the_models_positions(positions: int, length:
     trees = _trees(SimpleNamespace(config=LlamaConfig(max_position_embeddings=positions)))
     lengths = {len(tree.prompt) + len(completion) for tree in trees for completion in tree.completions}
     assert lengths == {length}
+
+
+@pytest.mark.parametrize(("differs", "refused"), [(0.9e-3, False), (1.1e-3, True), (float("nan"), True)])
+def test_the_mean_difference_decides(differs: float, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_packed_logprobs", lambda model, trees: torch.tensor([0.0, 2 * differs]))
+    monkeypatch.setattr(support, "_plain_logprobs", lambda model, trees: torch.zeros(2))
+    model = SimpleNamespace(config=LlamaConfig(), modules=list)
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=r"0\.001 is allowed"):
+            check_packing(model, Path("model"))
+    else:
+        check_packing(model, Path("model"))
