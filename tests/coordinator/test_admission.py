@@ -216,6 +216,7 @@ def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
         read_pieces += 1
         if read_pieces == 3:
             coordinator.pool.db.submissions.expire_open_of(worker.public)
+        assert read_pieces < 5, "the upload continues without a grant"
         return b"x"
 
     with pytest.raises(PoolError, match="expired, not open"):

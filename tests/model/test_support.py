@@ -1,6 +1,7 @@
 """Models that Shoal would compute wrongly are refused when they are loaded; those it computes rightly are not."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from shoal.model import attention
+from shoal.model import attention, support
 from shoal.model.load import WEIGHTS, load_model
-from shoal.model.support import UnsupportedModelError, check_config, check_packing
+from shoal.model.support import LENGTH, UnsupportedModelError, _trees, check_config, check_packing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,3 +174,22 @@ def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     LlamaConfig(**DENSE, rope_parameters={"rope_type": "dynamic", "factor": 2.0}).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="'dynamic' depends on a sequence's length"):
         load_model(tmp_path)  # there is no weights file
+
+
+@pytest.mark.parametrize(("positions", "length"), [(12, 12), (LENGTH, LENGTH), (4096, LENGTH)])
+def test_the_compared_sequences_fit_the_models_positions(positions: int, length: int) -> None:
+    trees = _trees(SimpleNamespace(config=LlamaConfig(max_position_embeddings=positions)))
+    lengths = {len(tree.prompt) + len(completion) for tree in trees for completion in tree.completions}
+    assert lengths == {length}
+
+
+@pytest.mark.parametrize(("differs", "refused"), [(0.9e-3, False), (1.1e-3, True), (float("nan"), True)])
+def test_the_mean_difference_decides(differs: float, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_packed_logprobs", lambda model, trees: torch.tensor([0.0, 2 * differs]))
+    monkeypatch.setattr(support, "_plain_logprobs", lambda model, trees: torch.zeros(2))
+    model = SimpleNamespace(config=LlamaConfig(), modules=list)
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=r"0\.001 is allowed"):
+            check_packing(model, Path("model"))
+    else:
+        check_packing(model, Path("model"))

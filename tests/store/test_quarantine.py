@@ -178,6 +178,11 @@ def test_an_honest_file_does_not_pay_for_a_reader_that_others_killed(quarantine:
     quarantine.read(DATA)
 
 
+def test_the_child_is_out_of_reach_of_ctrl_c(quarantine: Quarantine) -> None:
+    """A terminal sends SIGINT to its foreground group, and a reader that it ends would be blamed on the file."""
+    assert os.getsid(pid(quarantine)) == pid(quarantine) != os.getsid(0)
+
+
 @pytest.mark.parametrize("data", [DATA, DATA + bytes(1 << 20)], ids=["fits the pipe", "fills the pipe"])
 def test_a_file_that_stalls_its_reader_is_refused_and_the_next_one_is_read(
     quarantine: Quarantine, data: bytes, monkeypatch: pytest.MonkeyPatch
