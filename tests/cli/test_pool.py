@@ -239,6 +239,9 @@ def test_an_unreachable_pool_is_one_line_with_its_address(
             assert main(["status", where, *more]) == FAILED
             printed = capsys.readouterr().err
             assert "no coordinator answers at http://127.0.0.1:9" in printed and len(printed.splitlines()) == 1
+    (tmp_path / "pool" / "summary.json").write_text("{}")
+    assert main(["status", str(tmp_path / "pool")]) == FAILED
+    assert "has ended: see" in capsys.readouterr().err
 
 
 # --- shoal invite, and nodes that join --------------------------------------------------------------------------------
@@ -251,6 +254,7 @@ def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pyte
     assert main(invite) == DONE
     assert Invite.decode(capsys.readouterr().out).url == URL
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == DONE
+    assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == USAGE, "no invite is overwritten"
     assert capsys.readouterr().out == ""
     assert Invite.decode((tmp_path / "nine.invite").read_text()).run == "sums"
     assert mode(tmp_path / "nine.invite") == 0o600

@@ -119,6 +119,8 @@ def coordinator(arguments: argparse.Namespace) -> None:
 def invite(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.service import invite_from
 
+    if arguments.out and arguments.out.exists():
+        raise UsageError(f"{arguments.out} exists; choose another file, so that no invite is lost")
     made = invite_from(arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days)
     if arguments.out:
         made.save(arguments.out)
@@ -131,9 +133,17 @@ def status(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from shoal.protocol.address import find_coordinator
-    from shoal.protocol.watch import PoolWatch
+    from shoal.protocol.watch import PoolWatch, UnreachableError
+    from shoal.tracking.report import SUMMARY
     from shoal.view.pool import show, watch
 
     with httpx.Client(timeout=5) as client:
         look = watch if arguments.watch else show
-        look(PoolWatch(find_coordinator(arguments.pool), client), Console())
+        try:
+            look(PoolWatch(find_coordinator(arguments.pool), client), Console())
+        except UnreachableError as error:
+            if not (Path(arguments.pool) / SUMMARY).exists():
+                raise
+            raise UnreachableError(
+                f"the run in {arguments.pool} has ended: see {Path(arguments.pool) / SUMMARY} and reward.png there"
+            ) from error

@@ -71,7 +71,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
     try:
         header = by_hand.read_header(data, settings)
-        weights = arguments.weights or by_hand.find_weights(arguments.run or path.parent, header.policy_version)
+        weights = arguments.weights or _weights(arguments.run or path.parent, header.policy_version)
         picked, _ = dtype.pick(settings.model.dtype, settings.model.device)
         status, lines = by_hand.verify(data, header, settings, weights, picked)
     except RolloutFileError as error:
@@ -79,6 +79,15 @@ def verify(arguments: argparse.Namespace) -> int:
         return by_hand.UNREADABLE
     sys.stdout.write("\n".join(lines) + "\n")
     return status
+
+
+def _weights(run: Path, version: int) -> Path:
+    from shoal.validator import by_hand
+
+    try:
+        return by_hand.find_weights(run, version)
+    except FileNotFoundError as error:  # nothing was checked, which is not a rejection
+        raise UsageError(str(error)) from error
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

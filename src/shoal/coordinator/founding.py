@@ -103,7 +103,7 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         "here:",
         f"  shoal coordinator --dir {shlex.quote(str(folder))}",
         "",
-        "on each node's machine, with its invite:",
+        f"on each node's machine, with its invite from {folder / INVITES}:",
     ]
     for name, role in roles.items():
         more = " --watch learner/versions" if role == "origin" else ""

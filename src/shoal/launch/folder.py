@@ -23,7 +23,7 @@ def stopped_run(folder: Path) -> tuple[str, str]:
     try:
         address = Address.read(folder / "coordinator")
     except AddressError as error:
-        raise FolderError(f"{folder} holds no run to resume: its coordinator never listened") from error
+        raise FolderError(f"{folder} holds no run to resume or clean: no coordinator listened there") from error
     return address.run, address.url
 
 

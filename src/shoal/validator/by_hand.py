@@ -69,7 +69,9 @@ def find_weights(run: Path, version: int) -> Path:
     for folder in (run / "learner" / "versions" / name, *sorted(run.glob(f"*/weights/{name}"))):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"{run} no longer holds version {version}; name its folder with --weights")
+    raise FileNotFoundError(
+        f"{run} no longer holds version {version}: name its folder with --weights (a finished run keeps the last one only)"
+    )
 
 
 def offline_assignment(
