@@ -76,13 +76,18 @@ def refused(*arguments: object) -> tuple[int, str]:
 
 
 def children(out: Path) -> dict[str, int]:
-    """Process ids of the nodes of the run in `out`, by name."""
+    """Process ids of the nodes of the run in `out`, by name: each writes to its own log there.
+
+    Not by their titles: a process that was started with few variables in its environment has room for a short one only.
+    """
     found = {}
-    for process in psutil.process_iter(["cmdline"]):
-        words = (process.info["cmdline"] or [""])[0].split()  # its title is one string
-        folder = Path(words[words.index("--dir") + 1]) if words[:1] == ["shoal"] and "--dir" in words else Path()
-        if folder.parent == out:
-            found[folder.name] = process.pid
+    for pid in psutil.pids():
+        try:
+            log = Path(f"/proc/{pid}/fd/1").readlink()
+        except OSError:  # it has just ended
+            continue
+        if log.parent == out / "logs":
+            found[log.stem] = pid
     return found
 
 
