@@ -20,7 +20,7 @@ CACHES = ("weights", "store")  # of every node except the origin: another node h
 def clean_run(folder: Path) -> int:
     """Remove what a stopped run in `folder` does not need to be resumed. Returns the bytes freed.
 
-    Raises FolderError for a folder that is no run or whose run is still going.
+    Raises FolderError if the folder holds no run, or if its run has not stopped.
     """
     stopped_run(folder)
     config = config_module.load(folder / "config.toml")
