@@ -7,8 +7,7 @@
 Every room may import this one; it imports only `shoal.errors`.
 """
 
-from shoal.config.error import ConfigError
-from shoal.config.loading import dumps, load, parse
+from shoal.config.loading import ConfigError, dumps, load, parse
 from shoal.config.sections import Cheat, Config, TrackerName
 
 __all__ = ["Cheat", "Config", "ConfigError", "TrackerName", "dumps", "load", "parse"]

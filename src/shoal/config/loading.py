@@ -13,10 +13,13 @@ from typing import Any, cast
 import tomli_w
 from pydantic import ValidationError
 
-from shoal.config import rewards
-from shoal.config.error import ConfigError
 from shoal.config.recipe import Section
 from shoal.config.sections import Config
+from shoal.errors import ShoalError
+
+
+class ConfigError(ShoalError):
+    """A config that cannot be used. The message names the key and the next step."""
 
 
 def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | None = None) -> Config:
@@ -29,8 +32,7 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
         _overlay(values, _read(overlay))
     for override in overrides or []:
         _override(values, override)
-    config = parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
-    return rewards.with_files(config)
+    return parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:

@@ -134,9 +134,6 @@ class TaskSection(Section):
         description="alpha: reward lost per token of distance from the target length",
         json_schema_extra=PAPER,
     )
-    reward_files: dict[str, str] = Field(
-        default={}, description="source of the rewards of one's own, by file; filled in when the config is loaded"
-    )
     sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")
