@@ -21,7 +21,7 @@ ROOMS = {
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
-    "tasks": ["config", "errors", "model", "protocol"],
+    "tasks": ["config", "errors", "files", "model", "protocol"],
     "engine": ["model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],

@@ -1,4 +1,4 @@
-"""Grades completions of any task of a task set, each with its source's reward.
+"""Grades completions of any task of a task set, each with its source's reward, or with its own where the source names none.
 
 Invariant: worker, validator, evaluator and the tools grade through this, so the same completion gets the same score.
 Rewards start on first use and end with `close`.
@@ -6,10 +6,10 @@ Rewards start on first use and end with `close`.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
-from shoal.config.rewards import is_own
 from shoal.errors import ShoalError
 from shoal.sandbox import Limits, SandboxError
 from shoal.tasks.rewards.code import Code
@@ -18,7 +18,6 @@ from shoal.tasks.rewards.own import Own
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 
-DEFAULT = "number"
 REWARDS: dict[str, Callable[[], Reward]] = {"number": Number}
 SANDBOXED: dict[str, Callable[[Limits, str | None], Reward]] = {
     "code": Code,
@@ -34,10 +33,10 @@ class GradeError(ShoalError):
 class Graders:
     """Use as a context manager, or call `close`."""
 
-    def __init__(self, section: TaskSection, files: Mapping[str, str] | None = None) -> None:
-        """`files`: source of rewards of one's own, in place of the config's. Raises GradeError for an unknown one."""
+    def __init__(self, section: TaskSection, *, files: Mapping[str, bytes] | None = None) -> None:
+        """`files`: the source of rewards of one's own, by file name, from the task set. Raises GradeError."""
         self.section = section
-        self.files = section.reward_files if files is None else files
+        self.files = files or {}
         self.rewards: dict[str, Reward] = {}  # by name
         for source in section.sources:
             for name in weights_of(source):
@@ -57,28 +56,40 @@ class Graders:
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """One grade per completion, in order. Raises GradeError for a score outside of [0, 1]."""
         grades: dict[int, Grade] = {}
-        for label in dict.fromkeys(task.source for task in tasks):
-            of_source = [n for n, task in enumerate(tasks) if task.source == label]
-            found = self._grade(
-                self.section.source(label), [tasks[n] for n in of_source], [completions[n] for n in of_source]
-            )
-            grades.update(zip(of_source, found, strict=True))
+        for label, own in dict.fromkeys((task.source, task.reward) for task in tasks):
+            alike = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, own)]
+            source = self.section.source(label)
+            found = self._grade(source, own, [tasks[n] for n in alike], [completions[n] for n in alike])
+            grades.update(zip(alike, found, strict=True))
         for n, task in enumerate(tasks):
             if not 0 <= grades[n].score <= 1:  # not for NaN either
                 raise GradeError(f"the reward gives {grades[n].score} for task {task.id}; scores must be within [0, 1]")
         return [grades[n] for n in range(len(tasks))]
 
-    def _grade(self, source: SourceSection, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        weights = weights_of(source)
-        found = {name: self._reward(name).grade(tasks, completions) for name in weights}
+    def _grade(self, source: SourceSection, own: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        weights = weights_of(source) or {own: 1.0}
+        found = {name: self._reward(source, name).grade(tasks, completions) for name in weights}
         if not isinstance(source.reward, dict):
             return next(iter(found.values()))
         return [combine({name: found[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
-    def _reward(self, name: str) -> Reward:
+    def _reward(self, source: SourceSection, name: str) -> Reward:
         if name not in self.rewards:
+            self._check(source, name)
             self.rewards[name] = self._start(name)
         return self.rewards[name]
+
+    def _check(self, source: SourceSection, name: str) -> None:
+        if not name:
+            raise GradeError(f"source {source.label} names no reward, and neither does its schema; set its reward")
+        if is_own(name):
+            if _file(name) not in self.files:
+                raise GradeError(f"source {source.label}: its task set does not hold {_file(name)}; make it anew")
+        elif name not in REWARDS and name not in SANDBOXED:
+            known = ", ".join([*REWARDS, *SANDBOXED])
+            raise GradeError(
+                f"source {source.label}: no reward {name!r}; there are {known}, and functions as file.py:name"
+            )
 
     def _start(self, name: str) -> Reward:
         if name in REWARDS:
@@ -92,29 +103,28 @@ class Graders:
         tier = None if sandbox.tier == "auto" else sandbox.tier
         try:
             if is_own(name):
-                return Own(name, self.files[name.rpartition(":")[0]], limits_of(sandbox), tier, trusted=trusted)
+                source = self.files[_file(name)].decode(errors="replace")
+                return Own(name, source, limits_of(sandbox), tier, trusted=trusted)
             return SANDBOXED[name](limits_of(sandbox), tier)
         except SandboxError as error:
             raise GradeError(f"reward {name} needs a sandbox: {error}") from error
 
-    def _check(self, source: SourceSection, name: str) -> None:
-        if is_own(name):
-            file = name.rpartition(":")[0]
-            if file not in self.files:
-                raise GradeError(
-                    f"source {source.label}: the run does not carry {file}; start it again from its config"
-                )
-        elif name not in REWARDS and name not in SANDBOXED:
-            known = ", ".join([*REWARDS, *SANDBOXED])
-            raise GradeError(
-                f"source {source.label}: no reward {name!r}; there are {known}, or a function as file.py:name"
-            )
-
 
 def weights_of(source: SourceSection) -> dict[str, float]:
-    """A source's rewards by name, with their weights."""
-    return source.reward if isinstance(source.reward, dict) else {source.reward or DEFAULT: 1.0}
+    """The rewards that a source names, with their weights; empty if it leaves them to its tasks."""
+    if isinstance(source.reward, dict):
+        return source.reward
+    return {source.reward: 1.0} if source.reward else {}
+
+
+def is_own(name: str) -> bool:
+    return ".py:" in name
 
 
 def limits_of(section: SandboxSection) -> Limits:
     return Limits(wall_s=section.wall_s, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
+
+
+def _file(name: str) -> str:
+    """The name that a reward's file has in the task set."""
+    return Path(name.rpartition(":")[0]).name
