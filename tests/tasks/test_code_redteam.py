@@ -305,6 +305,13 @@ def test_the_scan_finds_what_is_there(code: Code) -> None:
     assert grade(code, tests, source).score == 1.0
 
 
+def test_right_answers_do_not_count_before_they_are_asked_for(code: Code) -> None:
+    early = "import channel, sys\npack = sys.modules['__main__'].pack\nchannel.send(b'R')\n" + "".join(
+        f"channel.send(bytes(8) + b'V' + pack({value!r}))\n" for value in EXPECTED.values()
+    )
+    expect_nothing(code, TESTS["functional"], early + "while True: pass")
+
+
 def test_a_stop_iteration_does_not_end_the_tests_early(code: Code) -> None:
     tests = {"kind": "asserts", "entry": "f", "code": "assert all(map(lambda x: candidate(x) == x + 1, range(3)))"}
     assert grade(code, tests, "def f(x): raise StopIteration").score == 0.0
