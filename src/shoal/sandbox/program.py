@@ -29,7 +29,11 @@ NAME = "program.py"
 OUT_OF_MEMORY = signal.SIGUSR1  # how this process tells an uncaught MemoryError from other ends
 MOST_FILES = 64
 STACK_BYTES = 64 << 20
-SELF_AND_KEEPERS = 2  # the server and the keeper count as processes of the same user
+OTHERS = {
+    "bubblewrap": 2,
+    "kernel": 3,
+    "rlimits": 2,
+}  # the same user's: server, keeper, and who waits for the server outside
 
 
 def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leash: int, scratch: str) -> NoReturn:
@@ -64,7 +68,7 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
         resource.RLIMIT_SIGPENDING: 64,
     }
     if config["counts_processes"]:
-        values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + SELF_AND_KEEPERS
+        values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + OTHERS[config["tier"]]
     for limit, value in values.items():
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
@@ -134,7 +138,7 @@ def exit_code(end: SystemExit) -> int:
     if end.code is None:
         return 0
     if isinstance(end.code, int):
-        return end.code & 0xFF
+        return int.__and__(end.code, 0xFF)
     try:
         print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
     except BaseException:  # noqa: BLE001 - the object is the program's

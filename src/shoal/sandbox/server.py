@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -49,6 +50,7 @@ def main(config: dict[str, Any]) -> NoReturn:
         pass
     if not strong:
         keeper.end_descendants()
+        shutil.rmtree(config["scratch"], ignore_errors=True)
     os._exit(0)
 
 
@@ -61,7 +63,10 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
         return False
     child = os.fork() if config["tier"] == "rlimits" else kernel.fork_into(FRESH)
     if child == 0:
-        keeper.main(config, descriptors)
+        try:
+            keeper.main(config, descriptors)
+        finally:
+            os._exit(1)
     for descriptor in descriptors:
         os.close(descriptor)
     ended = os.pidfd_open(child)
