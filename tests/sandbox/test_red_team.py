@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -642,7 +641,7 @@ def test_executing_something_from_scratch(box: Sandbox) -> None:
 def test_the_other_walls_hold_without_one(box: Sandbox, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strong(box)
     whole = process.sources()
-    line = {"seccomp": "    seccomp.Filter(forks=request[\"processes\"] > 1).apply()\n",
+    line = {"seccomp": "    FILTERS[request[\"processes\"] > 1].apply()\n",
             "landlock": "    landlock.restrict(config[\"binds\"], config[\"devices\"], scratch)\n"}[missing]  # fmt: skip
     assert line in whole["shoal.sandbox.program"]
     weakened = whole | {"shoal.sandbox.program": whole["shoal.sandbox.program"].replace(line, "")}
@@ -679,7 +678,7 @@ def test_user_namespaces_without_seccomp(box: Sandbox, monkeypatch: pytest.Monke
     if box.tier != "bubblewrap":
         pytest.skip(f"{box.tier} forbids them by seccomp alone")
     whole = process.sources()
-    weakened = {name: text.replace("    seccomp.Filter(", "    0 and seccomp.Filter(") for name, text in whole.items()}
+    weakened = {name: text.replace("    FILTERS[request", "    0 and FILTERS[request") for name, text in whole.items()}
     monkeypatch.setattr(process, "sources", lambda: weakened)
     source = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000))"
     with Sandbox(box.tier) as weak:

@@ -77,7 +77,7 @@ def read_all(descriptor: int) -> bytes:
 def make_scratch(request: dict[str, Any], config: dict[str, Any]) -> str:
     """An empty folder, bounded and gone with its mount namespace in the strong tiers; the program's files in it."""
     if config["scratch"]:
-        scratch = tempfile.mkdtemp(dir=config["scratch"])
+        scratch: str = tempfile.mkdtemp(dir=config["scratch"])
     else:
         scratch = SCRATCH
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from shoal.sandbox import keeper, kernel
+from shoal.sandbox import keeper, kernel, program, seccomp
 
 FRESH = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
 # What programs import most; a fork shares it, and each program still has to import it by name.
@@ -37,7 +37,9 @@ def main(config: dict[str, Any]) -> NoReturn:
     os.environ["PYTHONHASHSEED"] = "0"
     for name in WARM:
         importlib.import_module(name)
+    program.warm_up()
     if strong:
+        program.FILTERS.update({forks: seccomp.Filter(forks) for forks in (False, True)})
         kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)
     else:
         kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
