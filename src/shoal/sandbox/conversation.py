@@ -120,10 +120,9 @@ class Conversation:
             self._pump(time.monotonic() + GRACE_S, lambda: self._ended, stopping=True)
         self._drain()
         wall_s = time.monotonic() - self._started
-        healthy = self._ended and self._server.finished(GRACE_S)
-        if not healthy:
-            self._server.kill()
         reports: list[dict[str, Any]] = [json.loads(line) for line in self._reports.splitlines()]
+        if not (reports and self._ended and self._server.finished(GRACE_S)):
+            self._server.kill()
         failures = [report["error"] for report in reports if "error" in report]
         if failures:
             raise SandboxError(f"sandbox tier {self._server.tier} could not run a program: {failures[0]}")

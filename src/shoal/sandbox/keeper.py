@@ -39,10 +39,13 @@ def main(config: dict[str, Any], descriptors: list[int]) -> NoReturn:
         if not strong:
             kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        scratch = make_scratch(request, strong)
+        scratch = make_scratch(request, config)
         child = os.fork()
         if child == 0:
-            program.main(config, request, [stdin, stdout, stderr, *frames], leash, scratch)
+            try:
+                program.main(config, request, [stdin, stdout, stderr, *frames], leash, scratch)
+            finally:
+                os._exit(1)  # never back into this code
         for descriptor in (stdin, stdout, stderr, *frames):
             os.close(descriptor)
         timely = wait(child, leash, time.monotonic() + request["wall_s"] + BACKSTOP_S, request["cpu_s"])
@@ -71,12 +74,14 @@ def read_all(descriptor: int) -> bytes:
         return file.read()
 
 
-def make_scratch(request: dict[str, Any], strong: bool) -> str:
+def make_scratch(request: dict[str, Any], config: dict[str, Any]) -> str:
     """An empty folder, bounded and gone with its mount namespace in the strong tiers; the program's files in it."""
-    if strong:
+    if config["scratch"]:
+        scratch: str = tempfile.mkdtemp(dir=config["scratch"])
+    else:
+        scratch = SCRATCH
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
         kernel.mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=0700,nr_inodes=4096,size={request['scratch_bytes']}")
-    scratch = SCRATCH if strong else tempfile.mkdtemp(prefix="sandbox-")
     os.chdir(scratch)
     for name, content in request["files"].items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)

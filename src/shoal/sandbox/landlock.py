@@ -7,8 +7,8 @@ Left out: UDP and ABI 7's logging switches; there is no network to reach.
 
 import ctypes
 import os
+import stat
 from collections.abc import Iterable
-from pathlib import Path
 
 from shoal.sandbox.kernel import syscall
 
@@ -54,7 +54,7 @@ def restrict(readable: Iterable[str], devices: Iterable[str], writable: str) -> 
 def allow(rules: int, path: str, rights: int) -> None:
     folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        if not Path(path).is_dir():
+        if not stat.S_ISDIR(os.fstat(folder).st_mode):
             rights &= OF_FILES
         syscall(f"landlock_add_rule {path}", ADD, rules, 1, ctypes.byref(PathRule(rights, folder)), 0)
     finally:

@@ -13,9 +13,11 @@ import os
 import platform
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -48,6 +50,10 @@ class ServerProcess:
         self.tier = tier
         self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
+        self._scratch = tempfile.mkdtemp(prefix="sandbox-") if tier == "rlimits" else ""  # else a mount of each program
+        if self._scratch and os.getuid() == 0:
+            os.chown(self._scratch, self._host_uid, self._host_uid)
         parent, self._errors = os.pidfd_open(os.getpid()), os.memfd_create("errors")
         blob = os.memfd_create("server")
         try:
@@ -81,7 +87,8 @@ class ServerProcess:
             "binds": places.binds(),
             "links": places.links(),
             "devices": list(places.DEVICES),
-            "host_uid": HIGH_UID + random.SystemRandom().randrange(1 << 24),
+            "scratch": self._scratch,
+            "host_uid": self._host_uid,
             # Without a user namespace or a uid of its own, the limit would count all processes of this user.
             "counts_processes": self.tier != "rlimits" or root,
         }
@@ -98,6 +105,7 @@ class ServerProcess:
             said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
             self._control.close()
             os.close(self._errors)
+            shutil.rmtree(self._scratch, ignore_errors=True)
             raise SandboxError(
                 f"sandbox tier {self.tier} cannot start: {said.splitlines()[-1] if said else 'no answer'}"
             )
@@ -145,6 +153,9 @@ class ServerProcess:
                 signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
             self._control.close()
             self._process.wait()
+            if self.tier == "rlimits" and os.getuid() == 0:
+                kill_all_of(self._host_uid)
+            shutil.rmtree(self._scratch, ignore_errors=True)
             os.close(self._server_fd)
             os.close(self._errors)
 
@@ -154,6 +165,14 @@ def sources() -> dict[str, str]:
     here = Path(__file__).parent
     inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
     return {"shoal": "", "shoal.sandbox": ""} | inside
+
+
+def kill_all_of(uid: int) -> None:
+    """Without process namespaces, what a program left behind is known by the uid that it alone has."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if folder.stat().st_uid == uid:
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

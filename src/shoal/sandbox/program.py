@@ -28,8 +28,14 @@ from shoal.sandbox import channel, kernel, landlock, seccomp
 NAME = "program.py"
 OUT_OF_MEMORY = signal.SIGUSR1  # how this process tells an uncaught MemoryError from other ends
 MOST_FILES = 64
+MAIN = types.ModuleType("__main__")
+FILTERS: dict[bool, seccomp.Filter] = {}  # by whether it allows forks; built in the server
 STACK_BYTES = 64 << 20
-SELF_AND_KEEPERS = 2  # the server and the keeper count as processes of the same user
+OTHERS = {
+    "bubblewrap": 2,
+    "kernel": 3,
+    "rlimits": 2,
+}  # the same user's: server, keeper, and who waits for the server outside
 
 
 def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leash: int, scratch: str) -> NoReturn:
@@ -64,7 +70,7 @@ def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
         resource.RLIMIT_SIGPENDING: 64,
     }
     if config["counts_processes"]:
-        values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + SELF_AND_KEEPERS
+        values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + OTHERS[config["tier"]]
     for limit, value in values.items():
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
@@ -75,17 +81,20 @@ def confine(request: dict[str, Any], config: dict[str, Any], scratch: str) -> No
     kernel.keep_capabilities(0)
     kernel.call_prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     landlock.restrict(config["binds"], config["devices"], scratch)
-    seccomp.Filter(forks=request["processes"] > 1).apply()
+    FILTERS[request["processes"] > 1].apply()
 
 
 def execute(source: str, scratch: str) -> NoReturn:
     """Run it as the interpreter would run a script, and end as the interpreter would."""
-    main = fresh_main(scratch)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path.insert(0, scratch)
+    open_streams()
+    random.seed(0)  # a fork reseeds it
     code = 1
     try:
         try:
             linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
-            exec(compile(source, NAME, "exec"), main.__dict__)
+            exec(compile(source, NAME, "exec"), MAIN.__dict__)
             code = 0
         finally:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at an interpreter's end
@@ -93,7 +102,7 @@ def execute(source: str, scratch: str) -> NoReturn:
     except SystemExit as end:
         code = exit_code(end)
     except MemoryError as error:
-        del main
+        MAIN.__dict__.clear()
         show(error)
         signal.signal(OUT_OF_MEMORY, signal.SIG_DFL)
         os.kill(os.getpid(), OUT_OF_MEMORY)
@@ -107,34 +116,32 @@ def execute(source: str, scratch: str) -> NoReturn:
     os._exit(code)
 
 
-def fresh_main(scratch: str) -> types.ModuleType:
-    """Interpreter state as a new script finds it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def warm_up() -> None:
+    """Interpreter state as a new script finds it. Done once in the server, because a fork pays for every page it changes."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
     sys.modules["channel"] = channel
     sys.argv = [NAME]
-    sys.path.insert(0, scratch)
+    for name in ("exit", "quit"):  # what the module `site` adds for scripts
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    sys.modules["__main__"] = MAIN
+    MAIN.__dict__["__file__"] = NAME
+
+
+def open_streams() -> None:
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
-    random.seed(0)
-    for name in ("exit", "quit"):  # what the module `site` adds for scripts
-        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
-    main = types.ModuleType("__main__")
-    main.__dict__["__file__"] = NAME
-    sys.modules["__main__"] = main
-    return main
 
 
 def exit_code(end: SystemExit) -> int:
     if end.code is None:
         return 0
     if isinstance(end.code, int):
-        return end.code & 0xFF
+        return int.__and__(end.code, 0xFF)
     try:
         print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
     except BaseException:  # noqa: BLE001 - the object is the program's

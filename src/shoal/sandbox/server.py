@@ -9,12 +9,13 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 from typing import Any, NoReturn
 
-from shoal.sandbox import keeper, kernel
+from shoal.sandbox import keeper, kernel, program, seccomp
 
 FRESH = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
 # What programs import most; a fork shares it, and each program still has to import it by name.
@@ -36,7 +37,9 @@ def main(config: dict[str, Any]) -> NoReturn:
     os.environ["PYTHONHASHSEED"] = "0"
     for name in WARM:
         importlib.import_module(name)
+    program.warm_up()
     if strong:
+        program.FILTERS.update({forks: seccomp.Filter(forks) for forks in (False, True)})
         kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)
     else:
         kernel.call_prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -49,6 +52,7 @@ def main(config: dict[str, Any]) -> NoReturn:
         pass
     if not strong:
         keeper.end_descendants()
+        shutil.rmtree(config["scratch"], ignore_errors=True)
     os._exit(0)
 
 
@@ -61,7 +65,10 @@ def serve_one(control: socket.socket, config: dict[str, Any]) -> bool:
         return False
     child = os.fork() if config["tier"] == "rlimits" else kernel.fork_into(FRESH)
     if child == 0:
-        keeper.main(config, descriptors)
+        try:
+            keeper.main(config, descriptors)
+        finally:
+            os._exit(1)
     for descriptor in descriptors:
         os.close(descriptor)
     ended = os.pidfd_open(child)
