@@ -17,7 +17,6 @@ from shoal.config.recipe import Section
 from shoal.config.sections import Config
 from shoal.errors import ShoalError
 
-
 BUILT_IN = ("number", "math", "code")  # rewards that name no file
 
 
