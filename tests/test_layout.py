@@ -31,7 +31,9 @@ ROOMS = {
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
-    "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
+    "roles": [
+        "config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks", "validator",
+    ],
     "launch": [
         "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
         "view",

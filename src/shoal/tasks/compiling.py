@@ -65,13 +65,18 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
         folder.mkdir(parents=True, exist_ok=True)
         manifest, notes = _compile(section, Store(folder))
         built = Built(asked=asked, digest=Store(folder).put(manifest.encode()), notes=notes)
+        _check_digest(section, built)
         write_file(folder / BUILT, built.model_dump_json().encode())
+    _check_digest(section, built)
+    return built
+
+
+def _check_digest(section: TaskSection, built: Built) -> None:
     if section.digest and section.digest != built.digest:
         raise TasksNotFoundError(
             f"tasks.digest is {section.digest}, but the sources give {built.digest}: use the same files on every "
-            "machine, or correct the config"
+            "machine and for a whole run, or correct the config"
         )
-    return built
 
 
 def read_built(folder: Path) -> Built | None:
@@ -179,11 +184,11 @@ def _check_counts(portion: Portion, heldout: int) -> None:
     source = portion.source
     if len(portion.heldout) >= heldout and len(portion.train) >= MIN_TRAIN:
         return
+    where = source.path or source.hub or source.generator
     hint = "; raise operand_max" if source.generator == "arithmetic" else ""
     raise TasksNotFoundError(
-        f"source {source.label} ({source.path or source.hub or source.generator}) has {len(portion.train)} tasks to train "
-        f"on and {len(portion.heldout)} held out; {MIN_TRAIN} and {heldout} are needed: lower tasks.heldout or add tasks{hint}"
-        + _aside(portion)
+        f"source {source.label} ({where}) has {len(portion.train)} tasks to train on and {len(portion.heldout)} held out; "
+        f"{MIN_TRAIN} and {heldout} are needed: lower tasks.heldout or add tasks{hint}{_aside(portion)}"
     )
 
 
