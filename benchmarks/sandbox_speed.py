@@ -2,9 +2,9 @@
 
     python benchmarks/sandbox_speed.py [--rounds 20] [--runs 20]
 
-This process and all it starts are bound to one core. Every round runs the same small program `--runs` times in each way, the ways in
-turns, one execution at a time; the first execution of each way is not counted. `cpu_ms` is what parent, servers and programs
-used together, so it says more than wall time where others use the machine too. Medians over the rounds.
+This process and all it starts are bound to one core. Every round runs the same small program `--runs` times in each way, the
+ways in turns, one execution at a time; the first execution of each way is not counted. `cpu_ms` is what parent, servers and
+programs used together, so it says more than wall time where others use the machine too. Medians over the rounds.
 Writes benchmarks/results/sandbox_speed.json with every round and prints it.
 """
 

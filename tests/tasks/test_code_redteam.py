@@ -134,7 +134,7 @@ def solve(x):
 import channel, sys
 real = channel.send
 channel.send = lambda frame: real(frame[:8] + b"P")
-main = sys.modules["__main__"]
+main = sys.modules["inside"]
 main.pack = lambda value, depth=0: b"T"
 main.answer = lambda function, call: b"VT"
 def solve(x): return True
@@ -195,12 +195,12 @@ def solve(x): return Evil()
     "a coroutine": "async def solve(x): return 7",
     "unreadable answers": """
 import sys
-sys.modules["__main__"].answer = lambda function, call: b"V\\xff\\xff\\xff\\xff\\xff"
+sys.modules["inside"].answer = lambda function, call: b"V\\xff\\xff\\xff\\xff\\xff"
 def solve(x): return 0
 """,
     "unreadable exceptions": """
 import sys
-sys.modules["__main__"].answer = lambda function, call: b"X" + sys.modules["__main__"].pack({"a": [1]})
+sys.modules["inside"].answer = lambda function, call: b"X" + sys.modules["inside"].pack({"a": [1]})
 def solve(x): return 0
 """,
     "raises in str": """
@@ -306,7 +306,7 @@ def test_the_scan_finds_what_is_there(code: Code) -> None:
 
 
 def test_right_answers_do_not_count_before_they_are_asked_for(code: Code) -> None:
-    early = "import channel, sys\npack = sys.modules['__main__'].pack\nchannel.send(b'R')\n" + "".join(
+    early = "import channel, sys\npack = sys.modules['inside'].pack\nchannel.send(b'R')\n" + "".join(
         f"channel.send(bytes(8) + b'V' + pack({value!r}))\n" for value in EXPECTED.values()
     )
     expect_nothing(code, TESTS["functional"], early + "while True: pass")

@@ -37,7 +37,7 @@ class Conversation:
         self._to_send = bytearray()
         self._sending = -1
         self._reports = b""  # JSON lines of the keeper
-        self._ended = False  # the keeper is gone
+        self._ended = False  # all that the program started is gone
         self._stopped: Outcome | None = None
         self._result: Result | None = None
         self._start(program, frames)
@@ -170,7 +170,8 @@ class Conversation:
         if descriptor == self._leash.fileno():
             part = self._leash.recv(CHUNK)
             self._reports += part
-            self._ended = not part
+            # Not only at the end of file: a process that the caller forked meanwhile may hold a copy of the other end.
+            self._ended = not part or b'"code"' in self._reports
         elif descriptor == self._sending:
             try:
                 del self._to_send[: os.write(descriptor, self._to_send[:CHUNK])]

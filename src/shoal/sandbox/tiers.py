@@ -18,7 +18,8 @@ Tier = Literal["bubblewrap", "kernel", "rlimits"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 STRONG: tuple[Tier, ...] = ("bubblewrap", "kernel")
 REMEDY = {
-    "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces",
+    "bubblewrap": "install bubblewrap 0.8 or newer (`make sandbox`) and allow user namespaces; "
+    "Ubuntu forbids them to most programs: sysctl kernel.apparmor_restrict_unprivileged_userns=0",
     "kernel": "it needs Linux 5.14 or newer on x86_64 or aarch64, with Landlock, seccomp and user namespaces allowed",
     "rlimits": "it needs Linux 5.4 or newer",
 }

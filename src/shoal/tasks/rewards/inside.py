@@ -1,17 +1,17 @@
-"""The programs that run inside the sandbox, as text: a module of this package with `wire` in front.
+"""What runs inside the sandbox besides the model's code, as text: modules that a server compiles once for all programs.
 
 Invariant: they import nothing of Shoal there, as the sandbox shows nothing of it. Called by `code.reward` and `own`.
 """
 
-from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+RUN = "import inside; inside.main()"  # the program
 
 
-@cache
-def program(name: str) -> str:
-    """The text of `name`.py, which imports `wire` and `channel` from Shoal, to run without Shoal."""
-    wire, own = ((HERE / f"{each}.py").read_text() for each in ("wire", name))
-    lines = [line for line in own.splitlines() if not line.startswith("from shoal.")]
-    return "\n".join([wire, "import channel", *lines, ""])
+def modules(name: str) -> dict[str, str]:
+    """`wire`, and the module `name` as `inside`."""
+    lines = (HERE / f"{name}.py").read_text().splitlines()
+    own = [line.replace("from shoal.tasks.rewards.wire import", "from wire import") for line in lines]
+    own = [line.replace("from shoal.sandbox import channel", "import channel") for line in own]
+    return {"wire": (HERE / "wire.py").read_text(), "inside": "\n".join(own)}

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Protocol
 
 from shoal.sandbox import Limits, Program, Sandbox, SandboxError
-from shoal.tasks.rewards.inside import program
+from shoal.tasks.rewards.inside import RUN, modules
 from shoal.tasks.rewards.trusted import RaisedError, RewardError, TrustedFunction
 from shoal.tasks.rewards.wire import WireError, pack, unpack
 from shoal.tasks.task import Grade, Task
@@ -51,7 +51,7 @@ class Own:
         size = 1 if trusted else size or min(8, len(os.sched_getaffinity(0)))
         self.tier, self.function = "", _plain(setup, limits)
         if not trusted:
-            sandbox = Sandbox(tier, limits, size)
+            sandbox = Sandbox(tier, limits, size, preloaded=modules("own_inside"))
             self.tier, self.function = sandbox.tier, SandboxedFunction(sandbox, setup)
         self.threads = ThreadPoolExecutor(size, "reward")
         self.batched: bool | None = None  # known after the first call
@@ -97,7 +97,7 @@ class SandboxedFunction:
         self.sandbox, self.setup = sandbox, setup
 
     def ask(self, call: bytes | None) -> tuple[bytes, bool]:
-        with self.sandbox.open(Program(program("own_inside"))) as talk:
+        with self.sandbox.open(Program(RUN)) as talk:
             answer: bytes | None = b""
             for frame in [self.setup] if call is None else [self.setup, call]:
                 talk.send(frame)
@@ -116,7 +116,7 @@ class SandboxedFunction:
 
 
 def _plain(setup: bytes, limits: Limits) -> Function:
-    return TrustedFunction(program("own_inside"), setup, limits.wall_s)
+    return TrustedFunction(modules("own_inside"), setup, limits.wall_s)
 
 
 def _scores(answer: bytes, count: int) -> list[float]:

@@ -75,7 +75,3 @@ def last_line(error: BaseException, file: str) -> bytes:
     except BaseException:  # noqa: BLE001 - an overridden method
         message = type(error).__name__
     return (message[:400] + where).encode(errors="replace")
-
-
-if __name__ == "__main__":
-    main()

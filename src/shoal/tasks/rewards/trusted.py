@@ -12,17 +12,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.sandbox import channel
+from shoal.tasks.rewards.inside import RUN
 
 START_S = 120.0  # for its imports
 LARGEST_ANSWER = 1 << 20
 BOOT = """
 import sys, types
-module = sys.modules["channel"] = types.ModuleType("channel")
-exec({text!r}, module.__dict__)
-module.INCOMING = module.OUTGOING = int(sys.argv[1])
+for name, text in {modules!r}.items():
+    sys.modules[name] = module = types.ModuleType(name)
+    exec(text, module.__dict__)
+    if name == "channel":
+        module.INCOMING = module.OUTGOING = int(sys.argv[1])
 """
 
 
@@ -37,8 +41,8 @@ class RaisedError(RewardError):
 class TrustedFunction:
     """A process that runs `own_inside`; started by the first call and kept warm. For one thread at a time."""
 
-    def __init__(self, program: str, setup: bytes, wall_s: float) -> None:
-        self.text = BOOT.format(text=Path(channel.__file__).read_text()) + program
+    def __init__(self, modules: Mapping[str, str], setup: bytes, wall_s: float) -> None:
+        self.text = BOOT.format(modules={"channel": Path(channel.__file__).read_text(), **modules}) + RUN
         self.setup, self.wall_s = setup, wall_s
         self.process: subprocess.Popen[bytes] | None = None
         self.socket = socket.socket()

@@ -88,7 +88,3 @@ def describe(error: BaseException) -> list[str]:
     except BaseException:  # noqa: BLE001 - an overridden method
         message = ""
     return [kind.__name__, message if type(error) is kind else f"{type(error).__name__}: {message}"[:500]]
-
-
-if __name__ == "__main__":
-    main()

@@ -94,7 +94,3 @@ def text(error: BaseException) -> bytes:
         message = ""
     kind = "answer" if isinstance(error, BadAnswerError) else type(error).__name__
     return (f"{kind}: {message}" if message else kind).encode(errors="replace")
-
-
-if __name__ == "__main__":
-    main()

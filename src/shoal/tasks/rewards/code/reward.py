@@ -17,7 +17,7 @@ from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_
 from shoal.tasks.rewards.code.extract import program_of
 from shoal.tasks.rewards.code.talk import BadTestsError, Candidate, FailedError, raised, relay
 from shoal.tasks.rewards.code.tests import Asserts, Functional, Stdin, TestsError, read_tests
-from shoal.tasks.rewards.inside import program
+from shoal.tasks.rewards.inside import RUN, modules
 from shoal.tasks.rewards.wire import WireError, pack, unpack
 from shoal.tasks.task import Grade, Task
 
@@ -33,8 +33,9 @@ class Code:
         """Raises SandboxError if the tier does not work here."""
         self.limits, self.fraction = limits, fraction
         size = size or min(8, len(os.sched_getaffinity(0)))
-        self.candidates = Sandbox(tier, limits, size)
-        self.checkers = Sandbox(self.candidates.tier, replace(limits, wall_s=2 * limits.wall_s), size)
+        self.candidates = Sandbox(tier, limits, size, preloaded=modules("code/candidate"))
+        longer = replace(limits, wall_s=2 * limits.wall_s)
+        self.checkers = Sandbox(self.candidates.tier, longer, size, preloaded=modules("code/checker"))
         self.threads = ThreadPoolExecutor(size, "code")
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
@@ -78,14 +79,14 @@ class Code:
         """One process for all cases."""
         cases = len(tests.cases) if isinstance(tests, Functional) else 1
         passed, detail, outcome = 0, "", "graded"
-        with self.candidates.open(Program(program("code/candidate"))) as conversation:
+        with self.candidates.open(Program(RUN)) as conversation:
             candidate = Candidate(conversation)
             try:
                 candidate.load(source, tests.prompt, tests.entry)
                 if isinstance(tests, Functional):
                     passed, detail = self._functional(tests, candidate)
                 else:
-                    with self.checkers.open(Program(program("code/checker"))) as checker:
+                    with self.checkers.open(Program(RUN)) as checker:
                         relay(checker, candidate, tests.code, tests.prompt, tests.entry)
                     passed = 1
             except FailedError as error:
