@@ -9,7 +9,6 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from tempfile import TemporaryDirectory
 
 from shoal.config.recipe import TaskSection
 from shoal.tasks.table import Manifest, Store, TaskView
@@ -23,7 +22,6 @@ class TaskSet:
         self.digest = digest
         self.store = store
         self.notes = notes  # for people: what became of each source's rows
-        self.temporary: TemporaryDirectory[str] | None = None  # its folder, where nothing else keeps it
         self.manifest = Manifest.decode(store.read(digest))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
