@@ -120,7 +120,7 @@ NUMBERS_AND_MATH: list[tuple[Row, str, str, str, str]] = [
         "[2,5)",
         "math",
     ),
-    ({"problem": "Find $y$.", "answer": r"-\frac{2}", "solution": "s"}, "DeepScaleR, AIME", "Find $y$.", r"-\frac{2}", "math"),
+    ({"problem": "Find $y$.", "answer": r"\frac{2}", "solution": ""}, "DeepScaleR, AIME", "Find $y$.", r"\frac{2}", "math"),
     (
         {"id": 60, "problem": "Every morning", "solution": "s", "answer": "204", "url": "u", "year": "2024"},
         "DeepScaleR, AIME",

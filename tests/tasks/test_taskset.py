@@ -147,7 +147,7 @@ def test_no_task_is_kept_in_memory(source: Path) -> None:
     found = tasks.load(section(source))
     assert sum(1 for _ in found.train) == 296
     gc.collect()
-    assert not [held for held in gc.get_objects() if isinstance(held, Task) and held.source == "some"]
+    assert not [held for held in gc.get_objects() if type(held) is Task and held.source == "some"]
 
 
 @pytest.mark.usefixtures("small_chunks")
