@@ -35,11 +35,19 @@ def test_tasks_that_cannot_be_built_are_an_error_of_the_config(tmp_path: Path) -
 def test_a_pool_is_founded_with_its_tasks(tmp_path: Path) -> None:
     from shoal.cli.main import DONE, main
 
+    rows = tmp_path / "some.jsonl"
+    rows.write_text("".join(f'{{"text": "{n} + 1", "gold": {n + 1}}}\n' for n in range(30)))
     path = tmp_path / "sums.toml"
-    path.write_text('[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n')
+    path.write_text(
+        '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[evaluator]\nn = 8\nn_between = 8\n'
+        "[tasks]\nheldout = 8\n"
+        '[[tasks.sources]]\npath = "some.jsonl"\nfields = { question = "text", answer = "gold" }\n'
+        '[[tasks.sources]]\ngenerator = "arithmetic"\noptions = { operations = ["-", "+"], operand_max = 9 }\nweight = 3\n'
+    )
     assert main(["pool", "init", str(path), "--dir", str(tmp_path / "pool"), "--url", "http://127.0.0.1:8700"]) == DONE
     config = load(tmp_path / "pool" / "config.toml")
     built = read_built(tmp_path / "pool" / FOLDER)
     assert built is not None and config.tasks.digest == built.digest
     assert [child.name for child in tmp_path.iterdir() if child.name.startswith(".")] == [], "nothing is left beside it"
-    assert build_tasks(config, tmp_path / "pool" / FOLDER)[0] == config, "its coordinator builds nothing"
+    rows.unlink()
+    assert build_tasks(config, tmp_path / "pool" / FOLDER)[0] == config, "its coordinator reads no source again"

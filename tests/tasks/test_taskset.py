@@ -143,6 +143,15 @@ def test_a_view_is_a_sequence_over_its_chunks(source: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_tasks_are_found_by_their_ids(source: Path) -> None:
+    found = tasks.load(section(source))
+    wanted = [found.train[3], found.train[200], found.heldout[1]]
+    assert found.find([task.id for task in [*wanted, *wanted]]) == {task.id: task for task in wanted}
+    with pytest.raises(TasksNotFoundError, match="no task some/0 in the task set"):
+        found.find([wanted[0].id, "some/0"])
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_no_task_is_kept_in_memory(source: Path) -> None:
     found = tasks.load(section(source))
     assert sum(1 for _ in found.train) == 296
