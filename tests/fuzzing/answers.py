@@ -64,7 +64,7 @@ def power(random: Random) -> str:
 
 
 def long(random: Random) -> str:
-    count = random.choice([20, 100, 400, 990, 5000])
+    count = random.choice([20, 50, 50, 100, 100, 100, 200, 200, 990, 5000])
     sequence = random.choice(
         [
             "7",

@@ -84,7 +84,8 @@ def _first(text: str) -> str | None:
 
 def _whole(text: str) -> str | None:
     text = tidy(text)
-    return text if text and "\n" not in text and not prose(text) and not _formulas(text) else None
+    alone = any(map(str.isalnum, text)) and "\n" not in text and not prose(text) and not _formulas(text)
+    return text if alone else None
 
 
 def _last(text: str) -> str | None:

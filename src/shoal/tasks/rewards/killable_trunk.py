@@ -59,7 +59,6 @@ def load(file: Path, name: str) -> Callable[[Any], Any]:
 def bound_memory(memory_bytes: int) -> None:
     """What a child may take beyond what the trunk has. Linux only; other systems do not enforce it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file grows
     reserved, _ = memory()
     if reserved:
         resource.setrlimit(resource.RLIMIT_AS, (reserved + memory_bytes, reserved + memory_bytes))
@@ -123,10 +122,10 @@ def child(function: Callable[[Any], Any], value: Any, write_end: int, cpu_s: flo
     status = 1
     try:
         try:
-            found = {"ending": "answered", "value": function(value)}
+            found = json.dumps({"ending": "answered", "value": function(value)}, allow_nan=False)
         except BaseException as error:  # noqa: BLE001  whatever a grader raises is its answer, an exit too
-            found = {"ending": "raised", "detail": f"{type(error).__name__}: {error}"[:500]}
-        write_all(write_end, json.dumps(found).encode())
+            found = json.dumps({"ending": "raised", "detail": f"{type(error).__name__}: {error}"[:500]})
+        write_all(write_end, found.encode())
         status = 0
     finally:
         os._exit(status)
