@@ -26,14 +26,22 @@ def score(reward: Math, gold: str, completion: str) -> float:
 # --- several guesses --------------------------------------------------------------------------------------------------
 
 HEDGES = [
-    r"\boxed{18} \boxed{17}", r"\boxed{18}, \boxed{17}", r"\boxed{18} or \boxed{17}", r"\boxed{18 \text{ or } 17}", r"\boxed{17, 18}",
-    r"\boxed{17 \text{ and } 18}", r"\boxed{\{16,17,18,19\}}", r"\boxed{16..20}", r"\boxed{[17,19]}", r"\boxed{17<x<19}",
-    r"\boxed{18 \lor 17}", r"\boxed{18 | 17}", r"\boxed{18/17}", r"\boxed{18; 17}", r"\boxed{18 \quad 17}", r"\boxed{18\\17}",
-    r"\boxed{\begin{matrix}18\\17\end{matrix}}", r"\boxed{17 \pm 1}", r"\boxed{18\text{ (or 17)}}", r"\boxed{x}", r"\boxed{\text{any}}",
-    r"\boxed{n}, n an integer", r"\boxed{\mathbb{Z}}", r"\boxed{\emptyset}", r"\boxed{}", r"\boxed{18", r"18 \boxed{17}",
-    r"\boxed{\text{nan}}", r"\boxed{\infty}", r"\boxed{\frac{0}{0}}", r"\boxed{0/0}", r"\boxed{18 + 0/0}", r"\boxed{18 \cdot x/x + y}",
-    "The answer is 17 or 18.", "The answer is 17, or maybe 18", "The answer is 18. No: the answer is 17.", "16 17 18 19",
-    " ".join(map(str, range(100))), r"\boxed{?}", r"\boxed{#18#17}", r"\boxed{answer}", r"\boxed{\text{the gold answer}}",
+    r"\boxed{18} \boxed{17}", r"\boxed{18}, \boxed{17}", r"\boxed{18} or \boxed{17}", r"\boxed{18 \text{ or } 17}",
+    r"\boxed{17, 18}",
+    r"\boxed{17 \text{ and } 18}", r"\boxed{\{16,17,18,19\}}", r"\boxed{16..20}", r"\boxed{[17,19]}",
+    r"\boxed{17<x<19}",
+    r"\boxed{18 \lor 17}", r"\boxed{18 | 17}", r"\boxed{18/17}", r"\boxed{18; 17}", r"\boxed{18 \quad 17}",
+    r"\boxed{18\\17}",
+    r"\boxed{\begin{matrix}18\\17\end{matrix}}", r"\boxed{17 \pm 1}", r"\boxed{18\text{ (or 17)}}", r"\boxed{x}",
+    r"\boxed{\text{any}}",
+    r"\boxed{n}, n an integer", r"\boxed{\mathbb{Z}}", r"\boxed{\emptyset}", r"\boxed{}", r"\boxed{18",
+    r"18 \boxed{17}",
+    r"\boxed{\text{nan}}", r"\boxed{\infty}", r"\boxed{\frac{0}{0}}", r"\boxed{0/0}", r"\boxed{18 + 0/0}",
+    r"\boxed{18 \cdot x/x + y}",
+    "The answer is 17 or 18.", "The answer is 17, or maybe 18", "The answer is 18. No: the answer is 17.",
+    "16 17 18 19",
+    " ".join(map(str, range(100))), r"\boxed{?}", r"\boxed{#18#17}", r"\boxed{answer}",
+    r"\boxed{\text{the gold answer}}",
 ]  # fmt: skip
 
 
@@ -68,10 +76,14 @@ def test_nothing_equals_everything(reward: Math, gold: str) -> None:
 def injections(mark: Path) -> list[str]:
     code = f"__import__('pathlib').Path('{mark}').touch()"
     return [
-        code, rf"\text{{{code}}}", rf"\operatorname{{{code}}}", rf"\mathrm{{{code}}}", f"1/({code})", f"5.__class__({code})",
-        f"lambda: {code}", f"x_{{{code}}}", rf"\frac{{d}}{{d {code}}} x", f"exec(\"{code}\")", f"eval({code!r})", f"18; {code}",
-        f"18\n{code}", rf"\sum_{{{code}}}^{{5}} 1", rf"\bar{{{code}}}", rf"\begin{{matrix}}{code}\end{{matrix}}", f"{{{code}}}",
-        rf"\variable{{{code}}}", rf"[[{code}]]", f"f({code})", f"`{code}`", f"1e{code}", f"0x{code}", f"\\{code}", f"{code}\\%",
+        code, rf"\text{{{code}}}", rf"\operatorname{{{code}}}", rf"\mathrm{{{code}}}", f"1/({code})",
+        f"5.__class__({code})",
+        f"lambda: {code}", f"x_{{{code}}}", rf"\frac{{d}}{{d {code}}} x", f"exec(\"{code}\")", f"eval({code!r})",
+        f"18; {code}",
+        f"18\n{code}", rf"\sum_{{{code}}}^{{5}} 1", rf"\bar{{{code}}}", rf"\begin{{matrix}}{code}\end{{matrix}}",
+        f"{{{code}}}",
+        rf"\variable{{{code}}}", rf"[[{code}]]", f"f({code})", f"`{code}`", f"1e{code}", f"0x{code}", f"\\{code}",
+        f"{code}\\%",
     ]  # fmt: skip
 
 
@@ -95,8 +107,10 @@ def test_the_gold_answer_never_runs_either(reward: Math, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "source",
     [
-        "__import__('os')", "Integer.mro()", "Symbol('x').subs", "Integer(open)", "Symbol('x', **a)", "[Integer(1)]", "x", "a.b",
-        "lambda: 1", "Float('1').__class__", "from os import *", "from sympy import *; import os", "def f(): return 1", "print(1)",
+        "__import__('os')", "Integer.mro()", "Symbol('x').subs", "Integer(open)", "Symbol('x', **a)", "[Integer(1)]",
+        "x", "a.b",
+        "lambda: 1", "Float('1').__class__", "from os import *", "from sympy import *; import os",
+        "def f(): return 1", "print(1)",
         "def monomial_mul(A, B): return A.b", "def monomial_mul(A, B): return open(A)",
     ],
 )  # fmt: skip
@@ -149,9 +163,12 @@ def test_the_guard_is_on_in_the_process_that_compares(tmp_path: Path) -> None:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 BOMBS = [
-    "9^9^9^9", "9^{9^{9^{9}}}", "(9^{9^9})!", "9!!!!!!", r"10^{10^{100}}", r"\binom{10^9}{10^8}", "(" * 3000 + "5" + ")" * 3000,
-    r"\frac{1}{" * 500 + "1" + "}" * 500, r"\sum_{n=1}^{10^9} \frac{1}{n^n}", "x" * 900, "2^" * 400 + "2", r"\gcd(10^{99999},7^{99999})",
-    "(x+y+z+1)^{500}-1", r"\int_0^1 e^{x^{x^{x}}} dx", "-" * 900 + "1", "{" * 5000, "1e999999999", "\0" * 900, r"\sqrt{" * 29 + "x" + "}" * 29,
+    "9^9^9^9", "9^{9^{9^{9}}}", "(9^{9^9})!", "9!!!!!!", r"10^{10^{100}}", r"\binom{10^9}{10^8}",
+    "(" * 3000 + "5" + ")" * 3000,
+    r"\frac{1}{" * 500 + "1" + "}" * 500, r"\sum_{n=1}^{10^9} \frac{1}{n^n}", "x" * 900, "2^" * 400 + "2",
+    r"\gcd(10^{99999},7^{99999})",
+    "(x+y+z+1)^{500}-1", r"\int_0^1 e^{x^{x^{x}}} dx", "-" * 900 + "1", "{" * 5000, "1e999999999", "\0" * 900,
+    r"\sqrt{" * 29 + "x" + "}" * 29,
 ]  # fmt: skip
 
 
