@@ -53,6 +53,7 @@ def main() -> None:
     reward.pool = pool = Watched(size=arguments.size)
     pool.start()
     cases = list(answers(arguments.seed, arguments.answers))
+    machine = describe()
     start_s = time.perf_counter()
     reading_s = max(read_s(completion) for _, completion in cases)
     grades: list[Grade] = []
@@ -66,7 +67,7 @@ def main() -> None:
     cpu_s = [result.cpu_s for _, result in slowest]
     report = {
         "command": f"python benchmarks/math_fuzz.py --answers {len(cases)} --seed {arguments.seed} --size {arguments.size}",
-        "machine": describe(),
+        "machine": machine,
         "limit_cpu_s": CPU_S,
         "answers": len(grades),
         "over_the_limit": sum(one > CPU_S + SLACK_S for one in [*cpu_s, reading_s]),

@@ -159,16 +159,23 @@ def exactly(gold: Any, answer: Any) -> bool | None:
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
     """The library compares decimals, not significant digits: 6.6e-34 would equal 9.1e-31."""
-    values = []
-    for number in (gold, answer):
-        if not is_number(number):
-            return False
-        values.append([one.evalf(30) for one in readings(number)])
+    if not (is_number(gold) and is_number(answer)):
+        return False
     return all(
-        bool(max(abs(g), abs(a)) < SMALL and abs(g - a) > SIGNIFICANT * max(abs(g), abs(a)))
-        for g in values[0]
-        for a in values[1]
+        apart(wanted.doit().evalf(30), found.doit().evalf(30))
+        for wanted in readings(gold)
+        for found in readings(answer)
     )
+
+
+def apart(wanted: Any, found: Any) -> bool:
+    size, difference = max_size(wanted, found), abs(wanted - found).evalf()
+    return isinstance(difference, Number) and size < SMALL and bool(difference > SIGNIFICANT * size)
+
+
+def max_size(*numbers: Any) -> float:
+    sizes = [abs(number).evalf() for number in numbers]
+    return max(map(float, sizes)) if all(isinstance(size, Number) for size in sizes) else math.inf
 
 
 def smallest(gold: Any) -> float:
