@@ -72,6 +72,7 @@ UNEQUAL = [
     (r"5", r"5/6"), (r"5", r"5;6"), (r"5", r"5 \\\\ 6"), (r"5", r"5\quad 6"), (r"5", r"5 6"),
     (r"5", r"\{5\}\cup\{6\}"), (r"5", r"5 \neq 6"), (r"5", r"6\approx 5"), (r"5", r"5\text{ vs }6"),
     (r"(1,2),(3,4)", r"(4,3),(1,2)"),
+    (r"50\%", r"-0\lfloor 2.5\rfloor"), ("2^{10}", "2^{10}+10^{-20}"),
     ("10^{400}", "1" + "0" * 399), ("9" * 900, "9" * 899 + "8"), ("18", "9" * 5000), ("18", "\u0661\u0668"),
 ]  # fmt: skip
 # Wrong, and known: each would cost more to mend than it is worth.
@@ -89,6 +90,7 @@ KNOWN_LIMITS = [
     ("N", "n", 1),  # case
     (r"\{1,2\}", "(1,2)", 1),  # a pair, an open interval and a list of two look alike
     ("0.5", "0.4999999", 1),  # six decimals
+    ("10^{400}+0.5", "10^{400}", 1),  # and fifteen digits
 ]
 
 

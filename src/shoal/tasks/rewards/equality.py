@@ -182,7 +182,7 @@ def smallest(gold: Any) -> float:
     """The smallest size among the numbers in a set, tuple or matrix, 1 at most."""
     parts = list(gold) if isinstance(gold, FiniteSet | Tuple | MatrixBase) else [gold]
     sizes = [abs(float(part.evalf())) for part in parts if is_number(part) and part.is_real]
-    return min([size for size in sizes if size > 1e-300], default=1.0) if sizes else 1.0
+    return min([1.0, *(size for size in sizes if size > 1e-300)])
 
 
 def digits(value: Any) -> float:
