@@ -1,4 +1,4 @@
-"""The seccomp filter, run by a small interpreter of BPF: both machine types must decide alike, and only one can show it live."""
+"""The seccomp filter, run by a small interpreter of BPF: both machine types must decide alike; only one can show it live."""
 
 import pytest
 
@@ -6,10 +6,12 @@ from shoal.sandbox.seccomp import ALLOW, ALLOWED, AUDIT_ARCH, COLUMN, EPERM, KIL
 
 ENOSYS = 0x00050000 | 38
 NAMED = {  # x86_64, aarch64
-    "read": (0, 63), "openat": (257, 56), "exit_group": (231, 94), "futex": (202, 98), "clone": (56, 220),
-    "clone3": (435, 435), "execve": (59, 221), "socket": (41, 198), "socketpair": (53, 199), "ptrace": (101, 117), "mount": (165, 40),
-    "unshare": (272, 97), "bpf": (321, 280), "keyctl": (250, 219), "io_uring_setup": (425, 425), "userfaultfd": (323, 282),
-    "memfd_create": (319, 279), "ioctl": (16, 29), "prlimit64": (302, 261), "setns": (308, 268), "kill": (62, 129),
+    "read": (0, 63), "openat": (257, 56), "exit_group": (231, 94), "futex": (202, 98),
+    "clone": (56, 220), "clone3": (435, 435), "execve": (59, 221), "socket": (41, 198),
+    "socketpair": (53, 199), "ptrace": (101, 117), "mount": (165, 40), "unshare": (272, 97),
+    "bpf": (321, 280), "keyctl": (250, 219), "io_uring_setup": (425, 425), "userfaultfd": (323, 282),
+    "memfd_create": (319, 279), "ioctl": (16, 29), "prlimit64": (302, 261), "setns": (308, 268),
+    "kill": (62, 129),
 }  # fmt: skip
 THREAD = 0x3D0F00  # what the C library passes for a thread
 

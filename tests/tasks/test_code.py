@@ -118,6 +118,7 @@ def test_what_people_see_of_a_value_is_bounded() -> None:
         (ADD, "class Solution:\n    def add(self, a, b): return a + b", 1, "graded", "2 of 2"),
         (ADD, "add = lambda a, b: a + b\nif __name__ == '__main__': raise SystemExit", 1, "graded", "2 of 2"),
         (ADD, "print('hi')\ndef add(a, b):\n    print(a)\n    return a + b", 1, "graded", "2 of 2"),
+        (ADD, "def add(a: List[int], b): return reduce(operator.add, [a, b])", 1, "graded", "2 of 2"),  # no imports
         (ADD, "def add(a, b): return 3", 0, "graded", "case 2 of 2: returned 3, expected 0"),
         (ADD, "def add(a, b): return 1 / 0", 0, "graded", "case 1 of 2: raised ZeroDivisionError: division by zero"),
         (ADD, "def add(a, b): return object()", 0, "graded", "case 1 of 2: not plain data: object"),

@@ -94,9 +94,7 @@ def parse_lines(name: str, lines: Iterable[str]) -> Iterator[Line]:
 
 def find_tasks(task_set: TaskSet, lines: list[Line]) -> dict[str, Task]:
     """The tasks that the lines name. Raises UsageError, which names the first line whose task is not there."""
-    wanted = {line.task for line in lines}
-    known = (task for part in (task_set.train, task_set.heldout) for task in part)
-    found = {task.id: task for task in known if task.id in wanted}
+    found = task_set.find({line.task for line in lines})
     for line in lines:
         if line.task not in found:
             raise UsageError(

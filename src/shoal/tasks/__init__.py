@@ -1,6 +1,8 @@
 """Tasks: questions for models, and rewards for their answers."""
 
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 from shoal.config.recipe import TaskSection
@@ -24,11 +26,11 @@ def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
         return TaskSet(section, built.digest, Store(folder), built.notes)
     parent = cache_dir() / "tasks"
     parent.mkdir(parents=True, exist_ok=True)
-    temporary = tempfile.TemporaryDirectory(dir=parent)
-    built = compile_tasks(section, Path(temporary.name))
-    found = TaskSet(section, built.digest, Store(Path(temporary.name)), built.notes)
-    found.temporary = temporary  # removed when the set is
-    return found
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    store = Store(folder)
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)  # every view of the tasks holds the store
+    built = compile_tasks(section, folder)
+    return TaskSet(section, built.digest, store, built.notes)
 
 
 def join(section: TaskSection, folder: Path, fetch: Fetch) -> TaskSet:

@@ -116,8 +116,9 @@ def _ask(source: SourceSection, request: Callable[[], Any]) -> Any:
         OSError,
     ) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        organisation, name, *config = source.hub.strip("/").split("/")
         raise TasksNotFoundError(
             f"data set {source.hub} could not be fetched from the Hugging Face hub ({first_line}); without a connection, "
-            f"download it elsewhere (hf download {'/'.join(source.hub.split('/')[:2])} --repo-type dataset --local-dir "
-            'FOLDER) and set path = "FOLDER" in place of hub'
+            f"download it elsewhere (hf download {organisation}/{name} --repo-type dataset --local-dir FOLDER) and set "
+            f'path = "{"/".join(["FOLDER", *config])}" in place of hub'
         ) from error

@@ -10,11 +10,12 @@ import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.files import new_file
@@ -161,10 +162,12 @@ class TaskView(Sequence[Task]):
     def __iter__(self) -> Iterator[Task]:
         return (self[n] for n in range(len(self)))
 
-
-def rows_of(tasks: Sequence[Task]) -> dict[str, list[Any]]:
-    """Tasks as columns, for a record batch."""
-    return dict(zip(COLUMNS, map(list, zip(*map(astuple, tasks), strict=True)), strict=True))
+    def having(self, ids: Sequence[str]) -> Iterator[Task]:
+        """The tasks with these ids. Only they are built, but every chunk is read."""
+        wanted = pa.array(ids, pa.string())
+        for chunk in self.chunks:
+            for row in self.store.batch(chunk).filter(pc.is_in(self.store.batch(chunk)["id"], wanted)).to_pylist():
+                yield Task(**row)
 
 
 def _mapped(path: Path) -> pa.RecordBatch:

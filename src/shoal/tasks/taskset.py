@@ -7,9 +7,8 @@ Called by worker, validator, evaluator and the tools, through `tasks.load` and `
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from tempfile import TemporaryDirectory
 
 from shoal.config.recipe import TaskSection
 from shoal.tasks.table import Manifest, Store, TaskView
@@ -23,13 +22,12 @@ class TaskSet:
         self.digest = digest
         self.store = store
         self.notes = notes  # for people: what became of each source's rows
-        self.temporary: TemporaryDirectory[str] | None = None  # its folder, where nothing else keeps it
         self.manifest = Manifest.decode(store.read(digest))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
             raise TasksNotFoundError(f"the task set {digest} is of the sources {', '.join(names)}, not of the config's")
-        self.train: Sequence[Task] = TaskView(store, [chunk for one in self.manifest.sources for chunk in one.chunks])
-        self.heldout: Sequence[Task] = TaskView(store, self.manifest.heldout)
+        self.train = TaskView(store, [chunk for one in self.manifest.sources for chunk in one.chunks])
+        self.heldout = TaskView(store, self.manifest.heldout)
         self.weights = [source.weight for source in section.sources]
         self.ends = list(itertools.accumulate(one.train for one in self.manifest.sources))  # of each source in `train`
 
@@ -37,6 +35,14 @@ class TaskSet:
     def files(self) -> Mapping[str, bytes]:
         """Source files of rewards of one's own, by file name."""
         return {name: self.store.read(sha256) for name, sha256 in self.manifest.files.items()}
+
+    def find(self, ids: Iterable[str]) -> dict[str, Task]:
+        """The tasks of these ids, trained on or held out. Reads every chunk. Raises TasksNotFoundError for an unknown id."""
+        wanted = list(dict.fromkeys(ids))
+        found = {task.id: task for view in (self.train, self.heldout) for task in view.having(wanted)}
+        if missing := [id_ for id_ in wanted if id_ not in found]:
+            raise TasksNotFoundError(f"no task {missing[0]} in the task set {self.digest}; is it of this config?")
+        return found
 
     def pick(self, drawn: bytes) -> int:
         """The index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""

@@ -13,12 +13,13 @@ from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.sandbox import Limits, SandboxError
 from shoal.tasks.rewards.code import Code
+from shoal.tasks.rewards.math import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.rewards.own import Own
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 
-REWARDS: dict[str, Callable[[], Reward]] = {"number": Number}
+REWARDS: dict[str, Callable[[], Reward]] = {"number": Number, "math": Math}
 SANDBOXED: dict[str, Callable[[Limits, str | None], Reward]] = {
     "code": Code,
     "code_fraction": lambda limits, tier: Code(limits, tier, fraction=True),

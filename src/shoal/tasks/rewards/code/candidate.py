@@ -20,12 +20,26 @@ from shoal.sandbox import channel
 from shoal.tasks.rewards.wire import DEPTH, WireError, pack, unpack
 
 NAME = "candidate"
+# What the field's harnesses put before a solution, which often leaves its imports out.
+PREAMBLE = """
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, floor, gcd, inf, log2, sqrt
+from typing import *
+"""
+COMMON: dict[str, Any] = {}
+exec(PREAMBLE, COMMON)
 
 
 def main() -> None:
     source, prompt, entry = unpack(channel.receive() or b"")
     module = types.ModuleType(NAME)
     sys.modules[NAME] = module
+    module.__dict__.update((name, value) for name, value in COMMON.items() if not prompt and not name.startswith("__"))
     try:
         parts = programs(source, prompt, entry)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
