@@ -94,7 +94,8 @@ def parse_lines(name: str, lines: Iterable[str]) -> Iterator[Line]:
 
 def find_tasks(task_set: TaskSet, lines: list[Line]) -> dict[str, Task]:
     """The tasks that the lines name. Raises UsageError, which names the first line whose task is not there."""
-    found = task_set.find({line.task for line in lines})
+    wanted = sorted({line.task for line in lines})
+    found = {task.id: task for view in (task_set.train, task_set.heldout) for task in view.having(wanted)}
     for line in lines:
         if line.task not in found:
             raise UsageError(
