@@ -335,3 +335,12 @@ def test_preloaded_modules_are_there_and_fresh_for_every_program(box: Sandbox) -
     ) as own:
         for _ in range(2):
             assert own.run(Program("import mine; print(mine.add(1))")).stdout == b"[1]\n"
+
+
+def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
+    before = os.umask(0o077)
+    try:
+        with Sandbox(box.tier) as own:
+            assert own.run(Program("print(1)")).stdout == b"1\n"
+    finally:
+        os.umask(before)
