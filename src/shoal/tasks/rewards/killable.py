@@ -54,10 +54,10 @@ class Result:
 class Trunk:
     """One process that serves calls. Not for several threads at once."""
 
-    def __init__(self, command: Sequence[str], wall_s: float) -> None:
+    def __init__(self, python: str, command: Sequence[str], wall_s: float) -> None:
         self.name, self.wall_s = command[0], wall_s
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(TRUNK), *command],
+            [python, "-P", str(TRUNK), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ENVIRONMENT,
