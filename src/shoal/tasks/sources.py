@@ -5,14 +5,21 @@ Invariant: a row becomes a task or an error that names the row; nothing is skipp
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.config.recipe import SourceSection
+from shoal.tasks.adapters.reasoning_gym import reasoning_gym
+from shoal.tasks.adapters.verifiers import verifiers
 from shoal.tasks.arithmetic import arithmetic
 from shoal.tasks.task import Task, TasksNotFoundError
 
-GENERATORS = {"arithmetic": arithmetic}
+GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]] = {
+    "arithmetic": arithmetic,
+    "reasoning_gym": reasoning_gym,
+    "verifiers": verifiers,
+}
 
 
 def read_source(source: SourceSection, split: str) -> list[Task]:
@@ -20,14 +27,16 @@ def read_source(source: SourceSection, split: str) -> list[Task]:
     if source.generator:
         if source.generator not in GENERATORS:
             raise TasksNotFoundError(f"no generator {source.generator!r}; there are {', '.join(GENERATORS)}")
-        rows: list[dict[str, Any]] = list(GENERATORS[source.generator](source.options))
+        rows: Sequence[Mapping[str, Any]] = GENERATORS[source.generator](source.options)
     else:
         rows = _read_lines(Path(source.path).expanduser())
     return [_task(source, row, number) for number, row in enumerate(rows, start=1)]
 
 
-def _task(source: SourceSection, row: dict[str, Any], number: int) -> Task:
+def _task(source: SourceSection, row: Mapping[str, Any], number: int) -> Task:
     columns = {"question": "question", "answer": "answer"} | source.fields
+    if source.generator and "metadata" in row:
+        columns["metadata"] = "metadata"
     try:
         fields = {field: str(row[column]) for field, column in columns.items()}
     except KeyError as error:

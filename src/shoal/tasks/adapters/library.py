@@ -1,9 +1,9 @@
 """A library of tasks in processes of its own: one lists its tasks and ends, others score completions.
 
 Each library has a file in `far/` with `rows(options)`, `prepare(setting)` and `score(value)`. What passes between is JSON.
-Invariants: rows follow from options and the versions of library and environment, which are in each row's metadata and so in the digest of
-the task set. A completion is scored in a killable child, so it can hang or kill nothing; a score is the library's or a
-grader error, never a made-up 0.
+Invariants: rows follow from the options and the versions of library and environment. Those are in each row's metadata and so
+in the digest of the task set. A completion is scored in a killable child, so it can hang or kill nothing. A score is the
+library's, or a grader error.
 Called by `reasoning_gym` and `verifiers`. Left out: isolation; a machine that installs a library trusts its code.
 """
 

@@ -1,4 +1,4 @@
-"""The generator and the reward `verifiers`: single-turn environments of the library verifiers (`verifiers.v1`), scored by their rewards.
+"""The generator and the reward `verifiers`: single-turn environments of the library verifiers, scored by their own rewards.
 
 Invariant: an environment whose rewards need a judge model, a sandbox, tools or further turns is refused when it is listed.
 Called through `sources` and `graders`. What runs in the library's processes: `far/environments.py`. The library and its

@@ -9,11 +9,17 @@ from typing import Self
 
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.errors import ShoalError
+from shoal.tasks.adapters import reasoning_gym, verifiers
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.task import Grade, Reward, Task
 
-REWARDS: dict[str, Callable[[], Reward]] = {"number": Number, "math": Math}
+REWARDS: dict[str, Callable[[], Reward]] = {
+    "number": Number,
+    "math": Math,
+    "reasoning_gym": reasoning_gym.reward,
+    "verifiers": verifiers.reward,
+}
 
 
 class GradeError(ShoalError):
@@ -58,7 +64,7 @@ class Graders:
 
 def make_reward(source: SourceSection) -> Reward:
     """The reward that a source names. Raises GradeError for an unknown one."""
-    name = source.reward or "number"
+    name = source.reward or (source.generator if source.generator in REWARDS else "number")
     if not isinstance(name, str) or name not in REWARDS:
         raise GradeError(f"source {source.label}: no reward {name!r}; there are {', '.join(REWARDS)}")
     return REWARDS[name]()

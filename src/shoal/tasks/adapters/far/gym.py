@@ -10,11 +10,13 @@ import ast
 import dataclasses
 import json
 import math
+import random
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
+import numpy
 import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
@@ -32,7 +34,26 @@ FORMULA = (
     *(ast.Expression, ast.Load, ast.Constant, ast.Name, ast.Call, ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod),
 )
-FUNCTIONS = set("sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs".split())
+FUNCTIONS = {
+    *(
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    ),
+    *("exp", "log", "ln", "sqrt", "Abs"),
+}
 
 dataset: Any = None  # of the source, set by `prepare`
 
@@ -45,11 +66,15 @@ def rows(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     setting = {"size": SIZE, "seed": SEED} | options
     found = open_dataset(setting)
     for index in range(setting["size"]):
+        random.seed(index)  # codeio runs programs that draw without a seed
+        numpy.random.seed(index)
         entry = found[index]
         try:
             kept = encode({name: value for name, value in entry.items() if name != "question"})
         except TypeError as error:
-            raise RefusedError(f"data set {setting['dataset']}: entry {index} cannot be kept as JSON ({error})") from error
+            raise RefusedError(
+                f"data set {setting['dataset']}: entry {index} cannot be kept as JSON ({error})"
+            ) from error
         metadata = {
             "generator": "reasoning_gym",
             "version": VERSION,
@@ -71,7 +96,9 @@ def prepare(setting: str) -> None:
 def score(value: dict[str, Any]) -> dict[str, Any]:
     """What the library gives for a completion, as the fields of a grade."""
     if value["version"] != VERSION:
-        raise ValueError(f"the task is of reasoning-gym {value['version']}, this machine has {VERSION}: install the same")
+        raise ValueError(
+            f"the task is of reasoning-gym {value['version']}, this machine has {VERSION}: install the same"
+        )
     entry = decode(value["entry"]) | {"question": value["question"]}
     answer = find_answer(value["completion"])
     if not answer:
@@ -79,7 +106,10 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     detail = f"answer {answer[:200]!r}"
     name = entry["metadata"].get("source_dataset", value["setting"]["dataset"])
     if not may_score(name, answer, entry):
-        answer, detail = "", f"{detail} is no plain literal or formula: it is not evaluated and counts as an empty answer"
+        answer, detail = (
+            "",
+            f"{detail} is no plain literal or formula: it is not evaluated and counts as an empty answer",
+        )
     try:
         points = float(dataset.score_answer(answer, entry))
     except Exception as error:  # noqa: BLE001  whose fault it is follows from the gold answer

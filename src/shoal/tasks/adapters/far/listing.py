@@ -1,7 +1,7 @@
 """Lists a library's tasks: `python -P listing.py FILE`, options as JSON on stdin, one row of JSON a line on stdout.
 
-Invariant: the last line is `{"rows": n}`, or `{"error": text}`, or `{"missing": module}` if FILE imports what is not installed;
-without it the list is not complete. What a library prints goes to stderr.
+Invariant: the last line is `{"rows": n}` or has an `error`, with `missing` if FILE imports a module that is not installed.
+A list without it is not complete. What a library prints goes to stderr.
 """
 
 import importlib.util
