@@ -54,14 +54,16 @@ class Library:
             raise TasksNotFoundError(
                 f"generator {self.name} is not ready after {LISTING_S:.0f} s; ask for fewer tasks with options.size"
             ) from error
-        lines = done.stdout.decode().splitlines()
-        ending = json.loads(lines.pop()) if lines and done.returncode == 0 else {"error": _last_line(done)}
+        lines = done.stdout.decode().split("\n")[:-1]  # JSON of json.dumps has no other line ends
+        ending = json.loads(lines.pop()) if lines and done.returncode == 0 else {"error": _last_words(done)}
         if ending.get("missing") == self.name:
             raise TasksNotFoundError(
                 f"generator {self.name} needs a library that {self.python} does not have: pip install 'shoal[{self.extra}]'"
             )
         if "error" in ending:
             raise TasksNotFoundError(f"generator {self.name}: {ending['error']}")
+        if ending.get("rows") != len(lines):
+            raise TasksNotFoundError(f"generator {self.name} ends after {len(lines)} tasks without a word")
         return [json.loads(line) for line in lines]
 
 
@@ -125,6 +127,8 @@ class Scored:
         return next(iter(self.pools.values())).wall_s
 
 
-def _last_line(done: "subprocess.CompletedProcess[bytes]") -> str:
+def _last_words(done: "subprocess.CompletedProcess[bytes]") -> str:
     lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return f"its process ends with status {done.returncode}: {lines[-1] if lines else 'no message'}"
+    return (
+        f"its process ends with status {done.returncode} and no complete list: {lines[-1] if lines else 'no message'}"
+    )
