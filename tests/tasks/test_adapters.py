@@ -1,4 +1,4 @@
-"""What every adapter does: processes that list tasks and score completions, here with small libraries made up on the spot."""
+"""What every adapter does: processes that list tasks and score completions, here with small made-up libraries."""
 
 import json
 from pathlib import Path
