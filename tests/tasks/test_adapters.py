@@ -41,7 +41,7 @@ def rows(options):
     for n in range(options["n"]): yield {"question": "line\\nend \\u2028 of it", "answer": str(n)}
 """
     found = library(tmp_path, code).rows({"n": 2})
-    assert found == [{"question": "line\nend \u2028 of it", "answer": str(n)} for n in range(2)]
+    assert found == [{"question": "line\nend \u2028 of it", "answer": str(n), "reward": "made_up"} for n in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ class Library:
     extra: str  # of Shoal
     python: str = sys.executable
 
-    def rows(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every task as a row with question, answer, metadata. Raises TasksNotFoundError."""
+    def rows(self, options: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Every task as a row: question, answer, metadata, and the library as its reward. Raises TasksNotFoundError."""
         try:
             done = subprocess.run(
                 [self.python, "-P", str(FAR / "listing.py"), str(self.file)],
@@ -64,7 +64,7 @@ class Library:
             raise TasksNotFoundError(f"generator {self.name}: {ending['error']}")
         if ending.get("rows") != len(lines):
             raise TasksNotFoundError(f"generator {self.name} ends after {len(lines)} tasks without a word")
-        return [json.loads(line) for line in lines]
+        return [{"reward": self.name} | json.loads(line) for line in lines]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from shoal.tasks.adapters.library import FAR, Library, Scored
 LIBRARY = Library(name="reasoning_gym", file=FAR / "gym.py", extra="reasoning-gym")
 
 
-def reasoning_gym(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def reasoning_gym(options: Mapping[str, Any]) -> list[dict[str, str]]:
     """`size` entries of a `dataset` from a `seed`, with the data set's own options. Raises TasksNotFoundError."""
     return LIBRARY.rows(options)
 

@@ -16,7 +16,7 @@ from shoal.tasks.adapters.library import FAR, Library, Scored
 PYTHON = "SHOAL_VERIFIERS_PYTHON"
 
 
-def verifiers(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def verifiers(options: Mapping[str, Any]) -> list[dict[str, str]]:
     """The tasks of an installed `environment`, at most `size`, under its `config`. Raises TasksNotFoundError."""
     return library().rows(options)
 

@@ -24,7 +24,7 @@ from math_verify.grader import get_pct_val, should_treat_as_complex
 from math_verify.parser import get_last_eq
 from sympy import Add, Basic, FiniteSet, Float, MatrixBase, Mul, Number, Pow, Rational, Tuple, factorial, nan, oo, zoo
 
-MAX_LENGTH = 2_000  # characters of an answer
+MAX_LENGTH = 1_000  # characters of an answer
 MAX_DEPTH = 30  # nested brackets
 MAX_DIGITS = 20_000.0
 SMALL = 0.01
@@ -45,12 +45,13 @@ REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<=\d)(?:\{,\}|\\[,!;: ]|,\\!)(?=\d{3}(?!\d))", ""),  # 1{,}000 and 1\,000
     (r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?=\.\d|\s*(?:[A-Za-z%\\]|$))(?!\s*,)", lambda found: found[1].replace(",", "")),
     (r"\\(?:textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mbox|operatorname)(?=\s*\{)", r"\\text"),
+    (r"^\\text\s*\{([^{}]*\d[^{}]*)\}$", r"\1"),  # \text{18 dollars}
     (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])", ","),
     (r"\\text\s*\{\s*\(?([A-Za-z])\)?\s*\}", r"\\text{\1}"),
     (r"^\(([A-Za-z])\)$", r"\1"),
     (r"(?<=[\d}%])\s*\\text\s*\{\s*percent\s*\}", r"\\%"),
     # Units: words after a number, or \text{...} after anything, at the end.
-    (r"(?<=[\w})\]%])(?:\s|\\[ ,;!])*\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:\d|\{\d\}))?\s*$", ""),
+    (r"(?<=[\w})\]%])(?:\s|\\[ ,;!])*\\text\s*\{[^{}\d,;]*\}(?:\s*\^\s*(?:\d|\{\d\}))?\s*$", ""),
     (r"^([-+]?[\d.,/ ]*\d)\s*(?!percent\b|pct\b)[A-Za-z]{2,}(?:[ ./][A-Za-z]+)*(?:\s*\^\s*\{?\d\}?)?$", r"\1"),
     (r"^([-+]?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(?<![A-Za-z\d.])([\d.]*\d)[eE]([-+]?\d{1,9})(?![\w.])", r"\1\\times 10^{\2}"),
@@ -158,23 +159,30 @@ def exactly(gold: Any, answer: Any) -> bool | None:
 
 def small_and_apart(gold: Any, answer: Any) -> bool:
     """The library compares decimals, not significant digits: 6.6e-34 would equal 9.1e-31."""
-    values = []
-    for number in (gold, answer):
-        if not is_number(number):
-            return False
-        values.append([one.evalf(30) for one in readings(number)])
+    if not (is_number(gold) and is_number(answer)):
+        return False
     return all(
-        bool(max(abs(g), abs(a)) < SMALL and abs(g - a) > SIGNIFICANT * max(abs(g), abs(a)))
-        for g in values[0]
-        for a in values[1]
+        apart(wanted.doit().evalf(30), found.doit().evalf(30))
+        for wanted in readings(gold)
+        for found in readings(answer)
     )
+
+
+def apart(wanted: Any, found: Any) -> bool:
+    size, difference = max_size(wanted, found), abs(wanted - found).evalf()
+    return isinstance(difference, Number) and size < SMALL and bool(difference > SIGNIFICANT * size)
+
+
+def max_size(*numbers: Any) -> float:
+    sizes = [abs(number).evalf() for number in numbers]
+    return max(map(float, sizes)) if all(isinstance(size, Number) for size in sizes) else math.inf
 
 
 def smallest(gold: Any) -> float:
     """The smallest size among the numbers in a set, tuple or matrix, 1 at most."""
     parts = list(gold) if isinstance(gold, FiniteSet | Tuple | MatrixBase) else [gold]
     sizes = [abs(float(part.evalf())) for part in parts if is_number(part) and part.is_real]
-    return min([size for size in sizes if size > 1e-300], default=1.0) if sizes else 1.0
+    return min([1.0, *(size for size in sizes if size > 1e-300)])
 
 
 def digits(value: Any) -> float:
@@ -242,10 +250,11 @@ WARM_UP = [
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"), (r"50\%", "0.5"),
     (r"\text{abc}", "xyz"), (r"\sin(x)+\pi", r"\log_2 8 e^{3}"), ("1<x<2", "x>3"), (r"2\frac12", "2.5"),
     (r"(-\infty,2]\cup[3,4)", "[1,2]"), ("10^{10}", "1000"), (r"x\in\mathbb{R}", r"\emptyset"), ("3+4i", "5!"),
+    (r"\int_0^1 x^2 dx", "2"), (r"\sum_{n=1}^{3} n^2", "2"), (r"\lim_{x\to 0}\frac{\sin x}{x}", "2"), ("3t", "3h"),
 ]  # fmt: skip
 
 
 def prepare() -> None:
-    """Fills the caches of the library before the first fork: a third of the work of a comparison is its grammar."""
+    """Fills the library's caches and makes its late imports before the first fork."""
     for pair in WARM_UP:
         compare(*pair)

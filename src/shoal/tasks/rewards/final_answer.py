@@ -4,7 +4,7 @@ Invariant: a completion has at most one final answer, and its last `CONSIDERED` 
 guesses are not several tries. In this order:
 
 1. Text after the last `</think>`, if there is one, is all that counts.
-2. The last `\boxed{...}`. If it is empty or never closed, there is no answer.
+2. The last `\boxed{...}`. If it is empty, has no braces or never closes, there is no answer.
 3. What follows the last "answer is", "answer:" or "####".
 4. The whole text, if it is mathematics without prose.
 5. Of formulas in `$...$`, `\(...\)`, `\[...\]` and numbers in prose: the last.
@@ -84,7 +84,8 @@ def _first(text: str) -> str | None:
 
 def _whole(text: str) -> str | None:
     text = tidy(text)
-    return text if text and "\n" not in text and not prose(text) and not _formulas(text) else None
+    alone = any(map(str.isalnum, text)) and "\n" not in text and not prose(text) and not _formulas(text)
+    return text if alone else None
 
 
 def _last(text: str) -> str | None:

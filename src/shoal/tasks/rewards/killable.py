@@ -30,7 +30,7 @@ TRUNK = Path(__file__).with_name("killable_trunk.py")
 START_S = 120.0
 SPARE_S = 30.0  # on top of wall_s, before a silent trunk is taken for broken
 MAX_FRAME_BYTES = 2 << 20
-# The same hashes, and with that the same order of sets, on every machine. No .pyc: children may write no file.
+# The same hashes, and with that the same order of sets, and one time zone on every machine.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
 
 Ending = Literal["answered", "raised", "cpu", "wall", "died"]

@@ -34,12 +34,12 @@ def main() -> None:
     bound_memory(int(memory_bytes))
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
-    start_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start_bytes = memory()[1]
     parent = os.getppid()
     write_frame(stdout, {"ready": os.getpid()})
     while (value := read_frame(0)) is not None:
         result = in_child(function, value, float(cpu_s), float(wall_s), parent)
-        result["memory_bytes"] = max(0, result.pop("peak_kib") - start_kib) << 10
+        result["memory_bytes"] = max(0, result["memory_bytes"] - start_bytes)
         write_frame(stdout, result)
 
 
@@ -59,11 +59,18 @@ def load(file: Path, name: str, arguments: Sequence[str]) -> Callable[[Any], Any
 def bound_memory(memory_bytes: int) -> None:
     """What a child may take beyond what the trunk has. Linux only; other systems do not enforce it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file grows
+    reserved, _ = memory()
+    if reserved:
+        resource.setrlimit(resource.RLIMIT_AS, (reserved + memory_bytes, reserved + memory_bytes))
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of address space and of memory that this process has now; 0 and its peak where the system does not say."""
     statm = Path("/proc/self/statm")
     if statm.exists():
-        now = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + memory_bytes, now + memory_bytes))
+        reserved, resident = (int(pages) * resource.getpagesize() for pages in statm.read_text().split()[:2])
+        return reserved, resident
+    return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def in_child(function: Callable[[Any], Any], value: Any, cpu_s: float, wall_s: float, parent: int) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def in_child(function: Callable[[Any], Any], value: Any, cpu_s: float, wall_s: f
     return {
         **outcome(bytes(answer), os.waitstatus_to_exitcode(status)),
         "cpu_s": used.ru_utime + used.ru_stime,
-        "peak_kib": used.ru_maxrss if sys.platform == "linux" else used.ru_maxrss >> 10,
+        "memory_bytes": used.ru_maxrss << 10 if sys.platform == "linux" else used.ru_maxrss,
     }
 
 
@@ -115,10 +122,10 @@ def child(function: Callable[[Any], Any], value: Any, write_end: int, cpu_s: flo
     status = 1
     try:
         try:
-            found = {"ending": "answered", "value": function(value)}
+            found = json.dumps({"ending": "answered", "value": function(value)}, allow_nan=False)
         except BaseException as error:  # noqa: BLE001  whatever a grader raises is its answer, an exit too
-            found = {"ending": "raised", "detail": f"{type(error).__name__}: {error}"[:500]}
-        write_all(write_end, json.dumps(found).encode())
+            found = json.dumps({"ending": "raised", "detail": f"{type(error).__name__}: {error}"[:500]})
+        write_all(write_end, found.encode())
         status = 0
     finally:
         os._exit(status)

@@ -1,7 +1,8 @@
 """The math reward: 1 if the final answer of a completion equals the gold answer symbolically, else 0.
 
 Invariant: a grade follows from the gold answer and the last 10,000 characters of the completion. Each comparison runs in a
-child process of its own under a limit on CPU time (`killable.py`), so no answer hangs or kills a run, and load changes no score.
+child process of its own under a limit on CPU time (`killable.py`). So no answer hangs or kills a run, and load changes no
+score.
 Three outcomes stay apart: graded; wrong_format, where the completion has no final answer (`final_answer.py`); grader_error,
 where the limit passed, the child died or the library raised.
 Called through `graders`. Rules of equality: `equality.py`. Left out: partial credit, proofs, text that means the same.
@@ -15,6 +16,7 @@ from shoal.tasks.rewards.final_answer import final_answer, tidy
 from shoal.tasks.rewards.killable import Killable, Result
 from shoal.tasks.task import Grade, Task
 
+EQUALITY = Path(__file__).with_name("equality.py")
 CPU_S = 1.0
 MEMORY_BYTES = 512 << 20
 NEAR = 0.5  # a call that used more than this share of a limit is not repeatable on a slower machine
@@ -27,9 +29,7 @@ class Math:
 
     def __init__(self, *, cpu_s: float = CPU_S, size: int = 1) -> None:
         self.cpu_s = cpu_s
-        self.pool = Killable(
-            Path(__file__).with_name("equality.py"), "judge", size=size, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES
-        )
+        self.pool = Killable(EQUALITY, "judge", size=size, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         answers = [final_answer(completion) for completion in completions]
