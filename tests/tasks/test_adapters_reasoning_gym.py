@@ -114,6 +114,11 @@ def test_rows_follow_from_the_options_and_not_from_the_process(monkeypatch: pyte
     assert rows(dataset="word_ladder", size=3, seed=6) != first
 
 
+def test_a_question_that_is_drawn_twice_is_listed_once() -> None:
+    questions = [task.question for task in rows(dataset="coin_flip", size=50, min_trials=2, max_trials=2)]
+    assert 0 < len(questions) < 50 and len(set(questions)) == len(questions)
+
+
 def test_a_task_of_another_version_is_a_grader_error() -> None:
     (task,) = rows(dataset="chain_sum", size=1)
     metadata = json.loads(task.metadata)

@@ -12,8 +12,14 @@ LIBRARY = Library(name="reasoning_gym", file=FAR / "gym.py", extra="reasoning-gy
 
 
 def reasoning_gym(options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """`size` entries of a `dataset` from a `seed`, with the data set's own options. Raises TasksNotFoundError."""
-    return LIBRARY.rows(options)
+    """`size` entries of a `dataset` from a `seed`, with the data set's own options. Raises TasksNotFoundError.
+
+    The library draws some questions more than once; each is listed once.
+    """
+    listed: dict[str, dict[str, str]] = {}
+    for row in LIBRARY.rows(options):
+        listed.setdefault(row["question"], row)
+    return list(listed.values())
 
 
 def reward() -> Scored:
