@@ -9,11 +9,18 @@ from typing import Self
 
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.errors import ShoalError
+from shoal.tasks.rewards.choice import Choice
+from shoal.tasks.rewards.instructions import Instructions
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.task import Grade, Reward, Task
 
-REWARDS: dict[str, Callable[[], Reward]] = {"number": Number, "math": Math}
+REWARDS: dict[str, Callable[[], Reward]] = {
+    "number": Number,
+    "math": Math,
+    "choice": Choice,
+    "instructions": Instructions,
+}
 
 
 class GradeError(ShoalError):
