@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from shoal.evals.completions import Answer, Asked, EvalError, Key
+from shoal.evals.evaluate import Contestant
 from shoal.evals.samplers import Done, Sampling
 
 KEY_VARIABLE = "SHOAL_API_KEY"
@@ -145,3 +146,8 @@ def _asked_wait_s(response: httpx.Response) -> float | None:
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     found = group.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found
+
+
+def served(address: Address) -> Contestant:
+    """The model behind an address. What weights a server holds under a name is not known here."""
+    return Contestant(address.served_name, {"url": address.url}, lambda: RemoteSampler(address))

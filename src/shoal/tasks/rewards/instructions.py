@@ -61,12 +61,8 @@ def _grade(check: Check, task: Task, completion: str) -> Grade:
         }
         followed = check(row, [completion])
     except LookupError as error:  # KeyError too: an instruction that the library does not know
-        missing = "punkt_tab" in str(error)
-        why = (
-            "NLTK's data are missing: python -m nltk.downloader punkt_tab"
-            if missing
-            else f"{type(error).__name__}: {error}"
-        )
+        needs_data = "punkt_tab" in str(error)
+        why = "NLTK's data are missing: python -m nltk.downloader punkt_tab" if needs_data else repr(error)
         return Grade(0.0, "grader_error", why)
     except Exception as error:  # noqa: BLE001 - a grader that fails is a grade, whatever it raises
         return Grade(0.0, "grader_error", f"{type(error).__name__}: {error}")
