@@ -30,6 +30,7 @@ from shoal.tasks.task import Task
 
 CONFIG, COMPLETIONS, GRADES, RESULTS = "eval.json", "completions.jsonl", "grades.jsonl", "results.json"
 GRADE_AT_ONCE = 64
+SOURCE = "source"  # where tasks were read; what they are is in their digest, so they may be read elsewhere
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ class Entry:
 
     def facts(self) -> dict[str, Any]:
         return {
-            "path": self.path,
-            "hub": "" if self.path else self.suite.hub,
-            "revision": "" if self.path else self.suite.revision,
+            SOURCE: self.path or f"{self.suite.hub}@{self.suite.revision or 'newest'}",
             "tasks": len(self.tasks),
             "digest": suites_module.digest(self.tasks),
             "prompt": self.suite.prompt,
@@ -155,7 +154,7 @@ def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[
         held = old.get(kind, {})
         for name, facts in new[kind].items():
             for fact, value in facts.items() if name in held else ():
-                if held[name].get(fact) != value:
+                if fact != SOURCE and held[name].get(fact) != value:
                     raise EvalError(_differs(path, f"{fact} of {name}", held[name].get(fact), value))
         new[kind] = held | new[kind]
     if new != old:

@@ -26,7 +26,7 @@ class Counting:
         self.label = label
         self.total = total
         self.known = known
-        self.at = known
+        self.at = self.said_at = known
         self.clock = clock
         self.started_s = self.said_s = clock()
         self.bar: Progress | None = None
@@ -46,7 +46,7 @@ class Counting:
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
-        elif self.known < self.at:
+        elif self.said_at < self.at:
             self._say()
 
     def add(self, n: int) -> None:
@@ -58,6 +58,7 @@ class Counting:
 
     def _say(self) -> None:
         now_s = self.said_s = self.clock()
+        self.said_at = self.at
         made = self.at - self.known
         left = (
             f", {duration((self.total - self.at) * (now_s - self.started_s) / made)} left"

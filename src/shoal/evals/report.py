@@ -36,34 +36,41 @@ def write_results(
 
 
 def table(results: Sequence[Result], differences: Sequence[Difference]) -> RenderableType:
-    """95 % intervals in brackets."""
-    shown = Table(box=None, padding=(0, 2), pad_edge=False)
-    many = max(result.k for result in results) > 1
-    for name in ("suite", "model"):
-        shown.add_column(name, overflow="fold")
-    heads = ["tasks", "k", "avg@k", *(["pass@k"] if many else []), "wrong format", "grader error", "cut off", "tokens"]
-    for name in heads:
-        shown.add_column(name, justify="right", no_wrap=True)
+    """A table per suite, a column per model. 95 % intervals in brackets."""
+    parts: list[RenderableType] = []
+    for suite in dict.fromkeys(result.suite for result in results):
+        own = [result for result in results if result.suite == suite]
+        parts += [Text(f"{suite}: {own[0].tasks} tasks, k = {own[0].k}", style="bold"), _table(own)]
+        parts += [Text(sentence(difference)) for difference in differences if difference.suite == suite]
+        parts.append(Text())
+    return Group(*parts, *map(Text, _notes(results)))
+
+
+def _table(results: Sequence[Result]) -> Table:
+    shown = Table(box=None, padding=(0, 2), pad_edge=False, show_header=True, header_style="")
+    shown.add_column("", no_wrap=True)
     for result in results:
-        last = max(result.pass_at)
-        cells = [str(result.tasks), str(result.k), _interval(result.avg)]
-        cells += [_interval(result.pass_at[last])] if many else []
-        cells += [percent(result.wrong_format), percent(result.grader_error), percent(result.cut_off)]
-        alarming = "bold red" if result.grader_error else ""
-        texts = [
-            Text(cell, style=alarming if head == "grader error" else "")
-            for head, cell in zip(heads[:-1], cells, strict=True)
-        ]
-        shown.add_row(result.suite, clean(result.model), *texts, count(result.tokens_mean))
-    return Group(shown, *[Text(line) for line in (*_parts(results), *map(sentence, differences), *_notes(results))])
+        shown.add_column(Text(clean(result.model), overflow="fold"), no_wrap=True)
+    k = results[0].k
+    shown.add_row(f"avg@{k}", *[_interval(result.avg) for result in results], style="bold")
+    for j in sorted(results[0].pass_at)[1:]:  # pass@1 is avg@k wherever scores are 0 or 1
+        shown.add_row(f"pass@{j}", *[_interval(result.pass_at[j]) for result in results])
+    for name in sorted({name for result in results for name in result.parts}):
+        shown.add_row(name, *[percent(result.parts.get(name)) for result in results])
+    shown.add_row("wrong format", *[percent(result.wrong_format) for result in results])
+    errors = [Text(percent(r.grader_error), style="bold red" if r.grader_error else "") for r in results]
+    shown.add_row("grader error", *errors)
+    shown.add_row("cut off", *[percent(result.cut_off) for result in results])
+    shown.add_row("tokens", *[count(result.tokens_mean) for result in results])
+    return shown
 
 
 def sentence(difference: Difference) -> str:
-    """`GSM8K: after less before: +4.0 % [+1.2 %, +6.9 %], over the same tasks`."""
+    """`after less before: +4.0 points [+1.2, +6.9], paired over the same tasks`."""
     low, high = difference.avg.low, difference.avg.high
     verdict = "" if low > 0 or high < 0 else "; the interval holds 0"
     return (
-        f"{difference.suite}: {clean(difference.after)} less {clean(difference.before)}: {100 * difference.avg.mean:+.1f} "
+        f"{clean(difference.after)} less {clean(difference.before)}: {100 * difference.avg.mean:+.1f} "
         f"points [{100 * low:+.1f}, {100 * high:+.1f}], paired over the same tasks{verdict}"
     )
 
@@ -103,15 +110,6 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 def _interval(estimate: Estimate) -> str:
     return f"{percent(estimate.mean)} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def _parts(results: Sequence[Result]) -> list[str]:
-    return [
-        f"{result.suite}, {clean(result.model)}: "
-        + ", ".join(f"{name} {percent(mean)}" for name, mean in result.parts.items())
-        for result in results
-        if result.parts
-    ]
 
 
 def _notes(results: Sequence[Result]) -> list[str]:
