@@ -74,6 +74,7 @@ def evaluate(
             raise EvalError(
                 f"{entry.k} greedy completions of {entry.suite.name} would be equal: add --temperature 0.6, or --k 1"
             )
+    check_graders(entries)
     with CompletionLog(folder / COMPLETIONS) as log:  # first: its lock keeps a second evaluation out
         write_down(folder / CONFIG, contestants, entries, seed)
         for contestant in contestants:
@@ -87,6 +88,18 @@ def evaluate(
                 graded_lines += _lines(contestant.label, entry, groups)
         write_file(folder / GRADES, "".join(graded_lines).encode())
     return results, compare(results)
+
+
+def check_graders(entries: Sequence[Entry]) -> None:
+    """Grade an empty completion of each suite, so that what a grader lacks is known before hours of sampling."""
+    for entry in entries:
+        with graders_of(entry) as graders:
+            graders.grade(entry.tasks[:1], [""])
+
+
+def graders_of(entry: Entry) -> Graders:
+    source, _ = suites_module.sources(entry.suite, entry.path)[0]
+    return Graders(TaskSection(sources=[source]))
 
 
 def asked_of(entry: Entry, seed: int) -> list[Asked]:
@@ -123,9 +136,8 @@ def grade(label: str, entry: Entry, log: CompletionLog, console: Console, seed: 
     asked, known = asked_of(entry, seed), log.of(label)
     by_id = {task.id: task for task in entry.tasks}
     graded: list[Graded] = []
-    source, _ = suites_module.sources(entry.suite, entry.path)[0]
     with (
-        Graders(TaskSection(sources=[source])) as graders,
+        graders_of(entry) as graders,
         Counting(console, f"{label}, {entry.suite.name}: grades", len(asked)) as counting,
     ):
         for start in range(0, len(asked), GRADE_AT_ONCE):
