@@ -49,7 +49,7 @@ class SourceSection(Section):
         pattern=r"^[A-Za-z0-9._-]{0,60}$",
         description="name in task ids and metrics; empty: the file's, data set's or generator's",
     )
-    path: str = Field(default="", description="a .jsonl or .parquet file, or a folder of them")
+    path: str = Field(default="", description="a .jsonl, .jsonl.gz or .parquet file, or a folder of them")
     hub: str = Field(default="", description="a Hugging Face data set: org/name, or org/name/config")
     generator: str = Field(default="", description="a generator: arithmetic")
     options: dict[str, Any] = Field(default={}, description="options of the generator")
@@ -82,6 +82,10 @@ class SourceSection(Section):
             raise ValueError(
                 f"a source has one of path, hub and generator; this one has {' and '.join(given) or 'none'}"
             )
+        if self.hub and not 2 <= len(self.hub.strip("/").split("/")) <= 3:
+            raise ValueError(f"hub = {self.hub!r}: write org/name, or org/name/config")
+        if self.revision and not self.hub:
+            raise ValueError("revision applies only to hub")
         if self.options and not self.generator:
             raise ValueError("options apply only to a generator")
         if self.prompt and "{question}" not in self.prompt:
@@ -93,8 +97,11 @@ class SourceSection(Section):
         """The source's name, given or derived."""
         if self.name:
             return self.name
-        last = (self.generator or self.hub or self.path).rstrip("/").rpartition("/")[2]
-        return re.sub(r"[^A-Za-z0-9._-]", "-", last.removesuffix(".jsonl").removesuffix(".parquet"))[:60]
+        if self.hub:
+            last = "-".join(self.hub.strip("/").split("/")[1:]) or self.hub
+        else:
+            last = (self.generator or self.path).rstrip("/").rpartition("/")[2]
+        return re.sub(r"[^A-Za-z0-9._-]", "-", re.sub(r"\.(jsonl|jsonl\.gz|parquet)$", "", last))[:60]
 
 
 class TaskSection(Section):
@@ -104,7 +111,9 @@ class TaskSection(Section):
         default=[SourceSection(generator="arithmetic")], min_length=1, description="where tasks come from"
     )
     digest: str = Field(
-        default="", pattern=r"^([0-9a-f]{64})?$", description="required digest of all tasks; empty: any"
+        default="",
+        pattern=r"^([0-9a-f]{64})?$",
+        description="required digest of all tasks, as `shoal prepare` prints it; empty: any",
     )
     prompt: str = Field(default="{question}", description="user message; {question} is replaced by the task's question")
     system: str = Field(default="", description="system message; empty: none")

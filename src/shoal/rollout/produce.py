@@ -17,19 +17,22 @@ from shoal.model.positions import check_max_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
-from shoal.tasks import budget
+from shoal.tasks import TaskSet, budget
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
 class Producer:
-    def __init__(self, config: Config, run: str, identity: Identity, engine: Engine) -> None:
+    def __init__(
+        self, config: Config, run: str, identity: Identity, engine: Engine, task_set: TaskSet | None = None
+    ) -> None:
+        """`task_set`: the pool's; None: built here from the config's sources."""
         self.config = config
         self.run = run
         self.identity = identity
         self.engine = engine
-        self.tasks = tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks)
+        self.tasks = task_set or tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.tokenizer: Any = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far

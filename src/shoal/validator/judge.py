@@ -32,6 +32,7 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
+from shoal.tasks import TaskSet
 from shoal.tasks.budget import reward, rewards_differ
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -52,12 +53,13 @@ class Examined:
 
 
 class Judge:
-    def __init__(self, config: Config, run: str, dtype: DtypeName) -> None:
+    def __init__(self, config: Config, run: str, dtype: DtypeName, task_set: TaskSet | None = None) -> None:
+        """`task_set`: the pool's; None: built here from the config's sources."""
         self.config = config
         self.run = run
         self.dtype = dtype
-        self.tasks = tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks)
+        self.tasks = task_set or tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.model: Any = None
         self.rules: Rules | None = None
