@@ -29,7 +29,9 @@ ROOMS = {
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
-    "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
+    "evals": [
+        "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
+    ],
     "roles": [
         "config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks", "validator",
     ],
@@ -38,7 +40,7 @@ ROOMS = {
         "view",
     ],
     "cli": [
-        "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
+        "config", "coordinator", "errors", "evals", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
         "tracking", "validator", "view",
     ],
     "adversary": [

@@ -16,7 +16,8 @@ from typing import Any
 
 from shoal.config.recipe import SourceSection
 from shoal.evals.completions import EvalError
-from shoal.tasks.sources import read_source
+from shoal.tasks.sources import Reading
+from shoal.tasks.spool import content_id
 from shoal.tasks.task import Task
 
 # The README of DeepSeek-R1 and of Qwen2.5-Math.
@@ -168,7 +169,11 @@ def read(suite: Suite, path: str = "", n: int = 0) -> list[Task]:
 
     A task that is there twice counts once. Raises TasksNotFoundError, EvalError.
     """
-    found = {task.id: task for source, split in sources(suite, path) for task in read_source(source, split)}
+    found: dict[str, Task] = {}
+    for source, split in sources(suite, path):
+        for fields in Reading(source, split):
+            name = f"{suite.name}/{content_id(fields)}"
+            found[name] = Task(name, fields.question, fields.answer, suite.name, fields.tests, fields.metadata)
     if not found:
         raise EvalError(f"suite {suite.name} has no tasks in {path or suite.hub}")
     if n > len(found):
