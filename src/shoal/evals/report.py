@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.evals.estimates import Estimate
 from shoal.evals.results import Difference, Result
 from shoal.files import write_file
+from shoal.tracking.estimates import Estimate
 from shoal.tracking.plot import COLORS
 from shoal.tracking.report import INK, write_png
 from shoal.view import clean, count, percent

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.evals.completions import Answer
-from shoal.evals.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
 from shoal.tasks.task import Grade
+from shoal.tracking.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k
 
 Graded = tuple[Answer, Grade]
 

@@ -1,7 +1,7 @@
 """What a sample of scores says: avg@k, pass@k, their 95 % intervals, and the difference of two models on the same tasks.
 
 Invariant: pure functions, the bootstrap's random numbers are seeded, so the same scores always give the same interval.
-Called by `results` and by the report of a run.
+Called by `evals` and by the report of a run.
 
 A question is the unit of resampling, because the k completions of one question are not independent (Miller 2024, "Adding
 error bars to evals", arXiv 2411.00640, section 2.2). Left out: the uncertainty of the grader, and that of the temperature.
@@ -42,8 +42,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def wilson(correct: int, n: int) -> Estimate:
+def wilson(correct: float, n: int) -> Estimate:
     """The share of n independent yes-or-no outcomes, with Wilson's score interval (Wilson 1927).
+
+    For scores between 0 and 1, whose sum is `correct`, the interval is wider than need be.
 
     >>> found = wilson(5, 10)
     >>> round(found.low, 4), round(found.high, 4)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shoal.evals import estimates
-from shoal.evals.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k, wilson
+from shoal.tracking import estimates
+from shoal.tracking.estimates import Estimate, mean_over_questions, paired_difference, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])
