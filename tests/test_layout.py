@@ -21,7 +21,7 @@ ROOMS = {
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
-    "tasks": ["config", "errors", "files", "model", "protocol"],
+    "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "engine": ["model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -40,7 +40,7 @@ ROOMS = {
     ],
     "cli": [
         "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
-        "tracking", "validator", "view",
+        "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

@@ -90,6 +90,9 @@ class SourceSection(Section):
             raise ValueError("options apply only to a generator")
         if self.prompt and "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}, which is replaced by the task's question")
+        weights = list(self.reward.values()) if isinstance(self.reward, dict) else [1.0]
+        if min(weights, default=0.0) < 0 or sum(weights) <= 0:
+            raise ValueError("rewards need weights of 0 or more, one of them above 0")
         return self
 
     @property
@@ -102,6 +105,19 @@ class SourceSection(Section):
         else:
             last = (self.generator or self.path).rstrip("/").rpartition("/")[2]
         return re.sub(r"[^A-Za-z0-9._-]", "-", re.sub(r"\.(jsonl|jsonl\.gz|parquet)$", "", last))[:60]
+
+
+class SandboxSection(Section):
+    """Where model-written code and rewards of one's own run, and what one run may use. The same on every machine."""
+
+    tier: Literal["auto", "bubblewrap", "kernel", "rlimits"] = Field(
+        default="auto",
+        description="auto: the strongest that works, bubblewrap or kernel; rlimits is no wall and needs SHOAL_TRUST_RUN=1 "
+        "on each machine",
+    )
+    cpu_s: float = Field(default=5.0, gt=0, le=600, description="most seconds of CPU")
+    wall_s: float = Field(default=15.0, gt=0, le=3600, description="most seconds by the clock")
+    memory_bytes: int = Field(default=512 << 20, ge=64 << 20, description="most memory (address space)")
 
 
 class TaskSection(Section):
@@ -127,6 +143,7 @@ class TaskSection(Section):
         description="alpha: reward lost per token of distance from the target length",
         json_schema_extra=PAPER,
     )
+    sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> "TaskSection":

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.files import write_file
+from shoal.tasks.rewards.own_file import check_function
 from shoal.tasks.sources import Reading
 from shoal.tasks.spool import Numbers, Spool
 from shoal.tasks.table import CHUNK_BYTES, CHUNK_ROWS, Chunk, Manifest, SourceTasks, Store
@@ -254,6 +255,9 @@ def _reward_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                 ) from error
             if len(data) > MAX_FILE_BYTES:
                 raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; a reward's file holds at most 1 MB")
+            for reward in rewards:
+                if Path(reward.rpartition(":")[0]) == path:
+                    check_function(reward, data)
             if found.setdefault(path.name, data) != data:
                 raise TasksNotFoundError(f"two reward files are named {path.name}; rename one of them")
     return found
