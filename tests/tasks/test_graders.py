@@ -51,10 +51,10 @@ def test_the_reward_that_a_source_names_grades_all_its_tasks() -> None:
     ("reward", "own", "message"),
     [
         ("", "", "source some names no reward, and neither does its schema; set its reward"),
-        ("", "none", "source some: no reward 'none'; there are half, whole"),
-        ("none", "half", "source some: no reward 'none'; there are half, whole"),
+        ("", "none", "source some: no reward 'none'; there are half, whole, code"),
+        ("none", "half", "source some: no reward 'none'; there are half, whole, code"),
     ],
 )
 def test_no_reward_or_an_unknown_one_is_named(reward: str, own: str, message: str) -> None:
-    with Graders(section(reward)) as found, pytest.raises(GradeError, match=message):
-        found.grade([replace(TASK, reward=own)], [""])
+    with pytest.raises(GradeError, match=message):
+        Graders(section(reward)).grade([replace(TASK, reward=own)], [""])
