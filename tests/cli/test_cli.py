@@ -23,7 +23,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 @pytest.fixture
 def small(tmp_path: Path) -> str:
     path = tmp_path / "small.toml"
-    path.write_text("[run]\nsteps = 3\n[sampling]\nmax_tokens = 64\n")
+    path.write_text('[run]\nsteps = 3\n[sampling]\nmax_tokens = 64\n[[tasks.sources]]\ngenerator = "arithmetic"\n')
     return str(path)
 
 
@@ -73,7 +73,7 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
         (["worker", "--join", "{small}", "--dir", "w"], USAGE, "not an invite"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
         (["verify", "nowhere.parquet", "--config", "{small}"], FAILED, "nowhere.parquet"),
-        (["prepare", "{small}", "--set", "tasks.operand_max=3"], USAGE, "raise tasks.operand_max"),
+        (["prepare", "{small}", "--set", "tasks.sources.0.options.operand_max=3"], USAGE, "raise operand_max"),
         (["prepare", "{small}", "--set", "model.name=./nowhere"], FAILED, "no model at"),
         (["prepare", "{small}", "--set", "model.name=bundled:large"], FAILED, "there are 'bundled:smollm2"),
         (["invite", "{small}.d", "--role", "worker", "--name", "w"], FAILED, "is not the folder of a coordinator"),
@@ -171,12 +171,19 @@ def test_a_dry_run_prints_none_too(small: str, capsys: pytest.CaptureFixture[str
 
 
 def test_a_dry_run_names_each_problem_in_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--set", "model.name=./nowhere", "--set", "tasks.operand_max=3", "--set", "relays.tls_ca=no.pem"]
+    wrong = [
+        "--set",
+        "model.name=./nowhere",
+        "--set",
+        "tasks.sources.0.options.operand_max=3",
+        "--set",
+        "relays.tls_ca=no.pem",
+    ]
     assert main(["run", small, "--dry-run", *wrong]) == USAGE
     printed = capsys.readouterr()
     lines = printed.err.splitlines()
     assert len(lines) == 3 and all(line.startswith("shoal run: ") for line in lines)
-    assert "no model at" in lines[0] and "tasks.operand_max" in lines[1] and "no.pem" in lines[2]
+    assert "no model at" in lines[0] and "operand_max" in lines[1] and "no.pem" in lines[2]
     assert 'name = "./nowhere"' in printed.out, "the values are printed all the same"
 
 

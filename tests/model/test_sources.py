@@ -62,7 +62,7 @@ def test_the_tiny_model_untrained_says_which_command_trains_it() -> None:
 
 
 def test_the_tiny_model_trained_is_found_in_the_cache(empty_cache: Path) -> None:
-    folder = empty_cache / "models" / "tiny-v1"
+    folder = empty_cache / "models" / "tiny-v2"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     assert resolve(TINY) == folder

@@ -7,7 +7,7 @@ import torch
 
 from shoal import tasks
 from shoal.config import load
-from shoal.config.recipe import TaskSection
+from shoal.config.recipe import SourceSection, TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.tree import pack
 from shoal.sft.tiny import TINY_TASKS, _example, _tiny_tokenizer, train
@@ -16,7 +16,9 @@ from shoal.tasks.prompt import prompt_tokens
 from ..learner.support import make_policy
 
 TINY_CONFIG = Path(__file__).parent.parent.parent / "configs" / "tiny.toml"
-SUMS = TaskSection(operand_max=9, heldout=20, prompt="{question}=")
+SUMS = TaskSection(
+    sources=[SourceSection(generator="arithmetic", options={"operand_max": 9})], heldout=20, prompt="{question}="
+)
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,105 +1,93 @@
-"""Sums, their grades, which of them a submission must hold, their prompts and rewards."""
+"""Task sets, which of their tasks a submission must hold, their prompts and rewards."""
 
+import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal import tasks
 from shoal.config import parse
-from shoal.config.recipe import TaskSection
+from shoal.config.recipe import SourceSection, TaskSection
 from shoal.errors import ShoalError
+from shoal.tasks.budget import reward
 from shoal.tasks.derive import GroupPlan, max_rollouts, plan_groups, plan_submission
-from shoal.tasks.prompt import completion_reward, completion_text, grade, prompt_tokens, reward
+from shoal.tasks.prompt import completion_text, prompt_tokens
+from shoal.tasks.rewards.graders import GradeError
 
 from ..workers import assignment
 
-HELDOUT, TRAIN = ["22+9", "28+18", "12+8", "16+10"], ["3+25", "19+8", "3+23", "24+2"]  # by the SHA-256 of their text
+HELDOUT, TRAIN = ["19 + 17", "5 + 7", "6 + 5", "20 + 21"], ["25 + 27", "5 + 3", "10 + 24", "23 + 11"]  # by a hash
+FIRST_ID = "arithmetic/08036e7378ee433c"
 
 # --- the task set -------------------------------------------------------------------------------------------
 
 
-def ids(found: list[tasks.Task]) -> list[str]:
-    return [task.id for task in found]
+def sums(heldout: int = 256, **options: Any) -> TaskSection:
+    return TaskSection(sources=[SourceSection(generator="arithmetic", options=options)], heldout=heldout)
+
+
+def questions(found: Sequence[tasks.Task]) -> list[str]:
+    return [task.question for task in found]
 
 
 def test_train_and_heldout_are_all_sums_once() -> None:
     found = tasks.load(TaskSection())
-    together = ids(found.train) + ids(found.heldout)
+    together = questions(found.train) + questions(found.heldout)
     assert len(found.heldout) == 256 and len(together) == 30 * 30
-    assert set(together) == {f"{a}+{b}" for a in range(30) for b in range(30)}
+    assert set(together) == {f"{a} + {b}" for a in range(30) for b in range(30)}
 
 
 def test_an_operation_given_twice_leaves_no_sum_on_both_sides() -> None:
-    found = tasks.load(TaskSection(operations=["+", "+"], heldout=255))
-    assert not set(ids(found.train)) & set(ids(found.heldout))
+    found = tasks.load(sums(operations=["+", "+"], heldout=255))
+    assert not set(questions(found.train)) & set(questions(found.heldout))
 
 
 def test_the_first_tasks_are_these_on_every_machine() -> None:
     found = tasks.load(TaskSection())
-    assert ids(found.heldout)[:4] == HELDOUT
-    assert ids(found.train)[:4] == TRAIN
-    assert found.train[0] == tasks.Task(id="3+25", question="3 + 25", answer="28")
+    assert questions(found.heldout)[:4] == HELDOUT
+    assert questions(found.train)[:4] == TRAIN
+    assert found.train[0].id == FIRST_ID and found.train[0].source == "arithmetic"
 
 
 def test_more_held_out_tasks_contain_the_fewer() -> None:
-    few, many = (tasks.load(TaskSection(heldout=n)) for n in (10, 200))
-    assert ids(many.heldout)[:10] == ids(few.heldout)
+    few, many = (tasks.load(sums(heldout=n)) for n in (10, 200))
+    assert questions(many.heldout)[:10] == questions(few.heldout)
 
 
 def test_a_wider_range_keeps_the_order_of_the_narrower() -> None:
-    narrow, wide = (tasks.load(TaskSection(operand_max=n, heldout=10)) for n in (9, 29))
-    both = set(ids(narrow.heldout + narrow.train))
-    assert [one for one in ids(wide.heldout + wide.train) if one in both] == ids(narrow.heldout + narrow.train)
+    narrow, wide = (tasks.load(sums(operand_max=n, heldout=10)) for n in (9, 29))
+    ordered_narrow, ordered_wide = ([*questions(found.heldout), *questions(found.train)] for found in (narrow, wide))
+    assert [one for one in ordered_wide if one in set(ordered_narrow)] == ordered_narrow
 
 
 def test_differences_may_be_negative() -> None:
-    found = tasks.load(TaskSection(operations=["-"]))
-    answers = {task.id: task.answer for task in found.train + found.heldout}
-    assert (answers["3-11"], answers["11-3"], answers["5-5"]) == ("-8", "8", "0")
+    found = tasks.load(sums(operations=["-"]))
+    answers = {task.question: task.answer for task in [*found.train, *found.heldout]}
+    assert (answers["3 - 11"], answers["11 - 3"], answers["5 - 5"]) == ("-8", "8", "0")
 
 
 def test_too_few_tasks_are_refused_with_what_to_raise() -> None:
-    with pytest.raises(ValueError, match=r"25 sums .* fewer than 16 to train on after 10 .* raise tasks\.operand_max"):
-        tasks.load(TaskSection(operand_max=4, heldout=10))
-    assert len(tasks.load(TaskSection(operand_max=4, heldout=9)).train) == 16
+    with pytest.raises(ShoalError, match=r"15 tasks to train on and 10 held out; 16 and 10 are needed.*operand_max"):
+        tasks.load(sums(operand_max=4, heldout=10))
+    assert len(tasks.load(sums(operand_max=4, heldout=9)).train) == 16
 
 
-# --- grades -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{"operand_max": "x"}, {"operands": 3}, {"operand_min": 30}, {"operations": ["*"]}])
+def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ShoalError, match=f"options of generator arithmetic: .*({next(iter(options))}|operand_max)"):
+        tasks.load(sums(**options))
 
 
-@pytest.mark.parametrize(
-    ("expected", "answer", "grade"),
-    [
-        ("40", "40", 1),
-        ("40", " 40\n", 1),
-        ("40", "27 + 13 = 40.", 1),
-        ("40", "The answer is 40, I think", 1),
-        ("40", "40 or 41", 0),  # the last one counts
-        ("40", "41 or 40", 1),
-        ("40", "0040", 1),
-        ("40", "400", 0),
-        ("40", "4 0", 0),
-        ("40", "-40", 0),
-        ("40", "", 0),
-        ("40", "forty", 0),
-        ("40", "x40y", 1),
-        ("40", "\u0664\u0660", 0),  # digits of another script
-        ("40", "9" * 10_000, 0),  # longer than int() reads
-        ("0", "0", 1),
-        ("0", "000", 1),
-        ("0", "", 0),
-        ("-8", "-8", 1),
-        ("-8", "-08", 1),
-        ("-8", "8", 0),
-        ("-8", "3-11=-8", 1),
-        ("-8", "- 8", 0),
-        ("8", "3-8", 0),  # reads as -8
-        ("10", "1.10", 1),
-    ],
-)
-def test_the_last_integer_is_the_answer(expected: str, answer: str, grade: float) -> None:
-    assert tasks.load(TaskSection()).grade(tasks.Task("", "", expected), answer) == grade
+def test_a_mixture_draws_each_source_by_its_weight() -> None:
+    plus = SourceSection(name="plus", generator="arithmetic", weight=3)
+    minus = SourceSection(name="minus", generator="arithmetic", options={"operations": ["-"]})
+    found = tasks.load(TaskSection(sources=[plus, minus]))
+    drawn = [found.train[found.pick(hashlib.sha256(bytes([n % 256, n // 256])).digest())] for n in range(2000)]
+    assert {task.source for task in found.heldout} == {"plus", "minus"} and len(found.heldout) == 256
+    assert 1400 < sum(task.source == "plus" for task in drawn) < 1600
 
 
 # --- plans --------------------------------------------------------------------------------------------------
@@ -112,7 +100,7 @@ PLAN: dict[str, Any] = {
     "submission": 5,
     "groups": 4,
     "group_size": 2,
-    "n_tasks": 644,
+    "pick": lambda drawn: int.from_bytes(drawn[:8], "big") % 644,
     "length_targets": [100, 200, 300],
 }
 
@@ -152,7 +140,7 @@ def test_no_seed_comes_twice_and_every_group_has_its_own() -> None:
 
 
 def test_tasks_and_targets_are_drawn_from_all_there_are() -> None:
-    plans = plan_groups(**PLAN | {"groups": 400, "n_tasks": 10})
+    plans = plan_groups(**PLAN | {"groups": 400, "pick": lambda drawn: drawn[7] % 10})
     assert {plan.task_index for plan in plans} == set(range(10))
     assert {plan.target_length for plan in plans} == {100, 200, 300}
     assert {plan.target_length for plan in plan_groups(**PLAN | {"length_targets": []})} == {0}
@@ -167,14 +155,15 @@ def test_worker_and_validator_plan_by_the_same_call() -> None:
         }
     )
     asked = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})
-    plans = plan_submission(config, "run-0", asked, "cd" * 32, 644)
-    assert plans == plan_groups(**PLAN)
+    task_set = tasks.load(config.tasks)
+    plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set)
+    assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
     assert sum(len(plan.seeds) for plan in plans) == max_rollouts(config) == 8
 
 
 # --- prompts and rewards ------------------------------------------------------------------------------------
 
-TASK = tasks.Task(id="2+3", question="2 + 3", answer="5")
+TASK = tasks.Task(id="2+3", question="2 + 3", answer="5", source="arithmetic")
 
 
 @pytest.fixture(scope="module")
@@ -241,25 +230,30 @@ def test_a_reward_is_the_grade_less_the_distance_to_the_target(
     assert reward(grade, length, target, 0.0003) == pytest.approx(expected)
 
 
-class OneGrade:
-    """A task set whose grader gives one grade."""
+class OneScore:
+    """A reward that gives one score."""
 
-    def __init__(self, value: float) -> None:
-        self.train = self.heldout = [TASK]
-        self.value = value
+    def __init__(self, score: float) -> None:
+        self.score = score
 
-    def grade(self, task: tasks.Task, answer: str) -> float:
-        return self.value
+    def grade(self, tasks_: Sequence[tasks.Task], completions: Sequence[str]) -> list[tasks.Grade]:
+        return [tasks.Grade(self.score) for _ in completions]
 
-
-@pytest.mark.parametrize("value", [1.5, -0.1, math.nan, math.inf])
-def test_a_grade_outside_of_0_to_1_stops_with_the_name_of_the_task(tokenizer: Any, value: float) -> None:
-    with pytest.raises(ShoalError, match=r"gives .* for task 2\+3; grades must be within \[0, 1\]"):
-        grade(OneGrade(value), TASK, "5")
-    with pytest.raises(ShoalError, match=r"task 2\+3"):
-        completion_reward(OneGrade(value), tokenizer, TaskSection(), TASK, 0, [5])
+    def close(self) -> None:
+        pass
 
 
-@pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
-def test_a_grade_within_0_to_1_is_the_reward_without_a_target(tokenizer: Any, value: float) -> None:
-    assert completion_reward(OneGrade(value), tokenizer, TaskSection(), TASK, 0, [5]) == value
+@pytest.mark.parametrize("score", [1.5, -0.1, math.nan, math.inf])
+def test_a_score_outside_of_0_to_1_stops_with_the_name_of_the_task(score: float) -> None:
+    graders = tasks.Graders(TaskSection())
+    graders.rewards["arithmetic"] = OneScore(score)
+    with pytest.raises(GradeError, match=r"gives .* for task 2\+3; scores must be within \[0, 1\]"):
+        graders.grade([TASK], ["5"])
+
+
+def test_each_task_is_graded_by_the_reward_of_its_source() -> None:
+    section = TaskSection(sources=[SourceSection(name=name, generator="arithmetic") for name in "ab"])
+    with tasks.Graders(section) as graders:
+        graders.rewards |= {"a": OneScore(0.25), "b": OneScore(0.75)}
+        asked = [replace(TASK, source=source) for source in "bab"]
+        assert [grade.score for grade in graders.grade(asked, ["", "", ""])] == [0.75, 0.25, 0.75]

@@ -6,6 +6,7 @@ Called by `attacks`.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from shoal.adversary.cheats import round_linears_, round_to_4_bits_
 from shoal.adversary.lab import Attack, outputs_changed
 from shoal.engine.protocol import Completion
-from shoal.tasks.arithmetic import Task
 from shoal.tasks.derive import GroupPlan
 from shoal.tasks.prompt import prompt_tokens
 
@@ -113,7 +113,7 @@ class EasierTask(OtherPrompts):
 
     def other(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
-        easier = Task(id=task.id, question=f"{task.answer} + 0", answer=task.answer)
+        easier = replace(task, question=f"{task.answer} + 0")
         return prompt_tokens(self.tokenizer, self.config.tasks, easier, plan.target_length)
 
 

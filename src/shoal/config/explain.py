@@ -6,6 +6,7 @@ Invariant: all of it is read from the models, so text and code cannot disagree. 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -98,6 +99,12 @@ def _type(annotation: Any) -> str:
     arguments = get_args(annotation)
     if section_of(annotation) is not None:
         return "section or none"
+    if get_origin(annotation) is dict:
+        return "table"
+    if get_origin(annotation) is UnionType:
+        return " or ".join(_type(each) for each in arguments if each is not type(None)) + (
+            " or none" if type(None) in arguments else ""
+        )
     if get_origin(annotation) is Literal:
         return " or ".join(json.dumps(each) for each in arguments)
     if get_origin(annotation) is list:
@@ -106,8 +113,6 @@ def _type(annotation: Any) -> str:
         )
     if get_origin(annotation) is tuple:
         return f"{len(arguments)} × {_type(arguments[0])}"
-    if type(None) in arguments:
-        return f"{_type(arguments[0])} or none"
     if hasattr(annotation, "__metadata__"):  # Annotated: its constraints are Field(...)
         rules = [_limit(rule) for info in annotation.__metadata__ for rule in getattr(info, "metadata", [])]
         return " ".join([_type(annotation.__origin__), *filter(None, rules)])

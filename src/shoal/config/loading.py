@@ -60,8 +60,8 @@ def nearest(path: list[str]) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section a field holds, optional or not; None for a plain value."""
-    options = [annotation, *getattr(annotation, "__args__", ())]
+    """The section a field holds, optional or not, or of which it holds a list; None for a plain value."""
+    options = [annotation, *getattr(annotation, "__args__", ())]  # of a list: the section of its entries
     return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
 
 
@@ -92,29 +92,54 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
-    at = values
+    at: Any = values
     for section in sections:
-        at = at.setdefault(section, {})
-        if not isinstance(at, dict):
+        at = _entry(at, section, override) if isinstance(at, list) else at.setdefault(section, {})
+        if not isinstance(at, dict | list):
             raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+    if isinstance(at, list):
+        raise ConfigError(f"--set {override!r}: name a field of one entry, e.g. {'.'.join(sections)}.0.{field}")
     at[field] = value
+
+
+def _entry(entries: list[Any], number: str, override: str) -> Any:
+    """An entry of a list of sections, by its number from 0."""
+    if not number.isdecimal() or int(number) >= len(entries):
+        raise ConfigError(f"--set {override!r}: {number!r} is not an entry of a list of {len(entries)}, counted from 0")
+    return entries[int(number)]
 
 
 def _tables(section: Section, name: str) -> Iterator[str]:
     """One section's own values, then the sections in it."""
-    inner: dict[str, Section] = {}
+    inner: dict[str, Section | list[Section]] = {}
     if name:
-        yield f"\n[{name}]"
+        yield f"\n{name}" if name.startswith("[") else f"\n[{name}]"
     for key in type(section).model_fields:
         value = getattr(section, key)
-        if isinstance(value, Section):
+        if isinstance(value, Section) or _is_list_of_sections(value):
             inner[f"{name}.{key}" if name else key] = value
         elif value is None:
             yield f"# {key} = none"
         else:
-            yield tomli_w.dumps({key: value}).rstrip("\n")
-    for inner_name, inner_section in inner.items():
-        yield from _tables(inner_section, inner_name)
+            yield _line(key, value)
+    for inner_name, found in inner.items():
+        if isinstance(found, list):
+            for entry in found:
+                yield from _tables(entry, f"[[{inner_name}]]")
+        else:
+            yield from _tables(found, inner_name)
+
+
+def _line(key: str, value: Any) -> str:
+    if not isinstance(value, dict):
+        return tomli_w.dumps({key: value}).rstrip("\n")
+    name = tomli_w.dumps({key: 0}).partition(" = ")[0]  # quoted where TOML asks for it
+    inner = ", ".join(_line(inner_key, inner_value) for inner_key, inner_value in value.items())
+    return f"{name} = {{ {inner} }}" if inner else f"{name} = {{}}"
+
+
+def _is_list_of_sections(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Section) for entry in value)
 
 
 def _message(error: Any) -> str:
@@ -122,4 +147,5 @@ def _message(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         message = cast(str, error["msg"]).removeprefix("Value error, ")
         return f"{'.'.join(path)}: {message}" if path else message
-    return f"unknown key {'.'.join(path)!r}; {nearest(path)}"
+    named = [part for part in path if not part.isdecimal()]  # without numbers in lists
+    return f"unknown key {'.'.join(path)!r}; {nearest(named)}"

@@ -4,7 +4,8 @@
 Every field has a description; a section's is its docstring. A default that is not Shoal's own names its source.
 """
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
@@ -40,21 +41,71 @@ class ModelSection(Section):
     device: str = Field(default="cpu", description="torch device to compute on: cpu, cuda, cuda:1")
 
 
+class SourceSection(Section):
+    """One source of tasks, in a list: a file, a folder, a data set of the Hugging Face hub, or a generator."""
+
+    name: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9._-]{0,60}$",
+        description="name in task ids and metrics; empty: the file's, data set's or generator's",
+    )
+    path: str = Field(default="", description="a .jsonl or .parquet file, or a folder of them")
+    hub: str = Field(default="", description="a Hugging Face data set: org/name, or org/name/config")
+    generator: str = Field(default="", description="a generator: arithmetic")
+    options: dict[str, Any] = Field(default={}, description="options of the generator")
+    split: str = Field(default="train", description="split of a data set, or of a folder's files, to train on")
+    heldout_split: str = Field(
+        default="", description="split to evaluate on; empty: a part of `split`, chosen by a hash of the question"
+    )
+    revision: str = Field(default="", description="commit or tag of the data set; empty: the newest")
+    fields: dict[str, str] = Field(
+        default={}, description="columns by field: question, answer, tests, metadata; empty: recognised by the schema"
+    )
+    reward: str | dict[str, float] = Field(
+        default="",
+        description="number, math, code, or a function of one's own as file.py:name; or several with weights; empty: "
+        "the schema's",
+    )
+    weight: float = Field(
+        default=1.0, gt=0, description="share of groups drawn from this source, relative to the others"
+    )
+    prompt: str = Field(default="", description="user message of this source's tasks; empty: tasks.prompt")
+    environment: str = Field(
+        default="", description="environment that answers the model between its turns; empty: none"
+    )
+    keep: str = Field(default="", description="a manifest by `shoal filter`: only the tasks in it are used")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SourceSection":
+        given = [key for key in ("path", "hub", "generator") if getattr(self, key)]
+        if len(given) != 1:
+            raise ValueError(
+                f"a source has one of path, hub and generator; this one has {' and '.join(given) or 'none'}"
+            )
+        if self.options and not self.generator:
+            raise ValueError("options apply only to a generator")
+        if self.prompt and "{question}" not in self.prompt:
+            raise ValueError("prompt must contain {question}, which is replaced by the task's question")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The source's name, given or derived."""
+        if self.name:
+            return self.name
+        last = (self.generator or self.hub or self.path).rstrip("/").rpartition("/")[2]
+        return re.sub(r"[^A-Za-z0-9._-]", "-", last.removesuffix(".jsonl").removesuffix(".parquet"))[:60]
+
+
 class TaskSection(Section):
     """The problems, and how they become prompts and rewards."""
 
-    kind: Literal["arithmetic", "gsm8k"] = Field(
-        default="arithmetic", description="arithmetic: generated sums; gsm8k: grade-school word problems"
+    sources: list[SourceSection] = Field(
+        default=[SourceSection(generator="arithmetic")], min_length=1, description="where tasks come from"
     )
-    path: str = Field(
-        default="", description="gsm8k: a JSON-lines file or a folder; empty: openai/gsm8k on the Hugging Face hub"
+    digest: str = Field(
+        default="", pattern=r"^([0-9a-f]{64})?$", description="required digest of all tasks; empty: any"
     )
-    sha256: str = Field(
-        default="", pattern=r"^([0-9a-f]{64})?$", description="gsm8k: required digest of all tasks; empty: any"
-    )
-    operand_min: int = Field(default=0, ge=0, description="arithmetic: smallest operand")
-    operand_max: int = Field(default=29, ge=1, description="arithmetic: largest operand")
-    operations: list[Literal["+", "-"]] = Field(default=["+"], description="arithmetic: operations")
     prompt: str = Field(default="{question}", description="user message; {question} is replaced by the task's question")
     system: str = Field(default="", description="system message; empty: none")
     heldout: int = Field(default=256, ge=1, description="tasks reserved for evaluation and never trained on")
@@ -70,13 +121,16 @@ class TaskSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "TaskSection":
-        if self.operand_min > self.operand_max:
-            raise ValueError("operand_min must not exceed operand_max")
-        if self.kind == "arithmetic" and (self.path or self.sha256):
-            raise ValueError("path and sha256 apply only to kind = 'gsm8k'; arithmetic tasks are generated")
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}, which is replaced by the task's question")
+        labels = [source.label for source in self.sources]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"two sources are named {twice[0]}; give one of them another name")
         return self
+
+    def source(self, label: str) -> SourceSection:
+        """The source of this name."""
+        return next(source for source in self.sources if source.label == label)
 
 
 class SamplingSection(Section):

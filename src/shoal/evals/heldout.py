@@ -22,7 +22,7 @@ from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.follow import fetch_published
-from shoal.tasks.prompt import completion_text, grade, prompt_tokens
+from shoal.tasks.prompt import completion_text, prompt_tokens
 
 IDLE_S = 0.3
 
@@ -39,6 +39,7 @@ class Evaluator:
         self.cache = cache
         self.access = node.access(publisher, config)
         self.tasks = tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks)
 
     def run(self, stop: threading.Event) -> str:
         """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""
@@ -110,7 +111,8 @@ class Evaluator:
             chunk = self.tasks.heldout[start : min(start + self.config.evaluator.batch, n)]
             prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
-            for task, group in zip(chunk, engine.generate(prompts, seeds, sampling), strict=True):
-                right += grade(self.tasks, task, completion_text(tokenizer, group[0].tokens))
-                self.node.tokens += len(group[0].tokens)
+            answered = engine.generate(prompts, seeds, sampling)
+            self.node.tokens += sum(len(group[0].tokens) for group in answered)
+            texts = [completion_text(tokenizer, group[0].tokens) for group in answered]
+            right += sum(grade.score for grade in self.graders.grade(chunk, texts))
         return right / n

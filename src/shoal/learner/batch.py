@@ -14,7 +14,7 @@ from shoal.config.recipe import LossSection
 from shoal.learner.advantage import group_advantages
 from shoal.learner.groups import Group
 from shoal.model.tree import Pack, Tree, assign_rows, pack, split
-from shoal.tasks.prompt import rewards_differ
+from shoal.tasks.budget import rewards_differ
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def cache_dir() -> Path:
 
 def tiny_dir() -> Path:
     """The folder of `bundled:tiny`. The name changes with its training recipe."""
-    return cache_dir() / "models" / "tiny-v1"
+    return cache_dir() / "models" / "tiny-v2"
 
 
 def smollm2_dir() -> Path:

@@ -17,8 +17,9 @@ from shoal.model.positions import check_max_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
+from shoal.tasks import budget
 from shoal.tasks.derive import GroupPlan, plan_submission
-from shoal.tasks.prompt import completion_reward, prompt_tokens
+from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
 class Producer:
@@ -28,6 +29,7 @@ class Producer:
         self.identity = identity
         self.engine = engine
         self.tasks = tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks)
         self.tokenizer: Any = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far
@@ -53,7 +55,7 @@ class Producer:
         return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
-        return plan_submission(self.config, self.run, assignment, self.identity.public, len(self.tasks.train))
+        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks)
 
     def prompt(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -89,7 +91,8 @@ class Producer:
 
     def reward(self, plan: GroupPlan, tokens: Sequence[int]) -> float:
         task = self.tasks.train[plan.task_index]
-        return completion_reward(self.tasks, self.tokenizer, self.config.tasks, task, plan.target_length, tokens)
+        [grade] = self.graders.grade([task], [completion_text(self.tokenizer, tokens)])
+        return budget.reward(grade.score, len(tokens), plan.target_length, self.config.tasks.length_penalty)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""

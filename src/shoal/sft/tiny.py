@@ -18,14 +18,18 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import tasks
-from shoal.config.recipe import LearnerSection, LossSection, TaskSection
+from shoal.config.recipe import LearnerSection, LossSection, SourceSection, TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.load import save_model
 from shoal.model.sources import tiny_dir
 from shoal.model.tree import Pack, Tree, pack
 from shoal.tasks.prompt import prompt_tokens
 
-TINY_TASKS = TaskSection(operand_min=10, operand_max=99, prompt="{question}=", heldout=512)
+TINY_TASKS = TaskSection(
+    sources=[SourceSection(generator="arithmetic", options={"operand_min": 10, "operand_max": 99})],
+    prompt="{question}=",
+    heldout=512,
+)
 BATCH, LR = 128, 1e-3
 UNTIL_LOSS, MAX_STEPS = 0.55, 600  # nats per token, smoothed: about 40 % greedy accuracy
 

@@ -1,27 +1,13 @@
-"""Tasks: questions for models, and graders of their answers.
-
-A task set is a fixed list of training tasks and a disjoint list of held-out tasks. Both are the same on every machine, so
-an index identifies a task. Left out: sandboxed code tasks.
-"""
-
-from typing import Protocol
+"""Tasks: questions for models, and rewards for their answers."""
 
 from shoal.config.recipe import TaskSection
-from shoal.tasks.arithmetic import Arithmetic, Task
-from shoal.tasks.gsm8k import Gsm8k
+from shoal.tasks.rewards.graders import Graders
+from shoal.tasks.task import Grade, Task, TasksNotFoundError
+from shoal.tasks.taskset import TaskSet
 
-__all__ = ["Task", "TaskSet", "load"]
-
-
-class TaskSet(Protocol):
-    """Two disjoint lists of tasks, and a grader: `grade` returns a number in [0, 1] (`tasks.prompt.grade` enforces it)."""
-
-    train: list[Task]
-    heldout: list[Task]
-
-    def grade(self, task: Task, answer: str) -> float: ...
+__all__ = ["Grade", "Graders", "Task", "TaskSet", "TasksNotFoundError", "load"]
 
 
-def load(config: TaskSection) -> TaskSet:
-    """The task set of a config. Raises ValueError if it cannot be read or leaves too few tasks to train on."""
-    return Gsm8k(config) if config.kind == "gsm8k" else Arithmetic(config)
+def load(section: TaskSection) -> TaskSet:
+    """The task set of a config. Raises TasksNotFoundError if it cannot be read or leaves too few tasks to train on."""
+    return TaskSet(section)

@@ -5,11 +5,13 @@ Called by worker (`rollout.produce`) and validator (`validator.judge`).
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.config import Config
 from shoal.model.sampling import rollout_seed
 from shoal.protocol.messages import Assignment
+from shoal.tasks.taskset import TaskSet
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class GroupPlan:
     seeds: tuple[int, ...]  # one per completion
 
 
-def plan_submission(config: Config, run: str, assignment: Assignment, worker: str, n_tasks: int) -> list[GroupPlan]:
+def plan_submission(config: Config, run: str, assignment: Assignment, worker: str, tasks: TaskSet) -> list[GroupPlan]:
     """The plan of the submission that `worker` owes for this assignment."""
     return plan_groups(
         run=run,
@@ -31,7 +33,7 @@ def plan_submission(config: Config, run: str, assignment: Assignment, worker: st
         submission=assignment.number,
         groups=assignment.groups,
         group_size=config.sampling.group_size,
-        n_tasks=n_tasks,
+        pick=tasks.pick,
         length_targets=config.tasks.length_targets,
     )
 
@@ -50,10 +52,10 @@ def plan_groups(
     submission: int,
     groups: int,
     group_size: int,
-    n_tasks: int,
+    pick: Callable[[bytes], int],
     length_targets: list[int],
 ) -> list[GroupPlan]:
-    """The plan of every group of one submission."""
+    """The plan of every group of one submission. `pick` draws a task's index from 32 random bytes."""
     plans = []
     for group in range(groups):
         name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}".encode()
@@ -61,7 +63,7 @@ def plan_groups(
         target_at = int.from_bytes(drawn[8:16], "big")
         plans.append(
             GroupPlan(
-                task_index=int.from_bytes(drawn[:8], "big") % n_tasks,
+                task_index=pick(drawn),
                 target_length=length_targets[target_at % len(length_targets)] if length_targets else 0,
                 seeds=tuple(
                     rollout_seed(run, step, worker, submission, group * group_size + g) for g in range(group_size)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.protocol.messages import Assignment, Reason
 from shoal.store.rollouts import Header, Rollout
-from shoal.tasks.arithmetic import Task
+from shoal.tasks import Grade, Task
 from shoal.tasks.derive import GroupPlan
 
 
@@ -54,6 +54,7 @@ class Case:
     prompts: list[list[int]]  # one per group
     content_owner: str | None = None  # the accepted submission with the same rollouts, if there is one
     rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
+    grades: list[Grade] = field(default_factory=list)  # likewise
     prefill: Prefill | None = None  # None before the prefill, or if there is none
 
     @property

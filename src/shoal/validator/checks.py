@@ -24,7 +24,6 @@ from shoal import toploc
 from shoal.config import Config
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
-from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.distribution import ALTERNATIVES, submission_evidence
 
@@ -39,7 +38,6 @@ class Rules:
 
     config: Config
     run: str
-    tasks: TaskSet
     tokenizer: Any
     eos_ids: tuple[int, ...]
     special_ids: frozenset[int]  # tokens that only chat templates use, without the end tokens
@@ -121,11 +119,11 @@ def endings(rules: Rules, case: Case) -> Outcome:
 
 
 def rewards(rules: Rules, case: Case) -> Outcome:
-    """Is every claimed reward the one that the grader gives here?"""
+    """Is every claimed reward the one that the grader gives here? (A score that a time limit decided may differ.)"""
     wrong = [
         number
-        for number, (row, own) in enumerate(zip(case.rows, case.graded(), strict=True))
-        if not abs(row.reward - own) <= REWARD_TOLERANCE * max(1.0, abs(own))
+        for number, (row, own, grade) in enumerate(zip(case.rows, case.graded(), case.grades, strict=True))
+        if grade.repeatable and not abs(row.reward - own) <= REWARD_TOLERANCE * max(1.0, abs(own))
     ]
     if not wrong:
         return PASSED

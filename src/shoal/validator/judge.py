@@ -32,8 +32,9 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
+from shoal.tasks.budget import reward, rewards_differ
 from shoal.tasks.derive import max_rollouts, plan_submission
-from shoal.tasks.prompt import completion_reward, completion_text, prompt_tokens, rewards_differ
+from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Rules, run
 from shoal.validator.prefill import prefill
@@ -56,6 +57,7 @@ class Judge:
         self.run = run
         self.dtype = dtype
         self.tasks = tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.model: Any = None
         self.rules: Rules | None = None
@@ -65,6 +67,7 @@ class Judge:
 
     def __exit__(self, *_: object) -> None:
         self.quarantine.close()
+        self.graders.close()
 
     def load(self, folder: Path) -> None:
         """Load the weights of the version in `folder`. Raises TooManyTokensError if the run's completions do not fit."""
@@ -77,7 +80,6 @@ class Judge:
         self.rules = Rules(
             config=self.config,
             run=self.run,
-            tasks=self.tasks,
             tokenizer=tokenizer,
             eos_ids=ends,
             special_ids=frozenset(tokenizer.all_special_ids) - frozenset(ends),
@@ -92,7 +94,7 @@ class Judge:
             return Finding(Reason.SIGNATURE, str(error))
         except RolloutFileError as error:
             return Finding(Reason.UNREADABLE, str(error))
-        plans = plan_submission(self.config, self.run, assignment, worker, len(self.tasks.train))
+        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks)
         chosen = [self.tasks.train[plan.task_index] for plan in plans]
         tokenizer = self._rules().tokenizer
         return Case(
@@ -132,13 +134,15 @@ class Judge:
 
     def grade(self, case: Case) -> Case:
         """The case with its recomputed rewards. Its token ids must be within bounds. Raises GradeError."""
-        tokenizer, section, size = self._rules().tokenizer, self.config.tasks, case.group_size
-        of_rows = [(row.tokens, case.tasks[n // size], case.plans[n // size]) for n, row in enumerate(case.rows)]
+        tokenizer, alpha = self._rules().tokenizer, self.config.tasks.length_penalty
+        grades = self.graders.grade(
+            [case.tasks[row.group] for row in case.rows], [completion_text(tokenizer, row.tokens) for row in case.rows]
+        )
         rewards = [
-            completion_reward(self.tasks, tokenizer, section, task, plan.target_length, tokens)
-            for tokens, task, plan in of_rows
+            reward(grade.score, len(row.tokens), case.plans[row.group].target_length, alpha)
+            for grade, row in zip(grades, case.rows, strict=True)
         ]
-        return replace(case, rewards=rewards)
+        return replace(case, rewards=rewards, grades=grades)
 
     def prefill(self, cases: Sequence[Case]) -> list[Case]:
         """The cases with the results of one forward of the loaded version over all of them."""

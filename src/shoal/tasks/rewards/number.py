@@ -1,0 +1,47 @@
+"""The reward `number`: 1 if the last number of the completion, or of its last box, is the answer. As usual for GSM8K.
+
+Invariant: numbers are compared as text in a canonical form, so that no number is too long or rounded.
+"""
+
+import re
+from collections.abc import Sequence
+
+from shoal.tasks.task import Grade, Task
+
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*+)\}")
+# A minus sign counts unless an operand precedes it: "5-3" has no -3. A comma counts between groups of three digits.
+NUMBER = re.compile(
+    r"((?<![\w)])[-\u2212])?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)", flags=re.ASCII
+)
+
+
+class Number:
+    def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        return [_grade(task, completion) for task, completion in zip(tasks, completions, strict=True)]
+
+    def close(self) -> None:
+        pass
+
+
+def _grade(task: Task, completion: str) -> Grade:
+    found = last_number(completion)
+    if found is None:
+        return Grade(0.0, "wrong_format", "no number in the completion")
+    return Grade(float(found == last_number(task.answer)), detail=f"{found}, expected {task.answer}")
+
+
+def last_number(text: str) -> str | None:
+    r"""The last number in the last \boxed{}, or else in the text, in a canonical form.
+
+    >>> last_number("She pays $1,250.50."), last_number(r"\\boxed{018} of 20"), last_number("none")
+    ('1250.5', '18', None)
+    """
+    boxes = [number for box in BOXED.findall(text)[-1:] for number in NUMBER.findall(box.replace("{,}", ","))]
+    found = boxes or NUMBER.findall(text)
+    if not found:
+        return None
+    sign, digits = found[-1]
+    whole, _, part = digits.replace(",", "").partition(".")  # as text: int() refuses and float() rounds long numbers
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    value = f"{whole}.{part}" if part else whole
+    return f"-{value}" if sign and value != "0" else value

@@ -1,0 +1,49 @@
+"""What a task is, what a grade is, and what every reward does.
+
+Invariant: a task is data and is the same on every machine; a grade follows from task and completion alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from shoal.errors import ShoalError
+
+
+@dataclass(frozen=True)
+class Task:
+    id: str  # "<source>/<16 hex digits of the SHA-256 of its content>"
+    question: str
+    answer: str  # "" where the reward needs none
+    source: str = ""  # name of its source
+    tests: str = ""  # JSON: the unit tests of a code task
+    metadata: str = ""  # JSON: whatever else a reward or an environment needs
+
+
+Outcome = Literal["graded", "wrong_format", "grader_error"]
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a reward says of one completion."""
+
+    score: float  # in [0, 1]
+    outcome: Outcome = "graded"  # wrong_format: no answer found; grader_error: the grader failed, so the score is 0
+    detail: str = ""  # why, for people
+    tier: str = ""  # sandbox tier the completion ran in; "" if it did not run
+    repeatable: bool = True  # False: a limit was hit or nearly hit, so another machine may score differently
+    parts: Mapping[str, float] = field(default_factory=dict)  # score of each reward, where several are weighted
+
+
+class Reward(Protocol):
+    def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        """One grade per completion. A completion never raises; a grader that fails is a `grader_error`."""
+        ...
+
+    def close(self) -> None:
+        """End the processes it started."""
+        ...
+
+
+class TasksNotFoundError(ShoalError, ValueError):
+    """Tasks cannot be read, or differ from those of the config; the message names the next step."""
