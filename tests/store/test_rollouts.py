@@ -167,6 +167,7 @@ CHANGED: dict[str, Any] = {
     "logprobs": [0.0, 0.0, -1e-7],
     "reward": 0.5,
     "proofs": [bytes(PROOF_BYTES - 1) + b"x"],
+    "turns": [1, 1],
 }
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 from shoal.config import Config, ConfigError
 from shoal.tasks.environments.calculator import Calculator
-from shoal.tasks.environments.conversation import Conversation
+from shoal.tasks.environments.conversation import Conversation, responder
 from shoal.tasks.environments.interface import Environment
 
-__all__ = ["Conversation", "Environment", "environments_of"]
+__all__ = ["Conversation", "Environment", "environments_of", "responder"]
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"calculator": Calculator}
 
@@ -37,4 +37,4 @@ def environments_of(config: Config) -> Mapping[str, Environment]:
 
 def _named(config: Config) -> dict[str, str]:
     """The name of each source's environment, for sources that have one."""
-    return {"": config.tasks.environment} if config.tasks.environment else {}
+    return {source.label: source.environment for source in config.tasks.sources if source.environment}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shoal.tasks.arithmetic import Task
+from shoal.tasks.task import Task
 
 CALL = "calc("
 MAX_CHARACTERS = 200  # of an expression

@@ -9,15 +9,28 @@ model wrote is decoded for the environment to read, and never tokenised again.
 Called by worker (while it samples), validator (which compares) and evaluator.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.config import Config
 from shoal.model.turns import model_spans
-from shoal.tasks.arithmetic import Task
 from shoal.tasks.environments.interface import Environment
 from shoal.tasks.environments.template import Frame
 from shoal.tasks.prompt import completion_text
+from shoal.tasks.task import Task
+
+Reply = Callable[
+    [int, int, Sequence[int], Sequence[int]], list[int] | None
+]  # what an engine asks, see `engine/protocol`
+
+
+def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequence[Sequence[int]]) -> Reply:
+    """What the environments answer, for an engine: `tasks` and `seeds` are those of the groups that it is given."""
+
+    def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        return conversation.reply(tasks[group], seeds[group][number], tokens, turns)
+
+    return respond
 
 
 class Conversation:

@@ -9,7 +9,7 @@ Called by `conversation`.
 from collections.abc import Sequence
 from typing import Protocol
 
-from shoal.tasks.arithmetic import Task
+from shoal.tasks.task import Task
 
 
 class Environment(Protocol):

@@ -45,7 +45,8 @@ class Frame:
     def tokens(self, answer: str) -> list[int]:
         """The tokens from behind the end token of one turn to where the model's next turn begins."""
         text = self.end + self.before + without(self.control, answer) + self.after
-        first, *rest = self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        first, *rest = ids
         if first != self.end_id or not rest:
             raise ChatTemplateError(
                 f"the tokenizer of {self.tokenizer.name_or_path} reads the end token {self.end!r} as another token "
