@@ -91,6 +91,7 @@ class BestOfFour(Attack):
     """
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        self.stated: dict[int, int] = {}  # rolled seed -> the derived one, which an environment gets
         rolls = [super(BestOfFour, self).complete(prompts, self.rolled(plans, roll)) for roll in range(ROLLS)]
         return [
             [max(drawn, key=partial(self.paid, plan)) for drawn in zip(*groups, strict=True)]
@@ -100,7 +101,11 @@ class BestOfFour(Attack):
     def rolled(self, plans: Sequence[GroupPlan], roll: int) -> Sequence[GroupPlan]:
         if roll == 0:
             return plans
+        self.stated |= {rolled(seed, roll): seed for plan in plans for seed in plan.seeds}
         return [replace(plan, seeds=tuple(rolled(seed, roll) for seed in plan.seeds)) for plan in plans]
+
+    def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        return super().reply(plan, self.stated.get(seed, seed), tokens, turns)
 
     def paid(self, plan: GroupPlan, completion: Completion) -> float:
         return self.reward(plan, completion)

@@ -99,6 +99,8 @@ def bounds(rules: Rules, case: Case) -> Outcome:
     vocabulary, settings = rules.vocabulary, rules.config.sampling
     for number, row in enumerate(case.rows):
         n = len(row.tokens)
+        if not 0 <= row.group < len(case.plans):
+            return rejected(Reason.BOUNDS, f"rollout {number}: there is no group {row.group}")
         if not 1 <= n <= settings.max_tokens:
             return rejected(Reason.BOUNDS, f"rollout {number}: {n} tokens")
         if not fit(row.turns, n) or len(row.turns) > 2 * (settings.max_turns - 1):

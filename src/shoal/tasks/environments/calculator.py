@@ -121,6 +121,6 @@ def _factor(tokens: list[str], depth: int) -> tuple[Fraction, list[str]]:
         if rest[:1] != [")"]:
             raise CalculationError("a closing parenthesis is missing")
         return number, rest[1:]
-    if not first[0].isdigit() and first[0] != "." or first == ".":
+    if first == "." or first[0] not in ".0123456789":
         raise CalculationError(f"unexpected {first}")
     return Fraction(first), rest
