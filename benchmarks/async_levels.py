@@ -75,6 +75,7 @@ class Run:
         self.seed, self.level = seed, level
         self.draw = random.Random(seed)
         self.tasks = tasks.load(CONFIG.tasks)
+        self.graders = tasks.Graders(CONFIG.tasks)
         self.policy = Policy(resolve(TINY), CONFIG.learner, "float32", "cpu", CONFIG.sampling.temperature)
         self.engine = TorchEngine("float32")
         self.engine.model = self.policy.model
@@ -112,7 +113,8 @@ class Run:
         for task, prompt, group in zip(
             chosen, prompts, self.engine.generate(prompts, seeds, self.sampling(1.0)), strict=True
         ):
-            graded = [self.tasks.grade(task, completion_text(self.policy.tokenizer, c.tokens)) for c in group]
+            texts = [completion_text(self.policy.tokenizer, c.tokens) for c in group]
+            graded = [grade.score for grade in self.graders.grade([task] * len(group), texts)]
             rewards += graded
             if len(set(graded)) > 1:
                 logprobs = [list(c.logprobs) for c in group]
@@ -133,7 +135,7 @@ class Run:
         prompts = [prompt_tokens(self.policy.tokenizer, CONFIG.tasks, task, 0) for task in asked]
         groups = self.engine.generate(prompts, [[0]] * len(asked), self.sampling(0.0))
         texts = [completion_text(self.policy.tokenizer, group[0].tokens) for group in groups]
-        return statistics.mean(self.tasks.grade(task, text) for task, text in zip(asked, texts, strict=True))
+        return statistics.mean(grade.score for grade in self.graders.grade(asked, texts))
 
     def sampling(self, temperature: float) -> Sampling:
         return Sampling(temperature, CONFIG.sampling.max_tokens, (self.policy.tokenizer.eos_token_id,))

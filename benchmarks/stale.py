@@ -120,8 +120,10 @@ def sample(engine: TorchEngine, policy: Policy, draw: random.Random, seed: int, 
     groups = engine.generate(prompts, seeds, Sampling(1.0, MAX_TOKENS, (policy.tokenizer.eos_token_id,)))
     behaviour: list[float] = []
     advantages, rewards, trees = [], [], []
+    graders = tasks.Graders(TASKS)
     for task, prompt, group in zip(chosen, prompts, groups, strict=True):
-        rewards_G = torch.tensor([task_set.grade(task, completion_text(policy.tokenizer, c.tokens)) for c in group])
+        texts = [completion_text(policy.tokenizer, c.tokens) for c in group]
+        rewards_G = torch.tensor([grade.score for grade in graders.grade([task] * len(group), texts)])
         advantages_G = group_advantages(rewards_G, normalize_std=True)
         rewards += rewards_G.tolist()
         if not advantages_G.any():

@@ -162,7 +162,7 @@ def one_run(
     steps = arguments.steps or (3 if arguments.smoke or arguments.tune else asked.steps)
     more = [*asked.overrides, *(asked.smoke if arguments.smoke else ())]
     if asked.config == "gsm8k":
-        more.append(f"tasks.path={arguments.data.resolve()}")
+        more.append(f"tasks.sources=[{{path = '{arguments.data.resolve()}/gsm8k_train.jsonl', reward = 'number'}}]")
     more += arguments.set
     # The run's own evaluator gets a single task. Accuracy of all versions is measured after the run.
     more += [f"run.steps={steps}", f"run.threads={arguments.threads}", f"run.seed={seed}", "evaluator.every=0"]

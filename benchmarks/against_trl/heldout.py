@@ -33,13 +33,14 @@ def measure(
 def accuracy(engine: TorchEngine, config: Config, sampling: Sampling, model: Path) -> float:
     """The share of correct answers on the first held-out tasks. `model` is the folder of the tokenizer."""
     found, tokenizer, n = tasks.load(config.tasks), load_tokenizer(model), config.evaluator.n
+    graders = tasks.Graders(config.tasks)
     right = 0.0
     for start in range(0, n, config.evaluator.batch):
         chunk = found.heldout[start : min(start + config.evaluator.batch, n)]
         prompts = [prompt_tokens(tokenizer, config.tasks, task, 0) for task in chunk]
         answers = engine.generate(prompts, [[start + i] for i in range(len(chunk))], sampling)
         texts = [completion_text(tokenizer, group[0].tokens) for group in answers]
-        right += sum(found.grade(task, text) for task, text in zip(chunk, texts, strict=True))
+        right += sum(grade.score for grade in graders.grade(chunk, texts))
     return right / n
 
 

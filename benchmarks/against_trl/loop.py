@@ -23,7 +23,8 @@ from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 from shoal.model.load import eos_ids, load_tokenizer, save_model
 from shoal.model.sampling import rollout_seed
-from shoal.tasks.prompt import completion_text, reward
+from shoal.tasks.budget import reward
+from shoal.tasks.prompt import completion_text
 
 
 def main() -> None:
@@ -33,7 +34,8 @@ def main() -> None:
     folder = Path(job["model"])
     lines = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     tokenizer = load_tokenizer(folder)
-    grade = tasks.load(config.tasks).grade
+    graders = tasks.Graders(config.tasks)
+    source = config.tasks.sources[0].label
     policy = Policy(folder, config.learner, job["dtype"], "cpu", config.sampling.temperature)
     row_tokens, normalize_std = config.learner.row_tokens, config.learner.loss.normalize_std
     engine = TorchEngine(job["dtype"])
@@ -48,10 +50,11 @@ def main() -> None:
         seeds = [[rollout_seed("benchmark", step, "", 0, i * size + g) for g in range(size)] for i in range(prompts)]
         answered = engine.generate([line["tokens"] for line in asked], seeds, sampling)
         generated_s, generated_cpu_s = time.time(), time.process_time()
-        grades = [
-            [grade(tasks.Task(line["task"], "", line["answer"]), completion_text(tokenizer, c.tokens)) for c in group]
-            for line, group in zip(asked, answered, strict=True)
-        ]
+        grades = []
+        for line, group in zip(asked, answered, strict=True):
+            task = tasks.Task(line["task"], "", line["answer"], source)
+            texts = [completion_text(tokenizer, c.tokens) for c in group]
+            grades.append([grade.score for grade in graders.grade([task] * len(group), texts)])
         groups = []
         for line, group, values in zip(asked, answered, grades, strict=True):
             pairs = zip(values, group, strict=True)

@@ -22,7 +22,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from shoal import tasks
 from shoal.config.recipe import TaskSection
-from shoal.tasks.prompt import completion_text, reward
+from shoal.tasks.budget import reward
+from shoal.tasks.prompt import completion_text
 
 
 def main() -> None:
@@ -41,16 +42,16 @@ def main() -> None:
         dtype=getattr(torch, settings.pop("weights")),
         attn_implementation=settings.pop("attention", "sdpa"),
     )
-    grade = tasks.load(section).grade
+    graders = tasks.Graders(section)
+    source = section.sources[0].label
     steps: list[dict[str, Any]] = []
     now: dict[str, Any] = {}
 
     def graded(completion_ids: list[list[int]], task: list[str], answer: list[str], **_: Any) -> list[float]:
         """Called once per step, on the whole batch."""
-        grades = [
-            grade(tasks.Task(name, "", right), completion_text(tokenizer, ids))
-            for ids, name, right in zip(completion_ids, task, answer, strict=True)
-        ]
+        asked = [tasks.Task(name, "", right, source) for name, right in zip(task, answer, strict=True)]
+        texts = [completion_text(tokenizer, ids) for ids in completion_ids]
+        grades = [grade.score for grade in graders.grade(asked, texts)]
         now.update(
             generated_s=time.time(),
             generated_cpu_s=time.process_time(),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError, dumps, load, parse
+from shoal.config.recipe import SourceSection
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -104,7 +105,7 @@ def test_every_fault_is_named_at_once() -> None:
         ('tasks.system="say = 3"', "tasks.system", "say = 3"),
         ("tasks.system=say = 3", "tasks.system", "say = 3"),
         ("tasks.length_targets=[100, 200]", "tasks.length_targets", [100, 200]),
-        ('tasks.operations=["+", "-"]', "tasks.operations", ["+", "-"]),
+        ("tasks.sources=[{generator = 'arithmetic'}]", "tasks.sources", [SourceSection(generator="arithmetic")]),
         (" run.seed = 7 ", "run.seed", 7),
     ],
 )

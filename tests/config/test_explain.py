@@ -55,7 +55,9 @@ def test_a_measured_limit_and_an_own_default_say_so() -> None:
         ("origin.quota_bytes", "integer or none, at least 1", "none"),
         ("model.device", "text", '"cpu"'),
         ("relays.public", "true or false", "false"),
-        ("tasks.operations", 'list of "+" or "-"', '["+"]'),
+        ("sft.lr", "number, above 0", "2e-05"),
+        ("tasks.length_targets", "list of integer at least 1", "[]"),
+        ("tasks.sources.reward", "text or table", '""'),
         ("model.dtype", '"auto" or "float32" or "bfloat16"', '"auto"'),
     ],
 )

@@ -34,9 +34,9 @@ def test_a_submission_is_what_was_asked_for(tiny_folder: Path) -> None:
     assert len({row.seed for row in file.rows}) == 6
     for row in file.rows:
         chosen = next(task for task in producer.tasks.train if task.id == row.task)
-        grade = producer.tasks.grade(chosen, completion_text(producer.tokenizer, row.tokens))
+        [grade] = producer.graders.grade([chosen], [completion_text(producer.tokenizer, row.tokens)])
         length_cost = 0.0003 * abs(row.target_length - len(row.tokens))
-        assert row.reward == pytest.approx(grade - length_cost, abs=1e-6)
+        assert row.reward == pytest.approx(grade.score - length_cost, abs=1e-6)
         assert row.target_length in (4, 6) and len(row.logprobs) == len(row.tokens)
     assert producer.tokens == sum(len(row.tokens) for row in file.rows)
 
