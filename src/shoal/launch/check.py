@@ -17,6 +17,7 @@ from shoal.launch.cores import available_cores
 from shoal.model import sources
 from shoal.model.positions import positions
 from shoal.model.sources import ModelNotFoundError
+from shoal.tasks.environments import environments_of
 
 TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
 
@@ -51,7 +52,8 @@ def _model(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     try:
         tasks.load(config.tasks)
-    except ValueError as error:
+        environments_of(config)
+    except (ValueError, ConfigError) as error:
         yield str(error)
 
 
