@@ -53,6 +53,9 @@ TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic")
         ("calc(-0)", "0"),
         ("calc(1/4000000)", "0.00000025"),
         ("calc(1)) and calc(2", "1"),
+        ("(or calc(3)", "3"),
+        ("calc(1+calc(2+3))", "5"),
+        (f"calc({'1' * 201})", "error: too long"),
         ("calc(1/0)", "error: division by zero"),
         ("calc(1/(2-2))", "error: division by zero"),
         ("calc()", "error: a number is missing"),
@@ -73,9 +76,15 @@ def test_the_last_call_is_answered(said: str, answer: str) -> None:
     assert Calculator().respond(TASK, 0, ["calc(5)", said]) == answer
 
 
-@pytest.mark.parametrize("said", ["", "84", "calc", "calc(", "calc(12*7", "calculate (12)", f"calc({'1' * 201})"])
+@pytest.mark.parametrize("said", ["", "84", "calc", "calc(", "calc(12*7", "calculate (12)", "calc((1)"])
 def test_a_turn_without_a_complete_call_ends_the_conversation(said: str) -> None:
     assert Calculator().respond(TASK, 0, ["calc(5)", said]) is None
+
+
+@pytest.mark.parametrize("said", ["calc(" * 60_000, "calc(" * 60_000 + ")" * 60_000, "(" * 300_000, "calc()" * 50_000])
+def test_a_turn_of_parentheses_alone_is_no_trouble(said: str) -> None:
+    answer = Calculator().respond(TASK, 0, [said])
+    assert answer is None or answer.startswith("error: ")
 
 
 @given(st.text("0123456789.+-*/() ce", max_size=MAX_CHARACTERS + 5))

@@ -13,6 +13,7 @@ from fractions import Fraction
 from shoal.tasks.task import Task
 
 CALL = "calc("
+PARENTHESIS = re.compile(r"calc\(|[()]")
 MAX_CHARACTERS = 200  # of an expression
 MAX_DEPTH = 20  # of parentheses and signs
 MAX_DIGITS = 30  # of a result's numerator or denominator
@@ -43,15 +44,15 @@ def last_call(text: str) -> str | None:
     >>> last_call("calc(1+1), then calc(2*(3+4)) and calc(5"), last_call("calculate")
     ('2*(3+4)', None)
     """
-    start = len(text)
-    while (start := text.rfind(CALL, 0, start)) >= 0:
-        inside = start + len(CALL)
-        depth = 1
-        for at in range(inside, min(len(text), inside + MAX_CHARACTERS + 1)):
-            depth += (text[at] == "(") - (text[at] == ")")
-            if depth == 0:
-                return text[inside:at]
-    return None
+    open_at: list[int] = []  # for each open parenthesis, where its inside begins; -1 unless it is a call's
+    last = (-1, -1)
+    for found in PARENTHESIS.finditer(text):
+        if found[0] != ")":
+            open_at.append(found.end() if found[0] == CALL else -1)
+        elif open_at:
+            last = max(last, (open_at.pop(), found.start()))
+    start, end = last
+    return text[start:end] if start >= 0 else None
 
 
 def value(expression: str) -> Fraction:
