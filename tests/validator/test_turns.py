@@ -1,6 +1,6 @@
 """Rollouts in several turns: honest ones are accepted, and whoever changes what the environment said is found out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted, read_submission
+from shoal.tasks import Grade, Task
 from shoal.validator.by_hand import verify
 from shoal.validator.checks import FAR, endings, special_tokens, termination
 from shoal.validator.service import Validator
@@ -110,6 +111,26 @@ def test_the_reward_is_of_the_last_turn_and_of_the_models_length(worker: Produce
         [grade] = worker.graders.grade([task], [last])
         length = len(model_positions(row.turns, len(row.tokens)))
         assert row.reward == pytest.approx(grade.score - 0.0003 * abs(plan.target_length - length), abs=1e-6)
+
+
+def test_graders_read_the_last_turn_alone(
+    worker: Producer, validator: Validator, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random model answers no task, so a grader of the whole conversation would give the same rewards here."""
+    last = [worker.tokenizer.decode(row.tokens[sum(row.turns) :], skip_special_tokens=True) for row in honest]
+    read: list[str] = []
+
+    class Reader:
+        def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
+            read.extend(texts)
+            return [Grade(0.0) for _ in texts]
+
+    monkeypatch.setattr(worker, "graders", Reader())
+    assert [row.turns for row in produced(worker, ASKED)] == [row.turns for row in honest] and read == last
+    read.clear()
+    monkeypatch.setattr(validator.judge, "graders", Reader())
+    validator.judge.grade(case_of(validator.judge, ASKED, signed(worker, ASKED, honest)))
+    assert read == last
 
 
 # --- forged ----------------------------------------------------------------------------------------------------------
