@@ -39,7 +39,8 @@ class Frame:
                 f"which begins with none of the end tokens {sorted(ends)}: an environment cannot answer this model; "
                 "correct eos_token_id in the model's generation_config.json, or set sampling.max_turns = 1"
             )
-        self.control = sorted(set(tokenizer.all_special_tokens), key=len, reverse=True)
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.control = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self.tokens("0")
 
     def tokens(self, answer: str) -> list[int]:
