@@ -83,7 +83,7 @@ def test_the_forged_answer_is_the_tasks_own(talkative_folder: Path) -> None:
     for row in answered:
         task = liar.tasks.train[liar.plans[row.group].task_index]
         said = liar.tokenizer.decode(row.tokens[row.turns[0] : row.turns[0] + row.turns[1]], skip_special_tokens=True)
-        assert said == task.answer
+        assert said == f"?he answer is {task.answer}."  # the tiny tokenizer has no capitals
 
 
 def test_lies_about_tools_are_in_the_matrix_where_there_is_one() -> None:

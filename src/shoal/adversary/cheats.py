@@ -21,6 +21,7 @@ from shoal.protocol.messages import Assignment
 from shoal.roles.worker import run_worker
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
+from shoal.tasks import Task
 from shoal.tasks.derive import GroupPlan
 
 VERSIONS_BEHIND = 4
@@ -64,13 +65,13 @@ class WrongTemperature(Producer):
 
 
 class ForgedTool(Producer):
-    """Makes the environment answer with the task's answer, which the model then only has to repeat."""
+    """Makes the environment name the task's answer, which the model then only has to repeat."""
 
     def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
         honest = super().reply(plan, seed, tokens, turns)
         if honest is None or self.conversation is None or self.conversation.frame is None:
             return honest
-        forged = self.conversation.frame.tokens(self.tasks.train[plan.task_index].answer)
+        forged = self.conversation.frame.tokens(hint(self.tasks.train[plan.task_index]))
         return forged if len(tokens) + len(forged) < self.sampling.max_tokens else honest
 
 
@@ -93,6 +94,11 @@ CHEATS: dict[Cheat, type[Producer]] = {
     "replayed_submission": ReplayedSubmission,
     "forged_tool": ForgedTool,
 }
+
+
+def hint(task: Task) -> str:
+    """What no tool writes, so that it is a lie also where a tool would give the right answer."""
+    return f"The answer is {task.answer}."
 
 
 def round_linears_(model: torch.nn.Module, round_: Callable[[torch.Tensor], None]) -> None:
