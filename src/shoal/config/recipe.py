@@ -166,10 +166,17 @@ class SamplingSection(Section):
     max_tokens: int = Field(
         default=32768,
         ge=1,
-        description="longest completion; prompt included, it must fit the model's positions",
+        description="longest completion, an environment's answers included; it and the prompt must fit the model's "
+        "positions",
         json_schema_extra=PAPER,
     )
     group_size: int = Field(default=16, ge=2, description="G: completions per prompt", json_schema_extra=PAPER)
+    max_turns: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="turns of the model in one completion; above 1 for tasks whose source has an environment",
+    )
 
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]
