@@ -1,7 +1,8 @@
 """The generator `functions`: small Python functions to write, a code task for a small model and a short run.
 
 Invariant: a task's text and tests depend only on its kind and its constant, the tests are computed from the expression that
-the text describes, and no function that ignores its argument passes them. Called by `sources`. The reward is `code`: the completion runs only in the sandbox.
+the text describes, and no function that ignores its argument passes them.
+Called by `sources`. The reward is `code`: the completion runs only in the sandbox.
 """
 
 import json
