@@ -51,7 +51,7 @@ class SourceSection(Section):
     )
     path: str = Field(default="", description="a .jsonl, .jsonl.gz or .parquet file, or a folder of them")
     hub: str = Field(default="", description="a Hugging Face data set: org/name, or org/name/config")
-    generator: str = Field(default="", description="a generator: arithmetic, reasoning_gym or verifiers")
+    generator: str = Field(default="", description="a generator: arithmetic, functions, reasoning_gym or verifiers")
     options: dict[str, Any] = Field(default={}, description="options of the generator")
     split: str = Field(default="train", description="split of a data set, or of a folder's files, to train on")
     heldout_split: str = Field(
