@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
@@ -24,5 +25,5 @@ def run_worker(
         producer = (producer_type or Producer)(
             config, node.invite.run, node.identity, engine, task_set(node, config, folder)
         )
-        with follow(node, config, folder / "weights", publisher) as follower:
+        with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer).run(follower, stop)

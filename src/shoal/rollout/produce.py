@@ -20,7 +20,7 @@ from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import TaskSet, budget
 from shoal.tasks.derive import GroupPlan, plan_submission
-from shoal.tasks.environments import Conversation, environments_of
+from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
@@ -53,6 +53,11 @@ class Producer:
             self.sampling = Sampling(self.sampling.temperature, self.sampling.max_tokens, eos_ids(folder))
             self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
         return version
+
+    def close(self) -> None:
+        """End the processes that grade and answer."""
+        self.graders.close()
+        close(self.environments)
 
     def submission(self, assignment: Assignment) -> bytes:
         """The whole signed file."""
