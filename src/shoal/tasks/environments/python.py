@@ -33,6 +33,7 @@ STOPPED = {
     "memory": "error: memory limit",
     "output": "error: too much output",
     "killed": "error: killed",
+    "depth": "error: recursion limit",  # versions count depth differently
     "sandbox": "error: the sandbox failed",
 }
 # What machines and moments differ in. Refused by name, so that honest machines seldom differ; no wall.
@@ -40,7 +41,6 @@ REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "s
 REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
 IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-SHALLOW = "import sys; sys.setrecursionlimit(200)\n"  # versions count depth differently
 PLAIN = Path(__file__).with_name("plain.py").read_text()
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Python(Environment):
         checked = self._run(Program(PLAIN, stdin=program.encode(errors="replace")))
         if checked is None or checked.stdout != b"plain\n":
             return None
-        result = self._run(Program(SHALLOW + program), self._half())
+        result = self._run(Program(program), self._half())
         if result is None or result.outcome != "exited" or result.exit_code != 0:
             return None
         return [*STOPPED.values(), shown(result)]
@@ -128,6 +128,8 @@ def shown(result: Result | None) -> str:
     if result.exit_code == 0:
         return text or NOTHING
     last = result.stderr.rstrip().rpartition(b"\n")[2]
+    if last.startswith(b"RecursionError"):
+        return STOPPED["depth"]
     error = _readable(last, MOST_OF_ERROR) or f"error: exit status {result.exit_code}"
     return f"{text}\n{error}" if text else error
 
