@@ -372,7 +372,7 @@ checkpoint_every = 0
 """
 SHORT = {
     "model.dtype": "float32",
-    "run.steps": 4,
+    "run.steps": 12,
     "sampling.max_tokens": 48,
     "sampling.max_turns": 2,
     "coordinator.prompts_per_step": 8,

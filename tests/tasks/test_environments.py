@@ -218,6 +218,20 @@ def lie(conversation: Conversation, tokens: list[int], turns: list[int], seed: i
     return fault.detail
 
 
+def test_a_lie_is_found_behind_an_answer_that_an_honest_machine_may_give(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        conversations.Echo, "tolerated", lambda self, task, seed, turns: None if len(turns) == 1 else ()
+    )
+    answer = conversation.reply(TASK, 7, FIRST, []) or []
+    other = [*answer[:-3], 5, *answer[-2:]]
+    doubtful, turns = [*FIRST, *other, *[30] * 5, EOS], [len(FIRST), len(other)]
+    fault = conversation.fault(TASK, 7, doubtful, turns)
+    assert fault is not None and not fault.lie
+    assert "after turn 2 of 3" in lie(conversation, [*doubtful, *answer, 30, EOS], [*turns, 6, len(answer)])
+
+
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 
