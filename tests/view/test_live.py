@@ -172,3 +172,13 @@ def test_the_terminal_is_restored_and_keys_come_one_by_one() -> None:
 def test_where_stdin_is_no_terminal_no_key_is_read() -> None:
     with Keys(io.StringIO("s")) as keys:
         assert not keys.works and keys.pressed() == ""
+
+
+def test_grader_errors_are_reported_once_and_again_when_doubled() -> None:
+    def graded(errors: int) -> Seen:
+        return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
+
+    lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4)))
+    told = [line for line in lines if "the grader failed" in line]
+    assert [line.partition("failed for ")[2][:2] for line in told] == ["1 ", "2 ", "4 "]
+    assert "(last: no module named numpy)" in told[0]

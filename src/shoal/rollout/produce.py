@@ -92,7 +92,7 @@ class Producer:
     def reward(self, plan: GroupPlan, tokens: Sequence[int]) -> float:
         task = self.tasks.train[plan.task_index]
         [grade] = self.graders.grade([task], [completion_text(self.tokenizer, tokens)])
-        return budget.reward(grade.score, len(tokens), plan.target_length, self.config.tasks.length_penalty)
+        return budget.reward(grade.score, len(tokens), plan.target_length, self.config.tasks)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""

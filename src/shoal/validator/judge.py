@@ -8,6 +8,7 @@ exception: cases that are accepted without a prefill keep the worker's logprobs.
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, GroupResult, Reason, Sample
+from shoal.protocol.messages import MILLION, Assignment, GroupResult, Outcomes, Reason, Sample
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
@@ -32,6 +33,7 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
+from shoal.tasks import Grade
 from shoal.tasks.budget import reward, rewards_differ
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -134,12 +136,12 @@ class Judge:
 
     def grade(self, case: Case) -> Case:
         """The case with its recomputed rewards. Its token ids must be within bounds. Raises GradeError."""
-        tokenizer, alpha = self._rules().tokenizer, self.config.tasks.length_penalty
+        tokenizer = self._rules().tokenizer
         grades = self.graders.grade(
             [case.tasks[row.group] for row in case.rows], [completion_text(tokenizer, row.tokens) for row in case.rows]
         )
         rewards = [
-            reward(grade.score, len(row.tokens), case.plans[row.group].target_length, alpha)
+            reward(grade.score, len(row.tokens), case.plans[row.group].target_length, self.config.tasks)
             for grade, row in zip(grades, case.rows, strict=True)
         ]
         return replace(case, rewards=rewards, grades=grades)
@@ -199,7 +201,7 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
     size = case.group_size
     results = []
     for start in range(0, len(case.rows), size):
-        rewards = case.rewards[start : start + size]
+        rewards, grades = case.rewards[start : start + size], case.grades[start : start + size]
         row = case.rows[start]
         sample = Sample(
             task=row.task[:200],
@@ -210,13 +212,24 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
         )
         results.append(
             GroupResult(
+                task=case.plans[row.group].task_index,
+                source=case.tasks[row.group].source,
+                target_length=row.target_length,
                 reward_mean=sum(rewards) / size,
+                score_millionths=sum(round(grade.score * MILLION) for grade in grades),
+                outcomes=_outcomes(grades),
+                error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
                 useful=rewards_differ(rewards),
                 tokens=sum(len(row.tokens) for row in case.rows[start : start + size]),
                 sample=sample,
             )
         )
     return results
+
+
+def _outcomes(grades: Sequence[Grade]) -> Outcomes:
+    counts = Counter(grade.outcome for grade in grades)
+    return Outcomes(graded=counts["graded"], wrong_format=counts["wrong_format"], grader_error=counts["grader_error"])
 
 
 def _cut(text: str) -> str:

@@ -16,6 +16,7 @@ from shoal.view.figures import (
     counted,
     duration,
     first_of,
+    grader_errors,
     no_signal,
     number,
     percent,
@@ -48,6 +49,7 @@ class Events:
         self._slashed: set[str] = set()
         self._noticed: set[str] = set()
         self._flat = 0  # groups with equal rewards when that was last said
+        self._grader_errors = 0  # when they were last said
         self._open: Open | None = None
         self._progress_s: float | None = None  # when a line last said how far the run is
         self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | evicted)
@@ -62,6 +64,7 @@ class Events:
             *self._slashes(status),
             *self._notices(status),
             *self._signal(status, history),
+            *self._grader(status),
             *self._progress(status),
         ]
 
@@ -142,6 +145,13 @@ class Events:
             self._flat = status.signal.flat
             yield words
             yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
+
+    def _grader(self, status: Status) -> Iterator[str]:
+        """Grader errors are reported when their number has doubled."""
+        errors = status.grading.errors
+        if errors and errors >= 2 * self._grader_errors:
+            self._grader_errors = errors
+            yield grader_errors(status.grading)
 
     def _progress(self, status: Status) -> Iterator[str]:
         if self._open is None or self._open.step != status.step or status.have < self._open.have:
