@@ -9,10 +9,11 @@ import torch
 
 from shoal.adversary.cheats import QuantizedWeights
 from shoal.model.sampling import LOWEST_LOGPROB
-from shoal.protocol.messages import MILLION, Outcomes, Reason
+from shoal.protocol.messages import MILLION, CurriculumPage, Outcomes, Reason
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.tasks import Grade
+from shoal.tasks.curriculum import Curriculum
 from shoal.validator.case import Case
 from shoal.validator.checks import ALL, rewards
 from shoal.validator.judge import Examined, Judge, group_results
@@ -164,3 +165,23 @@ def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Jud
     assert first.outcomes == Outcomes(graded=2, wrong_format=1, grader_error=1) and first.error == "x" * 500
     assert second.outcomes == Outcomes(graded=4) and second.error == "" and second.score_millionths == 2 * MILLION
     assert first.reward_mean == pytest.approx(sum(case.rewards[:4]) / 4)
+
+
+def test_a_worker_that_draws_by_another_page_is_rejected(
+    judge: Judge, worker: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uniform draws, or those of an older page, in place of the assignment's."""
+    older = CurriculumPage(step=1, tasks=[(task, 8, 0) for task in range(400)])
+    newest = CurriculumPage(
+        step=2, previous=older.digest(), tasks=[(task, 8, 4 * MILLION) for task in range(0, 400, 2)]
+    )
+    pages = {page.digest(): page for page in (older, newest)}
+    for one in (judge, worker):
+        monkeypatch.setattr(one, "curriculum", Curriculum(pages.__getitem__))
+    asked = ASKED.model_copy(update={"curriculum": newest.digest()})
+    assert reasons(judge.examine([case_of(judge, asked, worker.submission(asked))])) == [None]
+    for digest in ("", older.digest()):
+        lie = ASKED.model_copy(update={"curriculum": digest})
+        rows = produced(worker, lie)
+        assert reasons(judge.examine([case_of(judge, asked, signed(worker, asked, rows))])) == [Reason.TASKS]
+        assert reasons(judge.examine([case_of(judge, asked, worker.submission(lie))])) == [Reason.CONTEXT]

@@ -26,6 +26,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
 
 import hashlib
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -256,6 +257,14 @@ class CurriculumPage(Message):
     tasks: list[
         tuple[Count, Count, Count]
     ] = []  # task index, rollouts, their scores in millionths; by index, each once
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CurriculumPage":
+        if any(later[0] <= task[0] for task, later in pairwise(self.tasks)):
+            raise ValueError("tasks must be in order of their index, each once")
+        if any(score > rollouts * MILLION for _, rollouts, score in self.tasks):
+            raise ValueError("a task's score exceeds one per rollout")
+        return self
 
     def digest(self) -> str:
         return hashlib.sha256(f"shoal/curriculum\n{self.model_dump_json()}".encode()).hexdigest()

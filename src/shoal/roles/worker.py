@@ -21,6 +21,6 @@ def run_worker(
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         engine = TorchEngine(dtype, config.model.device)
-        producer = (producer_type or Producer)(config, node.invite.run, node.identity, engine)
+        producer = (producer_type or Producer)(config, node.invite.run, node.identity, engine, node.curriculum_page)
         with follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer).run(follower, stop)

@@ -1,7 +1,7 @@
 """Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Called by the worker's loop; it does no network requests. Each method is one place where a worker could lie, and the
+Called by the worker's loop; it does no network requests itself. Each method is one place where a worker could lie, and the
 lying workers of the tests override one each.
 """
 
@@ -18,18 +18,22 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import budget
+from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
 class Producer:
-    def __init__(self, config: Config, run: str, identity: Identity, engine: Engine) -> None:
+    """`page` gets a page of the run's curriculum, for assignments that name one."""
+
+    def __init__(self, config: Config, run: str, identity: Identity, engine: Engine, page: Fetch = no_pages) -> None:
         self.config = config
         self.run = run
         self.identity = identity
         self.engine = engine
         self.tasks = tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks)
+        self.curriculum = Curriculum(page)
         self.tokenizer: Any = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far
@@ -55,7 +59,7 @@ class Producer:
         return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
-        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks)
+        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks, self.curriculum)
 
     def prompt(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]

@@ -35,6 +35,7 @@ from shoal.store.rollouts import (
 )
 from shoal.tasks import Grade
 from shoal.tasks.budget import reward, rewards_differ
+from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
@@ -54,12 +55,15 @@ class Examined:
 
 
 class Judge:
-    def __init__(self, config: Config, run: str, dtype: DtypeName) -> None:
+    """`page` gets a page of the run's curriculum, for assignments that name one."""
+
+    def __init__(self, config: Config, run: str, dtype: DtypeName, page: Fetch = no_pages) -> None:
         self.config = config
         self.run = run
         self.dtype = dtype
         self.tasks = tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks)
+        self.curriculum = Curriculum(page)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.model: Any = None
         self.rules: Rules | None = None
@@ -96,7 +100,7 @@ class Judge:
             return Finding(Reason.SIGNATURE, str(error))
         except RolloutFileError as error:
             return Finding(Reason.UNREADABLE, str(error))
-        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks)
+        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks, self.curriculum)
         chosen = [self.tasks.train[plan.task_index] for plan in plans]
         tokenizer = self._rules().tokenizer
         return Case(
