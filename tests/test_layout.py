@@ -29,15 +29,15 @@ ROOMS = {
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
-    "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
+    "evals": ["config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks"],
     "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
     "launch": [
         "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
         "view",
     ],
     "cli": [
-        "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
-        "tracking", "validator", "view",
+        "config", "coordinator", "engine", "errors", "evals", "launch", "model", "protocol", "roles", "sft",
+        "shardcast", "store", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
