@@ -203,9 +203,9 @@ def test_the_screen_says_that_all_groups_have_equal_rewards() -> None:
 
 def test_sources_and_target_lengths_have_a_line_where_there_are_any() -> None:
     targets = {"length/100/mean": 90.4, "length/2000/mean": 800.0, "length_penalty/mean": 0.25}
-    figures = step(0, 0.5) | {"reward/sums/mean": 0.25, "reward/code/mean": 0.5} | targets
+    figures = step(0, 0.5) | {"reward/sums/mean": 0.25, "reward/code/mean": 0.5, "filtered/code": 3.0} | targets
     text = screen(status(metrics=[figures]), 100)
-    assert "sums 0.250   code 0.500" in row(text, "sources")
+    assert "sums 0.250   code 0.500 (3 left out)" in row(text, "sources")
     assert "penalty 0.250   100 → 90   2000 → 800" in row(text, "length")
     alone = screen(status(metrics=[step(0, 0.5) | {"reward/sums/mean": 0.25}]), 100)
     assert "sources" not in alone and "│ length" not in alone

@@ -99,7 +99,7 @@ class Events:
                 since = f" ({reward - first:+.3f} since step 1)"
             yield (
                 f"step {index + 1} of {status.steps}: reward {number(reward)}{since}, "
-                f"{count(step.get('perf/tokens'))} tokens, "
+                f"{count(step.get('perf/tokens'))} tokens, {_length(step)}"
                 f"rollout age mean {number(step.get('async/staleness_mean'), 1)} "
                 f"max {number(step.get('async/staleness_max'), 0)}, "
                 f"entropy {number(step.get('policy/entropy'))}, busy {number(step.get('perf/busy_s'), 1)} s, "
@@ -171,6 +171,12 @@ class Events:
             f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
             f"{share}, expected in {duration(left_s)}"
         )
+
+
+def _length(step: dict[str, float]) -> str:
+    """What missing the target lengths cost; empty without targets."""
+    lost = step.get("length_penalty/mean")
+    return "" if lost is None else f"length penalty {number(lost)}, "
 
 
 def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:

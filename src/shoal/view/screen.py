@@ -123,7 +123,7 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     rows.add_row("reward", _reward(history, cells - 32))
     last = history.metrics[-1] if history.metrics else {}
     if len(sources := by_name(last, "reward", "mean")) > 1:
-        rows.add_row("sources", _one_line([f"{clean(name)} {number(mean)}" for name, mean in sources.items()], cells))
+        rows.add_row("sources", _one_line([_source(name, mean, last) for name, mean in sources.items()], cells))
     if lengths := by_name(last, "length", "mean"):
         lost = number(last.get("length_penalty/mean"))
         each = [f"{clean(target)} → {number(mean, 0)}" for target, mean in lengths.items()]
@@ -138,6 +138,12 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     if words := grader_errors(status.grading):
         rows.add_row("grader", Text(words, style="yellow"))
     return rows
+
+
+def _source(name: str, reward: float, step: dict[str, float]) -> str:
+    """Its mean reward, and how many of its groups the online filter left out."""
+    filtered = step.get(f"filtered/{name}", 0.0)
+    return f"{clean(name)} {number(reward)}" + (f" ({number(filtered, 0)} left out)" if filtered else "")
 
 
 def _one_line(items: Sequence[str], cells: int) -> Text:
