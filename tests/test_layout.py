@@ -15,6 +15,7 @@ ROOMS = {
     "files": [],
     "config": ["errors"],
     "toploc": [],
+    "sandbox": [],
     "shardcast": ["errors", "files"],
     "model": ["errors"],
     "protocol": ["config", "errors", "files", "shardcast"],
@@ -44,7 +45,7 @@ ROOMS = {
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine"]
+LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox"]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise

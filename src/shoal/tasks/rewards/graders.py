@@ -9,10 +9,11 @@ from typing import Self
 
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.errors import ShoalError
+from shoal.tasks.rewards.math import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.task import Grade, Reward, Task
 
-REWARDS: dict[str, Callable[[], Reward]] = {"number": Number}
+REWARDS: dict[str, Callable[[], Reward]] = {"number": Number, "math": Math}
 
 
 class GradeError(ShoalError):

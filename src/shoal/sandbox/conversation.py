@@ -1,0 +1,219 @@
+"""One running program, seen from outside: read what it writes, send it frames, stop it at its limits.
+
+Invariant: nothing that the program does makes a call here take longer than its wall limit and `GRACE_S`, or keeps more than
+`output_bytes` (and one read) in memory. Called by `pool.py` for every run, and by graders that talk to a program.
+Left out: the meaning of frames. A program's answers are untrusted bytes; parse them with limits and never unpickle them.
+"""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from shoal.sandbox.limits import Limits, Outcome, Program, Result, SandboxError
+from shoal.sandbox.process import ServerProcess
+
+GRACE_S = 5.0  # for the keeper to kill and report after the leash was pulled; then the whole server is killed
+CHUNK = 1 << 16
+OUT_OF_MEMORY = 10  # SIGUSR1, see program.py
+
+Stream = Literal["stdout", "stderr", "frames"]
+
+
+class Conversation:
+    """A live program. `receive`, `send` and `close` are for one thread at a time."""
+
+    def __init__(self, server: ServerProcess, program: Program, limits: Limits, frames: bool, done: Callable[[], None]):
+        self._server, self._limits, self._done = server, limits, done
+        self._started = time.monotonic()
+        self._over = self._started + limits.wall_s
+        self._text: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "frames": bytearray()}
+        self._taken = 0  # bytes the program wrote, all streams
+        self._reading: dict[int, str] = {}  # descriptor to stream
+        self._to_send = bytearray()
+        self._sending = -1
+        self._reports = b""  # JSON lines of the keeper
+        self._ended = False  # all that the program started is gone
+        self._stopped: Outcome | None = None
+        self._result: Result | None = None
+        self._start(program, frames)
+
+    def _start(self, program: Program, frames: bool) -> None:
+        pairs = [os.pipe() for _ in range(3 if frames else 2)]
+        self._leash, their_leash = socket.socketpair()
+        self._reading = {read: name for (read, _), name in zip(pairs, self._text, strict=False)}
+        theirs = [pairs[0][1], pairs[1][1], their_leash.fileno()]
+        if frames:
+            incoming, self._sending = os.pipe()
+            theirs += [incoming, pairs[2][1]]
+            os.set_blocking(self._sending, False)
+        for descriptor in (*self._reading, self._leash.fileno()):
+            os.set_blocking(descriptor, False)
+        try:
+            self._server.start(program, self._limits, theirs)
+        except OSError:
+            self._stopped = "killed"  # the server died; `close` raises
+        finally:
+            their_leash.close()
+            for descriptor in theirs:
+                if descriptor != theirs[2]:
+                    os.close(descriptor)
+
+    def send(self, frame: bytes) -> None:
+        """Send one frame. It waits in memory while the program does not read; after the program's end it goes nowhere."""
+        if self._sending >= 0:
+            self._to_send += len(frame).to_bytes(4, "big") + frame
+            self._pump(time.monotonic(), lambda: False)
+
+    def receive(self, timeout_s: float | None = None) -> bytes | None:
+        """The program's next frame. None: there is no other one; `close` says why.
+
+        A program that does not answer within `timeout_s` is stopped, with the outcome "timeout".
+        """
+        deadline = self._over if timeout_s is None else min(self._over, time.monotonic() + timeout_s)
+        self._pump(deadline, lambda: self._whole_frame() or not self._open("frames"))
+        if self._whole_frame():
+            buffer, size = self._text["frames"], self._frame_size()
+            frame = bytes(buffer[4 : 4 + size])
+            del buffer[: 4 + size]
+            return frame
+        if self._open("frames") and self._stopped is None:
+            self._stop("timeout")
+        return None
+
+    def close(self, timeout_s: float | None = None) -> Result:
+        """No more frames: wait for the program's end, at most `timeout_s` and its wall limit. May be called again.
+
+        SandboxError if the sandbox itself failed; the server is replaced.
+        """
+        if self._result is None:
+            if self._sending >= 0:
+                self._pump(time.monotonic(), lambda: False)
+                self._hang_up()
+            deadline = self._over if timeout_s is None else min(self._over, time.monotonic() + timeout_s)
+            try:
+                self._result = self._finish(deadline)
+            finally:
+                for descriptor in list(self._reading):
+                    os.close(descriptor)
+                self._reading.clear()
+                self._leash.close()
+                self._done()
+        return self._result
+
+    def __enter__(self) -> "Conversation":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._result is None:
+            self._stop("killed")
+            self.close()
+
+    def _finish(self, deadline: float) -> Result:
+        self._pump(deadline, lambda: self._ended)
+        if not self._ended:
+            self._stop("timeout")
+            self._pump(time.monotonic() + GRACE_S, lambda: self._ended, stopping=True)
+        self._drain()
+        wall_s = time.monotonic() - self._started
+        reports: list[dict[str, Any]] = [json.loads(line) for line in self._reports.splitlines()]
+        if not (reports and self._ended and self._server.finished(GRACE_S)):
+            self._server.kill()
+        failures = [report["error"] for report in reports if "error" in report]
+        if failures:
+            raise SandboxError(f"sandbox tier {self._server.tier} could not run a program: {failures[0]}")
+        if not reports and self._stopped is None and self._server.tier != "rlimits":
+            raise SandboxError(f"the sandbox server (tier {self._server.tier}) died under a program; run it again")
+        code = reports[0]["code"] if reports else None
+        cpu_s = reports[0]["cpu_s"] if reports else 0.0
+        outcome = self._stopped or self._judge(code, reports[0]["timely"] if reports else True, cpu_s)
+        stdout, stderr = bytes(self._text["stdout"]), bytes(self._text["stderr"])
+        return Result(outcome, None if self._stopped else code, stdout, stderr, cpu_s, wall_s, self._server.tier)
+
+    def _judge(self, code: int | None, timely: bool, cpu_s: float) -> Outcome:
+        if not timely or cpu_s >= self._limits.cpu_s:
+            return "timeout"
+        if code == -OUT_OF_MEMORY:
+            return "memory"
+        return "exited" if code is not None and code >= 0 else "killed"
+
+    def _stop(self, outcome: Outcome) -> None:
+        """Pull the leash: the keeper kills everything and reports."""
+        if self._stopped is None:
+            self._stopped = outcome
+        self._hang_up()
+        with contextlib.suppress(OSError):  # its other end may be gone, and the keeper with it
+            self._leash.shutdown(socket.SHUT_WR)
+
+    def _pump(self, deadline: float, enough: Callable[[], bool], stopping: bool = False) -> None:
+        """Move bytes until `enough`, the deadline, or a limit."""
+        while not enough() and (self._stopped is None or stopping):
+            poll = select.poll()
+            for descriptor in self._reading:
+                poll.register(descriptor, select.POLLIN)
+            if not self._ended:
+                poll.register(self._leash.fileno(), select.POLLIN)
+            if self._to_send and self._sending >= 0:
+                poll.register(self._sending, select.POLLOUT)
+            left_s = deadline - time.monotonic()
+            ready = poll.poll(max(0.0, left_s * 1000))
+            for descriptor, _ in ready:
+                self._move(descriptor)
+            if not ready and left_s <= 0:
+                return
+
+    def _move(self, descriptor: int) -> None:
+        if descriptor == self._leash.fileno():
+            part = self._leash.recv(CHUNK)
+            self._reports += part
+            # Not only at the end of file: a process that the caller forked meanwhile may hold a copy of the other end.
+            self._ended = not part or b'"code"' in self._reports
+        elif descriptor == self._sending:
+            try:
+                del self._to_send[: os.write(descriptor, self._to_send[:CHUNK])]
+            except BrokenPipeError:
+                self._hang_up()
+        elif descriptor in self._reading:
+            self._read(descriptor)
+
+    def _read(self, descriptor: int) -> bool:
+        """Take what is there. False: nothing, for now or for ever."""
+        try:
+            part = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return False
+        if not part:
+            os.close(descriptor)
+            del self._reading[descriptor]
+            return False
+        room = self._limits.output_bytes - self._taken
+        self._text[self._reading[descriptor]] += part[:room]
+        self._taken += min(room, len(part))
+        if len(part) > room or self._frame_size() > self._limits.output_bytes:
+            self._stop("output")
+            return False
+        return True
+
+    def _drain(self) -> None:
+        """What the program wrote before it ended is in the pipes."""
+        for descriptor in list(self._reading):
+            while self._stopped is None and self._read(descriptor):
+                pass
+
+    def _open(self, stream: Stream) -> bool:
+        return stream in self._reading.values()
+
+    def _frame_size(self) -> int:
+        return int.from_bytes(self._text["frames"][:4], "big") if len(self._text["frames"]) >= 4 else 0
+
+    def _whole_frame(self) -> bool:
+        return len(self._text["frames"]) >= 4 and len(self._text["frames"]) >= 4 + self._frame_size()
+
+    def _hang_up(self) -> None:
+        if self._sending >= 0:
+            os.close(self._sending)
+            self._sending = -1

@@ -1,0 +1,84 @@
+"""The Linux calls that Python 3.11 does not have: mount, unshare, capset, prctl, clone with namespaces.
+
+Invariant: every failure raises OSError naming the call. Called by `launch.py`, `mounts.py` and what runs inside.
+Left out: policy. What is mounted, dropped or denied stands with the callers.
+"""
+
+import ctypes
+import os
+import platform
+
+libc = ctypes.CDLL(None, use_errno=True)
+_holding_gil = ctypes.PyDLL(None, use_errno=True)  # a forked copy must not wait for a lock that another thread holds
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+CAP_SYS_ADMIN = 21
+CAPABILITY_VERSION_3 = 0x20080522
+SIGCHLD = 17
+
+# System calls that the C library has no function for; from 424 on the numbers are the same on all machines.
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SYS_MOUNT_SETATTR = 442
+
+
+def checked(result: int, name: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def syscall(name: str, number: int, *arguments: object) -> int:
+    wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return checked(libc.syscall(ctypes.c_long(number), *wide), name)
+
+
+def call_prctl(option: int, *arguments: int) -> None:
+    padded = [ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4]]
+    checked(libc.prctl(option, *padded), f"prctl {option}")
+
+
+def unshare(flags: int) -> None:
+    checked(libc.unshare(flags), f"unshare {flags:#x}")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    encoded = [text.encode() or None for text in (source, target, kind, options)]
+    result = libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    checked(result, f"mount {source} on {target}")
+
+
+def mount_attributes(target: str, attributes: int, recursive: bool) -> None:
+    """Add MOUNT_ATTR_* to a mount (Linux 5.12 or newer)."""
+    structure = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    flags = AT_RECURSIVE if recursive else 0
+    syscall(f"mount_setattr {target}", SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, structure, 32)
+
+
+def make_root(folder: str) -> None:
+    """Make `folder`, a mount of its own, the root; the old root is gone for good."""
+    os.chdir(folder)
+    syscall("pivot_root", SYS_PIVOT_ROOT[platform.machine()], b".", b".")
+    checked(libc.umount2(b".", MNT_DETACH), "umount the old root")
+    os.chdir("/")
+
+
+def keep_capabilities(capabilities: int) -> None:
+    """Keep exactly these (a bit set) as permitted and effective, none as inheritable or ambient."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
+    checked(libc.capset(header, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
+
+
+def fork_into(namespaces: int) -> int:
+    """`os.fork`, but the child is process 1 of new namespaces. The child may do nothing with threads but fork again."""
+    number = SYS_CLONE[platform.machine()]
+    zeros = [ctypes.c_long(0)] * 4
+    return checked(_holding_gil.syscall(ctypes.c_long(number), ctypes.c_long(namespaces | SIGCHLD), *zeros), "clone")

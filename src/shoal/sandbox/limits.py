@@ -1,0 +1,84 @@
+"""What goes into the sandbox and what comes out: a program, its limits, its result, and the error of the room.
+
+Invariant: values only. Called by everything else in the room, on both sides of its wall.
+Left out: comparing outputs. Expected outputs never enter the sandbox.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
+
+MIB = 1 << 20
+LEAST_MEMORY_BYTES = 64 * MIB  # the interpreter itself takes about 25 MiB of address space
+
+Outcome = Literal["exited", "killed", "timeout", "memory", "output"]
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed or cannot be built here. A program's own failure is a `Result`, never this."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. The kernel or the process outside enforces each of them; the program cannot lift one.
+
+    `cpu_s` is what all processes of a program used together; the first is stopped at it, each other one at no more than
+    twice that and 3 s. `memory_bytes` is address space, the interpreter included, divided evenly among `processes`. With
+    `processes` at 1 a program cannot fork or execute another one. `output_bytes` covers stdout, stderr and frames together.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: float = 5.0
+    memory_bytes: int = 512 * MIB
+    processes: int = 1
+    threads: int = 8  # beyond the first of each process, all processes together
+    output_bytes: int = MIB
+    scratch_bytes: int = 16 * MIB
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "processes", "output_bytes", "scratch_bytes"):
+            if not getattr(self, name) > 0:
+                raise SandboxError(f"limit {name} is {getattr(self, name)}: give a number above 0")
+        if self.threads < 0:
+            raise SandboxError(f"limit threads is {self.threads}: give 0 or more")
+        if self.memory_bytes < LEAST_MEMORY_BYTES * self.processes:
+            raise SandboxError(
+                f"limit memory_bytes is {self.memory_bytes} for {self.processes} processes: "
+                f"give at least {LEAST_MEMORY_BYTES} for each"
+            )
+
+
+@dataclass(frozen=True)
+class Program:
+    """Python source, run as `__main__` in an empty scratch folder that holds `files` (relative path to content)."""
+
+    source: str
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise SandboxError(f"file name {name!r}: give a relative path without '..'")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a program ended.
+
+    exited   by itself, with `exit_code`
+    killed   by a signal, `exit_code` is its negative number; or the program destroyed its keeper (None)
+    timeout  over `wall_s` or `cpu_s`, or it missed the deadline of a `receive`
+    memory   by an uncaught MemoryError. The program's own word: it can claim this, and gains nothing but failing
+    output   over `output_bytes`
+    """
+
+    outcome: Outcome
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    cpu_s: float  # of all its processes, start-up included
+    wall_s: float
+    tier: str

@@ -1,0 +1,192 @@
+"""One fork server, seen from outside: start it, hand it a program, kill it.
+
+Invariant: `kill` needs nobody's help: the kernel kills the server by its process descriptor and, in the strong tiers, all
+that is inside with it. A start that fails raises SandboxError with the reason. Called by `pool.py`.
+Left out: reading the program's output, see `conversation.py`.
+"""
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shoal.sandbox import places
+from shoal.sandbox.limits import Limits, Program, SandboxError
+from shoal.sandbox.server import DONE, READY
+
+START_S = 20.0
+HIGH_UID = 0x70000000  # no account has a uid up here
+INSIDE = ("kernel", "landlock", "seccomp", "channel", "program", "keeper", "server", "mounts", "launch")
+BOOT = """
+import json, os, sys, types
+blob = json.loads(os.pread(int(sys.argv[1]), 1 << 24, 0))
+for name, text in blob["modules"].items():
+    parent, _, last = name.rpartition(".")
+    sys.modules[name] = module = types.ModuleType(name)
+    module.__path__ = []
+    exec(compile(text, name, "exec"), module.__dict__)
+    if parent:
+        setattr(sys.modules[parent], last, module)
+sys.modules[sys.argv[2]].main(blob["config"])
+"""
+
+
+class ServerProcess:
+    def __init__(self, tier: str) -> None:
+        """Start one and wait until it is warm. SandboxError says why it could not."""
+        self.tier = tier
+        self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
+        self._scratch = tempfile.mkdtemp(prefix="sandbox-") if tier == "rlimits" else ""  # else a mount of each program
+        if self._scratch and os.getuid() == 0:
+            os.chown(self._scratch, self._host_uid, self._host_uid)
+        parent, self._errors = os.pidfd_open(os.getpid()), os.memfd_create("errors")
+        blob = os.memfd_create("server")
+        try:
+            with theirs:
+                config = self._config(theirs.fileno(), parent, blob)
+                write_all(blob, json.dumps({"modules": sources(), "config": config}).encode())
+                self._process = subprocess.Popen(
+                    [places.executable(), "-s", "-S", "-P", "-c", BOOT, str(blob), "shoal.sandbox.launch"],
+                    env={"PYTHONHASHSEED": "0"},
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._errors,
+                    stderr=self._errors,
+                    pass_fds=(theirs.fileno(), parent, blob),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(parent)
+            os.close(blob)
+        self._server_fd = self._handshake()
+
+    def _config(self, control: int, parent: int, blob: int) -> dict[str, Any]:
+        root = os.getuid() == 0
+        return {
+            "tier": self.tier,
+            "control": control,
+            "parent": parent,
+            "blob": blob,
+            "boot": BOOT,
+            "bwrap": places.bwrap(),
+            "binds": places.binds(),
+            "links": places.links(),
+            "devices": list(places.DEVICES),
+            "scratch": self._scratch,
+            "host_uid": self._host_uid,
+            # Without a user namespace or a uid of its own, the limit would count all processes of this user.
+            "counts_processes": self.tier != "rlimits" or root,
+        }
+
+    def _handshake(self) -> int:
+        self._control.settimeout(START_S)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, 1 << 12, 1)
+        except TimeoutError:
+            message, descriptors = b"", []
+        if not message.startswith(READY) or len(descriptors) != 1:
+            self._process.kill()
+            self._process.wait()
+            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
+            self._control.close()
+            os.close(self._errors)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise SandboxError(
+                f"sandbox tier {self.tier} cannot start: {said.splitlines()[-1] if said else 'no answer'}"
+            )
+        self.python = message[len(READY) :].decode()
+        return descriptors[0]
+
+    def start(self, program: Program, limits: Limits, ends: list[int]) -> None:
+        """Hand over a program with its descriptors (stdout, stderr, leash and frames). The caller closes its copies."""
+        request = asdict(limits) | {
+            "source": program.source,
+            "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+        }
+        payload, stdin = os.memfd_create("request"), os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        try:
+            write_all(payload, json.dumps(request).encode())
+            write_all(stdin, program.stdin)
+            seal(stdin)
+            socket.send_fds(self._control, [b"run"], [payload, stdin, *ends])
+        finally:
+            os.close(payload)
+            os.close(stdin)
+
+    def finished(self, timeout_s: float) -> bool:
+        """Whether the server says in time that the program's keeper is gone; if not, it must be killed."""
+        try:
+            self._control.settimeout(timeout_s)
+            return self._control.recv(64) == DONE
+        except OSError:
+            return False
+
+    @property
+    def dead(self) -> bool:
+        if self._control.fileno() < 0:  # killed
+            return True
+        poll = select.poll()
+        poll.register(self._server_fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def kill(self) -> None:
+        """End it and all inside, and release what it held here."""
+        with self._lock:
+            if self._control.fileno() < 0:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._server_fd, signal.SIGKILL)
+            self._control.close()
+            self._process.wait()
+            if self.tier == "rlimits" and os.getuid() == 0:
+                kill_all_of(self._host_uid)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            os.close(self._server_fd)
+            os.close(self._errors)
+
+
+def sources() -> dict[str, str]:
+    """The modules that run inside, as text: the sandbox shows nothing of Shoal's folder."""
+    here = Path(__file__).parent
+    inside = {f"shoal.sandbox.{name}": (here / f"{name}.py").read_text() for name in INSIDE}
+    return {"shoal": "", "shoal.sandbox": ""} | inside
+
+
+def kill_all_of(uid: int) -> None:
+    """Without process namespaces, what a program left behind is known by the uid that it alone has."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if folder.stat().st_uid == uid:
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def seal(descriptor: int) -> None:
+    """Nobody can change the file any more; rewound for its reader."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+
+
+def interpreter() -> str:
+    """The version of the interpreter that runs the programs, to be recorded with scores: `CPython 3.11.7 x86_64`."""
+    return f"{platform.python_implementation()} {platform.python_version()} {platform.machine()}"

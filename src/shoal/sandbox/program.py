@@ -1,0 +1,157 @@
+"""The program's own process: it binds itself to its limits, then runs the model's code as `__main__`.
+
+Invariant: when the first line of the model's code runs, this process has no capability, no new privileges, hard limits, a
+Landlock domain, a seccomp filter, an empty environment and no descriptor but 0, 1, 2 and, in a conversation, 3 and 4. If any
+step fails, the code does not run and the pool hears why. Called by `keeper.py` right after a fork.
+Left out: trust. From then on the process belongs to the model's code; whatever it says about itself is only its word.
+"""
+
+import _sitebuiltins
+import atexit
+import builtins
+import io
+import json
+import linecache
+import math
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+from shoal.sandbox import channel, kernel, landlock, seccomp
+
+NAME = "program.py"
+OUT_OF_MEMORY = signal.SIGUSR1  # how this process tells an uncaught MemoryError from other ends
+MOST_FILES = 64
+MAIN = types.ModuleType("__main__")
+FILTERS: dict[bool, seccomp.Filter] = {}  # by whether it allows forks; built in the server
+STACK_BYTES = 64 << 20
+OTHERS = {
+    "bubblewrap": 2,
+    "kernel": 3,
+    "rlimits": 2,
+}  # the same user's: server, keeper, and who waits for the server outside
+
+
+def main(config: dict[str, Any], request: dict[str, Any], stdio: list[int], leash: int, scratch: str) -> NoReturn:
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(stdio):
+            os.dup2(descriptor, number)
+        os.closerange(len(stdio), leash)
+        os.closerange(leash + 1, 1 << 16)
+        set_limits(request, config)
+        if config["tier"] != "rlimits":
+            confine(request, config, scratch)
+        else:
+            kernel.call_prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(leash)
+    except BaseException as error:  # noqa: BLE001 - told to the pool, which raises it
+        os.write(leash, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        os._exit(1)
+    execute(request["source"], scratch)
+
+
+def set_limits(request: dict[str, Any], config: dict[str, Any]) -> None:
+    values = {
+        resource.RLIMIT_AS: request["memory_bytes"] // request["processes"],
+        resource.RLIMIT_CPU: 2 * math.ceil(request["cpu_s"]) + 1,  # a coarse backstop, see `keeper.wait`
+        resource.RLIMIT_FSIZE: request["scratch_bytes"],
+        resource.RLIMIT_NOFILE: MOST_FILES,
+        resource.RLIMIT_STACK: STACK_BYTES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+    }
+    if config["counts_processes"]:
+        values[resource.RLIMIT_NPROC] = request["processes"] + request["threads"] + OTHERS[config["tier"]]
+    for limit, value in values.items():
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+
+
+def confine(request: dict[str, Any], config: dict[str, Any], scratch: str) -> None:
+    kernel.keep_capabilities(0)
+    kernel.call_prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    landlock.restrict(config["binds"], config["devices"], scratch)
+    FILTERS[request["processes"] > 1].apply()
+
+
+def execute(source: str, scratch: str) -> NoReturn:
+    """Run it as the interpreter would run a script, and end as the interpreter would."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path.insert(0, scratch)
+    open_streams()
+    random.seed(0)  # a fork reseeds it
+    code = 1
+    try:
+        try:
+            linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+            exec(compile(source, NAME, "exec"), MAIN.__dict__)
+            code = 0
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at an interpreter's end
+            atexit._run_exitfuncs()
+    except SystemExit as end:
+        code = exit_code(end)
+    except MemoryError as error:
+        MAIN.__dict__.clear()
+        show(error)
+        signal.signal(OUT_OF_MEMORY, signal.SIG_DFL)
+        os.kill(os.getpid(), OUT_OF_MEMORY)
+    except BaseException as error:  # noqa: BLE001 - shown on the program's stderr
+        show(error)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # noqa: BLE001 - its own doing: an interpreter ends with 120 then
+        code = code or 120
+    os._exit(code)
+
+
+def warm_up() -> None:
+    """Interpreter state as a new script finds it. Done once in the server, because a fork pays for every page it changes."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
+        del sys.modules[name]
+    sys.modules["channel"] = channel
+    sys.argv = [NAME]
+    for name in ("exit", "quit"):  # what the module `site` adds for scripts
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    sys.modules["__main__"] = MAIN
+    MAIN.__dict__["__file__"] = NAME
+
+
+def open_streams() -> None:
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
+    )
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return int.__and__(end.code, 0xFF)
+    try:
+        print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    except BaseException:  # noqa: BLE001 - the object is the program's
+        return 1
+    return 1
+
+
+def show(error: BaseException) -> None:
+    try:
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
+        traceback.print_exception(type(error), error, own)
+    except BaseException:  # noqa: BLE001 - the program may have broken its own stderr
+        os.write(2, b"the traceback could not be printed\n")

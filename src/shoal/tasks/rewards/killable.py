@@ -1,0 +1,196 @@
+"""Runs a trusted but slow Python function on values from strangers, with a limit on CPU time that nothing can outlast.
+
+A pool of `size` processes. Each has imported the function's file once and forks a child per value (`killable_trunk.py`).
+Values and answers are JSON.
+Invariants: `run` returns one result per value, in order, whatever the values do. The limit counts the CPU time of the child,
+so a busy machine changes no result; `wall_s` is only for a function that waits. A result depends on its own value alone.
+A pool ends with its owner: its processes notice that their input closed.
+Called by the math reward. Left out: isolation (see `shoal.sandbox`) and memory limits on systems other than Linux.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, Self
+
+from shoal.errors import ShoalError
+from shoal.tasks.rewards.killable_trunk import LENGTH
+
+TRUNK = Path(__file__).with_name("killable_trunk.py")
+START_S = 120.0
+SPARE_S = 30.0  # on top of wall_s, before a silent trunk is taken for broken
+MAX_FRAME_BYTES = 2 << 20
+# The same hashes, and with that the same order of sets, on every machine.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+Ending = Literal["answered", "raised", "cpu", "wall", "died"]
+
+
+class GraderStartError(ShoalError):
+    """A grader's process does not start; the message has its last words."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one call ended: with `value`, by an exception, at the limit of CPU time or the clock, or by a crash."""
+
+    ending: Ending
+    value: Any = None
+    detail: str = ""
+    cpu_s: float = 0.0
+    memory_bytes: int = 0  # at its peak, beyond what the process had before the call
+
+
+class Trunk:
+    """One process that serves calls. Not for several threads at once."""
+
+    def __init__(self, command: Sequence[str], wall_s: float) -> None:
+        self.name, self.wall_s = command[0], wall_s
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(TRUNK), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | ENVIRONMENT,
+            start_new_session=True,  # Ctrl-C is for the owner
+        )
+
+    def await_ready(self) -> None:
+        """Raises GraderStartError if it does not come up."""
+        if self._receive(START_S) is None:
+            self.kill()
+            raise GraderStartError(
+                f"the grader {self.name} does not start (exit status {self.process.returncode}); its error is on stderr "
+                "above: correct it, or install what it imports"
+            )
+
+    def call(self, value: Any) -> Result | None:
+        """None if the trunk itself died or went silent; it is dead then."""
+        data = json.dumps(value).encode()
+        assert self.process.stdin is not None
+        if self.process.poll() is not None:
+            return None
+        try:
+            self.process.stdin.write(LENGTH.pack(len(data)) + data)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.kill()
+            return None
+        answer = self._receive(self.wall_s + SPARE_S)
+        if answer is None:
+            self.kill()
+            return None
+        return Result(**answer)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what was not sent is for nobody
+                pipe.close()
+
+    def _receive(self, timeout_s: float) -> Any | None:
+        head = self._read(LENGTH.size, deadline := time.monotonic() + timeout_s)
+        if head is None or (size := LENGTH.unpack(head)[0]) > MAX_FRAME_BYTES:
+            return None
+        body = self._read(size, deadline)
+        return None if body is None else json.loads(body)
+
+    def _read(self, size: int, deadline: float) -> bytes | None:
+        assert self.process.stdout is not None
+        fd, data = self.process.stdout.fileno(), b""
+        arrival = select.poll()
+        arrival.register(fd, select.POLLIN)
+        while len(data) < size:
+            if not arrival.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return None
+            part = os.read(fd, size - len(data))
+            if not part:
+                return None
+            data += part
+        return data
+
+
+class Killable:
+    """A pool for `function` of the Python file `file`. Its processes start with the first `run`, or with `start`.
+
+    cpu_s and wall_s bound one call; memory_bytes is what one call may take beyond the imports.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        function: str,
+        *,
+        size: int = 1,
+        cpu_s: float = 1.0,
+        wall_s: float = 60.0,
+        memory_bytes: int = 512 << 20,
+    ) -> None:
+        self.command = [str(file), function, str(cpu_s), str(wall_s), str(memory_bytes)]
+        self.size, self.wall_s = size, wall_s
+        self.idle: SimpleQueue[Trunk] = SimpleQueue()
+        self.lock = threading.Lock()
+        self.threads: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes and wait until they are ready. Raises GraderStartError."""
+        with self.lock:
+            if self.threads is not None:
+                return
+            trunks = [Trunk(self.command, self.wall_s) for _ in range(self.size)]
+            try:
+                for trunk in trunks:
+                    trunk.await_ready()
+            except GraderStartError:
+                for trunk in trunks:
+                    trunk.kill()
+                raise
+            for trunk in trunks:
+                self.idle.put(trunk)
+            self.threads = ThreadPoolExecutor(self.size)
+
+    def run(self, values: Sequence[Any]) -> list[Result]:
+        """One result per value, in order. Raises GraderStartError."""
+        self.start()
+        assert self.threads is not None
+        return list(self.threads.map(self._call, values))
+
+    def close(self) -> None:
+        """End the processes. A later `run` starts others."""
+        with self.lock:
+            if self.threads is None:
+                return
+            self.threads.shutdown()
+            self.threads = None
+            while not self.idle.empty():
+                self.idle.get().kill()
+
+    def _call(self, value: Any) -> Result:
+        trunk = self.idle.get()
+        try:
+            for _ in range(2):  # a trunk may be killed by somebody else, such as an operator
+                found = trunk.call(value)
+                if found is not None:
+                    return found
+                trunk = Trunk(self.command, self.wall_s)
+                trunk.await_ready()
+        finally:
+            self.idle.put(trunk)
+        return Result("died", detail="the process of the grader ended twice")

@@ -1,0 +1,329 @@
+"""What a program gets, how it ends, conversations, the pool."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.sandbox import TIERS, Limits, Program, Sandbox, SandboxError, best_tier, interpreter, problem
+from shoal.sandbox.limits import MIB
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    if reason := problem(request.param):
+        pytest.skip(reason)
+    with Sandbox(request.param, Limits(wall_s=60.0, cpu_s=20.0)) as sandbox:
+        yield sandbox
+
+
+def out(box: Sandbox, source: str, stdin: bytes = b"", **limits: float) -> str:
+    result = box.run(Program(source, stdin), Limits(wall_s=60.0, cpu_s=20.0, **limits))  # type: ignore[arg-type]
+    assert (result.outcome, result.exit_code) == ("exited", 0), result
+    return result.stdout.decode()
+
+
+def test_a_program_reads_its_input_and_files_and_the_result_names_the_tier(box: Sandbox) -> None:
+    source = (
+        "import sys\nprint(input(), open('data/one.txt').read(), sys.argv, __name__)\nprint('aside', file=sys.stderr)"
+    )
+    result = box.run(Program(source, b"hello\nrest", {"data/one.txt": b"1"}))
+    assert (result.outcome, result.exit_code, result.tier) == ("exited", 0, box.tier)
+    assert result.stdout == b"hello 1 ['program.py'] __main__\n"
+    assert result.stderr == b"aside\n"
+    assert 0 < result.cpu_s < 20 and 0 < result.wall_s < 60
+
+
+def test_a_program_gets_an_almost_empty_environment(box: Sandbox) -> None:
+    assert out(box, "import os; print(dict(os.environ))") == "{'PYTHONHASHSEED': '0'}\n"
+
+
+def test_hashes_and_random_numbers_are_the_same_in_every_server(box: Sandbox) -> None:
+    source = "import random; print(hash('shoal'), list({'a', 'b', 'c', 'd'}), random.random())"
+    expected = [out(box, source) for _ in range(2)]
+    with Sandbox(box.tier) as other:
+        expected.append(out(other, source))
+    assert len(set(expected)) == 1
+
+
+def test_the_library_works(box: Sandbox) -> None:
+    source = (
+        "import asyncio, threading, tempfile, decimal, sqlite3, hashlib\n"
+        "async def two(): return await asyncio.sleep(0.001, 2)\n"
+        "print(asyncio.run(two()))\n"
+        "seen = []\n"
+        "thread = threading.Thread(target=seen.append, args=(3,)); thread.start(); thread.join()\n"
+        "with tempfile.TemporaryFile() as file: file.write(b'x')\n"
+        "print(seen, sqlite3.connect(':memory:').execute('select 4').fetchone())\n"
+    )
+    assert out(box, source) == "2\n[3] (4,)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("raise SystemExit", 0),
+        ("exit(3)", 3),
+        ("raise SystemExit('why')", 1),
+        ("1 / 0", 1),
+        ("def", 1),
+        ("import os; os._exit(7)", 7),
+        ("exit(256)", 0),
+    ],
+)
+def test_exit_codes_are_the_interpreters(box: Sandbox, source: str, code: int) -> None:
+    result = box.run(Program(source))
+    assert (result.outcome, result.exit_code) == ("exited", code)
+
+
+def test_a_traceback_shows_the_program_and_nothing_of_the_sandbox(box: Sandbox) -> None:
+    result = box.run(Program("def f():\n    return 1 / 0\nf()\n"))
+    text = result.stderr.decode()
+    assert 'File "program.py", line 3' in text and "return 1 / 0" in text and "ZeroDivisionError" in text
+    assert "sandbox" not in text and text.count("File ") == 2
+
+
+def test_exit_functions_run_and_threads_are_waited_for(box: Sandbox) -> None:
+    source = (
+        "import atexit, threading, time\n"
+        "atexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+        "print('main')\n"
+    )
+    assert out(box, source) == "main\nthread\nlast\n"
+
+
+def test_a_signal_shows_as_killed(box: Sandbox) -> None:
+    result = box.run(Program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert (result.outcome, result.exit_code) == ("killed", -signal.SIGSEGV)
+
+
+def test_wall_time(box: Sandbox) -> None:
+    result = box.run(Program("print('early', flush=True)\nimport time; time.sleep(600)"), Limits(wall_s=2.0))
+    assert (result.outcome, result.exit_code, result.stdout) == ("timeout", None, b"early\n")
+    assert 2.0 <= result.wall_s < 60
+
+
+def test_cpu_time(box: Sandbox) -> None:
+    result = box.run(Program("while True: pass"), Limits(wall_s=60.0, cpu_s=1.0))
+    assert result.outcome == "timeout"
+    assert 0.9 <= result.cpu_s < 3
+
+
+def test_memory(box: Sandbox) -> None:
+    result = box.run(Program("x = bytearray(1 << 30)"), Limits(memory_bytes=256 * MIB))
+    assert result.outcome == "memory"
+    assert b"MemoryError" in result.stderr
+    assert out(box, "x = bytearray(100 << 20); print(len(x))", memory_bytes=256 * MIB) == f"{100 << 20}\n"
+
+
+def test_output(box: Sandbox) -> None:
+    result = box.run(Program("print('x' * 5000)"), Limits(output_bytes=1000))
+    assert (result.outcome, result.stdout) == ("output", b"x" * 1000)
+    assert out(box, "print('x' * 998)", output_bytes=999) == "x" * 998 + "\n"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"wall_s": 0},
+        {"cpu_s": float("nan")},
+        {"processes": 0},
+        {"memory_bytes": MIB},
+        {"threads": -1},
+        {"output_bytes": 0},
+    ],
+)
+def test_senseless_limits_are_refused(limits: dict[str, float]) -> None:
+    with pytest.raises(SandboxError, match=next(iter(limits))):
+        Limits(**limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", "", "a\0b"])
+def test_file_names_that_leave_scratch_are_refused(name: str) -> None:
+    with pytest.raises(SandboxError, match="relative path"):
+        Program("", files={name: b""})
+
+
+def test_a_conversation(box: Sandbox) -> None:
+    source = (
+        "import channel, sys\n"
+        "while (frame := channel.receive()) is not None:\n"
+        "    print('got', len(frame)); channel.send(frame[::-1])\n"
+        "sys.exit(5)\n"
+    )
+    with box.open(Program(source)) as talk:
+        talk.send(b"abc")
+        assert talk.receive(30) == b"cba"
+        talk.send(b"")
+        assert talk.receive(30) == b""
+        talk.send(b"x" * 400_000)
+        assert talk.receive(30) == b"x" * 400_000
+        result = talk.close()
+    assert (result.outcome, result.exit_code, result.stdout) == ("exited", 5, b"got 3\ngot 0\ngot 400000\n")
+    assert talk.close() is result
+
+
+def test_a_conversation_ends_when_the_program_does(box: Sandbox) -> None:
+    with box.open(Program("import channel; channel.send(b'one'); raise SystemExit(4)")) as talk:
+        assert talk.receive(30) == b"one"
+        assert talk.receive(30) is None
+        talk.send(b"into the void")
+        assert talk.receive(30) is None
+        assert (talk.close().outcome, talk.close().exit_code) == ("exited", 4)
+
+
+def test_a_program_that_does_not_answer_in_time_is_stopped(box: Sandbox) -> None:
+    with box.open(Program("import time; time.sleep(600)")) as talk:
+        assert talk.receive(0.3) is None
+        assert talk.close().outcome == "timeout"
+    assert out(box, "print(1)") == "1\n"
+
+
+def test_a_frame_larger_than_the_output_limit_is_never_taken(box: Sandbox) -> None:
+    with box.open(
+        Program("import os; os.write(4, b'\\xff\\xff\\xff\\xff'); os.read(3, 1)"), Limits(output_bytes=1000)
+    ) as talk:
+        assert talk.receive(30) is None
+        assert talk.close().outcome == "output"
+
+
+def test_a_conversation_that_is_left_kills_the_program(box: Sandbox) -> None:
+    with box.open(Program("import time; time.sleep(600)")) as talk:
+        pass
+    assert talk.close().outcome == "killed"
+    assert out(box, "print(1)") == "1\n"
+
+
+def test_several_threads_share_a_pool(box: Sandbox) -> None:
+    results: dict[int, str] = {}
+    with Sandbox(box.tier, size=2) as pool:
+
+        def work(number: int) -> None:
+            results[number] = out(pool, f"print({number} * 2)")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {number: f"{number * 2}\n" for number in range(12)}
+
+
+def test_a_busy_pool_says_so_in_time(box: Sandbox) -> None:
+    with Sandbox(box.tier, queue_s=0.2) as pool:
+        talk = pool.open(Program("import channel; channel.receive()"))
+        with pytest.raises(SandboxError, match="size"):
+            pool.run(Program(""))
+        assert talk.close().outcome == "exited"
+
+
+def test_a_server_that_died_is_replaced(box: Sandbox) -> None:
+    with Sandbox(box.tier) as pool:
+        assert out(pool, "print(1)") == "1\n"
+        kill_idle(pool)
+        assert out(pool, "print(2)") == "2\n"
+
+
+def kill_idle(pool: Sandbox) -> None:
+    server = pool._idle.get_nowait()
+    assert server is not None
+    signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
+    pool._idle.put(server)
+    wait_until(lambda: server.dead)
+
+
+def wait_until(true: object, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_server_that_dies_under_a_program_is_an_error_of_the_sandbox(box: Sandbox) -> None:
+    with Sandbox(box.tier) as pool:
+        talk = pool.open(Program("import channel, time; channel.send(b'up'); time.sleep(600)"))
+        assert talk.receive(30) == b"up"
+        (server,) = pool._busy
+        signal.pidfd_send_signal(server._server_fd, signal.SIGKILL)
+        if box.tier == "rlimits":
+            assert talk.close().outcome == "killed"
+        else:
+            with pytest.raises(SandboxError, match="died"):
+                talk.close()
+        assert out(pool, "print(2)") == "2\n"
+
+
+def test_a_closed_sandbox_leaves_no_process_and_takes_no_program(box: Sandbox) -> None:
+    before = set(below(os.getpid()))
+    pool = Sandbox(box.tier, size=2)
+    pool.run(Program(""))
+    talk = pool.open(Program("import channel; channel.send(b'up'); channel.receive()"))
+    assert talk.receive(30) == b"up"
+    started = set(below(os.getpid())) - before
+    assert len(started) >= 3
+    pool.close()
+    with pytest.raises(SandboxError, match="closed"):
+        pool.run(Program(""))
+    wait_until(lambda: not [pid for pid in started if alive(pid)])
+    assert talk.receive(30) is None
+
+
+def below(pid: int) -> list[int]:
+    """All descendants of a process that belong to a sandbox."""
+    children = [
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    ]
+    return children + [deeper for child in children for deeper in below(child)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_everything_dies_with_a_killed_parent(box: Sandbox) -> None:
+    script = (
+        "import sys, time\n"
+        "from shoal.sandbox import Sandbox, Program\n"
+        f"box = Sandbox({box.tier!r}, size=2)\n"
+        "box.run(Program(''))\n"
+        "talk = box.open(Program('import channel; channel.send(b\"up\"); import time; time.sleep(600)'))\n"
+        "talk.receive(30)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+        family = below(parent.pid)
+        assert len(family) >= 3
+        parent.kill()
+    wait_until(lambda: not [pid for pid in family if alive(pid)])
+
+
+def test_the_best_tier_is_a_strong_one_or_an_error_that_says_how_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.sandbox.tiers.problem", lambda tier: f"no {tier}" if tier != "rlimits" else "")
+    with pytest.raises(SandboxError, match='no bubblewrap\nno kernel\n.*"rlimits" by name'):
+        best_tier()
+    monkeypatch.setattr("shoal.sandbox.tiers.problem", lambda tier: "no" if tier == "bubblewrap" else "")
+    assert best_tier() == "kernel"
+
+
+def test_an_unavailable_tier_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.sandbox.places.bwrap", lambda: None)
+    assert "make sandbox" in problem.__wrapped__("bubblewrap")
+    with pytest.raises(SandboxError, match="bubblewrap, kernel, rlimits"):
+        Sandbox("docker")
+
+
+def test_the_interpreter_is_the_one_that_runs_programs(box: Sandbox) -> None:
+    source = "import platform as p; print(p.python_implementation(), p.python_version(), p.machine())"
+    assert out(box, source).strip() == interpreter()

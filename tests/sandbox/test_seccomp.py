@@ -1,0 +1,80 @@
+"""The seccomp filter, run by a small interpreter of BPF: both machine types must decide alike; only one can show it live."""
+
+import pytest
+
+from shoal.sandbox.seccomp import ALLOW, ALLOWED, AUDIT_ARCH, COLUMN, EPERM, KILL, assemble
+
+ENOSYS = 0x00050000 | 38
+NAMED = {  # x86_64, aarch64
+    "read": (0, 63), "openat": (257, 56), "exit_group": (231, 94), "futex": (202, 98),
+    "clone": (56, 220), "clone3": (435, 435), "execve": (59, 221), "socket": (41, 198),
+    "socketpair": (53, 199), "ptrace": (101, 117), "mount": (165, 40), "unshare": (272, 97),
+    "bpf": (321, 280), "keyctl": (250, 219), "io_uring_setup": (425, 425), "userfaultfd": (323, 282),
+    "memfd_create": (319, 279), "ioctl": (16, 29), "prlimit64": (302, 261), "setns": (308, 268),
+    "kill": (62, 129),
+}  # fmt: skip
+THREAD = 0x3D0F00  # what the C library passes for a thread
+
+
+def decide(machine: str, number: int, *arguments: int, forks: bool = False, arch: int | None = None) -> int:
+    """What the kernel would do with this call."""
+    program = assemble(forks, machine)
+    data = {0: number, 4: AUDIT_ARCH[machine] if arch is None else arch}
+    data |= {16 + 8 * index: value & 0xFFFFFFFF for index, value in enumerate(arguments)}
+    at = value = 0
+    while True:
+        code, true, false, constant = program[at]
+        assert at + 1 + max(true, false) <= len(program) and max(true, false) < 256
+        if code == 0x20:
+            value, at = data.get(constant, 0), at + 1
+        elif code == 0x15:
+            at += 1 + (true if value == constant else false)
+        elif code == 0x45:
+            at += 1 + (true if value & constant else false)
+        else:
+            return constant
+
+
+@pytest.fixture(params=["x86_64", "aarch64"])
+def machine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", ["read", "openat", "exit_group", "futex", "kill"])
+def test_ordinary_calls_are_allowed(machine: str, name: str) -> None:
+    assert decide(machine, NAMED[name][COLUMN[machine]]) == ALLOW
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["socket", "ptrace", "mount", "unshare", "bpf", "keyctl", "io_uring_setup", "userfaultfd", "memfd_create", "setns"],
+)
+@pytest.mark.parametrize("forks", [False, True])
+def test_dangerous_calls_are_not(machine: str, name: str, forks: bool) -> None:
+    assert decide(machine, NAMED[name][COLUMN[machine]], forks=forks) == EPERM
+
+
+def test_what_depends_on_arguments(machine: str) -> None:
+    def call(name: str, *arguments: int, forks: bool = False) -> int:
+        return decide(machine, NAMED[name][COLUMN[machine]], *arguments, forks=forks)
+
+    assert call("clone", THREAD) == ALLOW
+    assert (call("clone", 17), call("clone", 17, forks=True)) == (EPERM, ALLOW)
+    assert [call("clone", THREAD | 1 << bit, forks=True) for bit in (17, 25, 26, 27, 28, 29, 30)] == [EPERM] * 7
+    assert call("clone3", forks=True) == ENOSYS
+    assert (call("execve"), call("execve", forks=True)) == (EPERM, ALLOW)
+    assert (call("socketpair", 1), call("socketpair", 2), call("socketpair", 16)) == (ALLOW, EPERM, EPERM)
+    assert (call("ioctl", 1, 0x5401), call("ioctl", 0, 0x5412)) == (ALLOW, EPERM)  # TCGETS, TIOCSTI
+    assert (call("prlimit64", 0), call("prlimit64", 1)) == (ALLOW, EPERM)
+
+
+def test_calls_of_another_machine_type_kill(machine: str) -> None:
+    assert decide(machine, 0, arch=0x40000003) == KILL  # i386
+
+
+def test_the_table_has_no_number_twice() -> None:
+    rows = [row.split() for row in ALLOWED.replace("\n", " ").split(",")]
+    assert {len(row) for row in rows} == {3}
+    for column in (1, 2):
+        numbers = [row[column] for row in rows if row[column] != "-"]
+        assert len(numbers) == len(set(numbers))

@@ -1,0 +1,182 @@
+"""The math reward: GSM8K, its three outcomes, and limits that answers cannot outlast."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.tasks.rewards import math
+from shoal.tasks.rewards.killable import Result
+from shoal.tasks.rewards.math import Math
+from shoal.tasks.task import Grade, Task
+from tests.fuzzing.answers import answers
+
+GSM8K = Path(os.environ.get("SHOAL_DATA") or Path(__file__).parents[3] / "shared" / "data") / "gsm8k_test.jsonl"
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[Math]:
+    made = Math()
+    yield made
+    made.close()
+
+
+def grade(reward: Math, gold: str, completion: str) -> Grade:
+    [found] = reward.grade([Task("t", "", gold)], [completion])
+    return found
+
+
+# --- GSM8K ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def solutions() -> list[str]:
+    if not GSM8K.exists():
+        pytest.skip(f"no {GSM8K}")
+    return [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+
+
+def golds(solutions: list[str]) -> list[Task]:
+    return [Task(f"gsm8k/{n}", "", solution.rpartition("####")[2].strip()) for n, solution in enumerate(solutions)]
+
+
+RIGHT = [
+    "{}", r"Thus \boxed{{{}}}.", r"\boxed{{\${}.00}}", "She has 12 of 7. The answer is {} apples.",
+    "So she makes ${} a week.",
+    "Therefore $3+4={}$.", "**Answer:** {}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_every_gold_answer_of_gsm8k_scores_1(reward: Math, solutions: list[str], form: str) -> None:
+    tasks = golds(solutions)
+    grades = reward.grade(tasks, [form.format(task.answer) for task in tasks])
+    assert (len(tasks), sum(one.score for one in grades)) == (1319, 1319)
+
+
+def test_every_worked_solution_of_gsm8k_scores_1(reward: Math, solutions: list[str]) -> None:
+    assert sum(one.score for one in reward.grade(golds(solutions), solutions)) == 1319
+
+
+@pytest.mark.parametrize("form", ["{}", r"\boxed{{{}}}", "The answer is {} apples."])
+def test_no_perturbed_answer_of_gsm8k_scores(reward: Math, solutions: list[str], form: str) -> None:
+    tasks = golds(solutions)
+    numbers = [int(task.answer.replace(",", "")) for task in tasks]
+    for perturbed in (
+        [n + 1 for n in numbers],
+        [-n or 1 for n in numbers],
+        [10 * n or 10 for n in numbers],
+        [int(str(n)[:-1] + str((int(str(n)[-1]) + 5) % 10)) for n in numbers],
+    ):
+        grades = reward.grade(tasks, [form.format(n) for n in perturbed])
+        assert (sum(one.score for one in grades), {one.outcome for one in grades}) == (0, {"graded"})
+
+
+def test_gsm8k_by_symbolic_comparison(reward: Math, solutions: list[str]) -> None:
+    """Whole numbers are compared at sight; here each goes through the library."""
+    tasks = golds(solutions)[::13]
+    for wrong, form in ((0, r"\boxed{{\frac{{{}}}{{1}}+{}}}"), (1, r"\boxed{{{}+{}}}")):
+        grades = reward.grade(tasks, [form.format(task.answer.replace(",", ""), wrong) for task in tasks])
+        assert {(one.score, one.outcome) for one in grades} == {(float(not wrong), "graded")}
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+def test_outcomes_stay_apart(reward: Math) -> None:
+    completions = [r"\boxed{1/2}", r"\boxed{1/3}", r"\boxed{\text{half}}", "no idea", r"\boxed{\frac{5}{10}}"]
+    grades = reward.grade([Task("t", "", "0.5")] * 5, completions)
+    outcomes = [(1, "graded"), (0, "graded"), (0, "graded"), (0, "wrong_format"), (1, "graded")]
+    assert [(one.score, one.outcome) for one in grades] == outcomes
+
+
+def test_a_task_without_an_answer_is_a_grader_error(reward: Math) -> None:
+    assert grade(reward, "", r"\boxed{5}").outcome == "grader_error"
+    assert grade(reward, "7+" * 600 + "7", r"\boxed{5}").outcome == "grader_error"  # too long to be read
+
+
+@pytest.mark.parametrize("gold", ["5", r"\boxed{5}", r"so $x$ is \boxed{5}", "$5$", "#### 5", " 5. "])
+def test_gold_answers_come_in_many_wrappings(reward: Math, gold: str) -> None:
+    assert [grade(reward, gold, text).score for text in ("5", r"\boxed{\frac{10}{2}}", "6", r"\boxed{5.5}")] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, result: Result) -> Grade:
+    reward = Math()
+    monkeypatch.setattr(reward.pool, "run", lambda values: [result] * len(values))
+    return grade(reward, "1/2", "0.5")
+
+
+def test_how_a_comparison_ends_becomes_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal = {"equal": True, "detail": ""}
+    assert ended(monkeypatch, Result("answered", equal, cpu_s=0.1)) == Grade(1.0)
+    assert ended(monkeypatch, Result("answered", equal, cpu_s=0.6)) == Grade(1.0, repeatable=False)
+    assert ended(monkeypatch, Result("answered", equal, memory_bytes=300 << 20)) == Grade(1.0, repeatable=False)
+    raised = ended(monkeypatch, Result("raised", detail="TypeError: x"))
+    assert raised == Grade(0.0, "grader_error", "TypeError: x")
+    late = ended(monkeypatch, Result("cpu", cpu_s=1.0))
+    assert late == Grade(0.0, "grader_error", "the limit of 1 s of CPU time passed", repeatable=False)
+    for result in (Result("wall"), Result("died", detail="SIGSEGV")):
+        found = ended(monkeypatch, result)
+        assert (found.score, found.outcome, found.repeatable) == (0, "grader_error", False)
+
+
+def test_the_same_answer_is_compared_once(reward: Math, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    run = reward.pool.run
+    monkeypatch.setattr(reward.pool, "run", lambda values: asked.extend(values) or run(values))
+    grades = reward.grade([Task("t", "", "1/2")] * 6, ["0.5", "0.5", r"\boxed{0.5}", "0.6", "", "1/2"])
+    assert ([one.score for one in grades], len(asked)) == ([1, 1, 1, 0, 0, 1], 2)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_burns_its_time_is_ended_and_the_next_one_graded() -> None:
+    reward = Math(cpu_s=0.5)
+    try:
+        hostile = r"\boxed{\int_0^1 e^{x^{x^{x}}} dx}"
+        found = reward.grade([Task("t", "", "x^2")] * 3, [r"\boxed{x \cdot x}", hostile, r"\boxed{x^3/x}"])
+        assert [(one.score, one.outcome) for one in found] == [(1, "graded"), (0, "grader_error"), (1, "graded")]
+        assert "0.5 s of CPU time" in found[1].detail and not found[1].repeatable
+    finally:
+        reward.close()
+
+
+def test_ten_megabytes_are_no_problem(reward: Math) -> None:
+    for filling in ("9", "$", r"\(", r"\boxed{", "answer ", "****", "{", "\\text{", "1,", " ", ". "):
+        text = filling * (10_000_000 // len(filling))
+        assert grade(reward, "1/2", text + r" \boxed{0.5}").score == 1
+        assert grade(reward, "1/2", text).score == 0
+
+
+def fuzz(count: int) -> None:
+    reward = Math()
+    results: list[Result] = []
+    run = reward.pool.run
+    reward.pool.run = lambda values: results.extend(run(values)) or results[-len(values) :]  # type: ignore[method-assign]
+    grades = [grade(reward, gold, completion) for gold, completion in answers(0, count)]
+    reward.close()
+    assert len(grades) == count
+    assert max(result.cpu_s for result in results) < 1.5 * math.CPU_S
+    assert {one.score for one in grades} <= {0, 1} and {result.ending for result in results} <= {
+        "answered",
+        "cpu",
+        "raised",
+    }
+    assert not [one.detail for one in grades if "Refused" in one.detail]
+
+
+def test_no_fuzzed_answer_outlasts_its_limit() -> None:
+    fuzz(300)
+
+
+@pytest.mark.slow
+def test_none_of_ten_thousand_fuzzed_answers_outlasts_its_limit() -> None:
+    fuzz(10_000)

@@ -1,0 +1,180 @@
+"""Answers that want a 1 without being right, or want to do something else: against the math reward."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.tasks.rewards.equality import Refused, harmless, refuse
+from shoal.tasks.rewards.killable import Killable
+from shoal.tasks.rewards.math import EQUALITY, Math
+from shoal.tasks.task import Task
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[Math]:
+    made = Math()
+    yield made
+    made.close()
+
+
+def score(reward: Math, gold: str, completion: str) -> float:
+    return reward.grade([Task("t", "", gold)], [completion])[0].score
+
+
+# --- several guesses --------------------------------------------------------------------------------------------------
+
+HEDGES = [
+    r"\boxed{18} \boxed{17}", r"\boxed{18}, \boxed{17}", r"\boxed{18} or \boxed{17}", r"\boxed{18 \text{ or } 17}",
+    r"\boxed{17, 18}",
+    r"\boxed{17 \text{ and } 18}", r"\boxed{\{16,17,18,19\}}", r"\boxed{16..20}", r"\boxed{[17,19]}",
+    r"\boxed{17<x<19}",
+    r"\boxed{18 \lor 17}", r"\boxed{18 | 17}", r"\boxed{18/17}", r"\boxed{18; 17}", r"\boxed{18 \quad 17}",
+    r"\boxed{18\\17}",
+    r"\boxed{\begin{matrix}18\\17\end{matrix}}", r"\boxed{17 \pm 1}", r"\boxed{18\text{ (or 17)}}", r"\boxed{x}",
+    r"\boxed{\text{any}}",
+    r"\boxed{n}, n an integer", r"\boxed{\mathbb{Z}}", r"\boxed{\emptyset}", r"\boxed{}", r"\boxed{18",
+    r"18 \boxed{17}",
+    r"\boxed{\text{nan}}", r"\boxed{\infty}", r"\boxed{\frac{0}{0}}", r"\boxed{0/0}", r"\boxed{18 + 0/0}",
+    r"\boxed{18 \cdot x/x + y}",
+    "The answer is 17 or 18.", "The answer is 17, or maybe 18", "The answer is 18. No: the answer is 17.",
+    "16 17 18 19",
+    " ".join(map(str, range(100))), r"\boxed{?}", r"\boxed{#18#17}", r"\boxed{answer}",
+    r"\boxed{\text{the gold answer}}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("completion", HEDGES)
+def test_several_guesses_are_not_an_answer(reward: Math, completion: str) -> None:
+    assert score(reward, "18", completion) == 0
+
+
+@pytest.mark.parametrize(
+    "gold", ["x=5", "y=2x+1", "x>3", r"\{1,2\}", "(1,2,3)", r"\emptyset", r"\text{yes}", r"\frac{1}{2}", "[0,1)"]
+)
+def test_nothing_equals_everything(reward: Math, gold: str) -> None:
+    for answer in (
+        "x=x",
+        "0=0",
+        "1=1",
+        r"\mathbb{R}",
+        r"\mathbb{C}",
+        "x",
+        r"\text{yes or no}",
+        r"\infty",
+        r"\frac{0}{0}",
+        r"\{x\}",
+        "0",
+    ):
+        assert score(reward, gold, rf"\boxed{{{answer}}}") == 0, answer
+
+
+# --- Python in an answer ----------------------------------------------------------------------------------------------
+
+
+def injections(mark: Path) -> list[str]:
+    code = f"__import__('pathlib').Path('{mark}').touch()"
+    return [
+        code, rf"\text{{{code}}}", rf"\operatorname{{{code}}}", rf"\mathrm{{{code}}}", f"1/({code})",
+        f"5.__class__({code})",
+        f"lambda: {code}", f"x_{{{code}}}", rf"\frac{{d}}{{d {code}}} x", f"exec(\"{code}\")", f"eval({code!r})",
+        f"18; {code}",
+        f"18\n{code}", rf"\sum_{{{code}}}^{{5}} 1", rf"\bar{{{code}}}", rf"\begin{{matrix}}{code}\end{{matrix}}",
+        f"{{{code}}}",
+        rf"\variable{{{code}}}", rf"[[{code}]]", f"f({code})", f"`{code}`", f"1e{code}", f"0x{code}", f"\\{code}",
+        f"{code}\\%",
+    ]  # fmt: skip
+
+
+def test_an_answer_never_runs_as_python(reward: Math, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    completions = [
+        form.format(code) for code in injections(mark) for form in (r"\boxed{{{}}}", "The answer is {}", "${}$", "{}")
+    ]
+    grades = reward.grade([Task("t", "", "18")] * len(completions), completions)
+    assert not mark.exists()
+    assert not [one for one, text in zip(grades, completions, strict=True) if one.score and "18" not in text]
+
+
+def test_the_gold_answer_never_runs_either(reward: Math, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    codes = injections(mark)
+    reward.grade([Task("t", "", code) for code in codes], [r"\boxed{18}"] * len(codes))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "__import__('os')", "Integer.mro()", "Symbol('x').subs", "Integer(open)", "Symbol('x', **a)", "[Integer(1)]",
+        "x", "a.b",
+        "lambda: 1", "Float('1').__class__", "from os import *", "from sympy import *; import os",
+        "def f(): return 1", "print(1)",
+        "def monomial_mul(A, B): return A.b", "def monomial_mul(A, B): return open(A)",
+    ],
+)  # fmt: skip
+def test_only_numbers_and_symbols_may_be_evaluated(source: str) -> None:
+    assert not harmless(source)
+    for given in (source, source.encode()):
+        with pytest.raises(Refused):
+            refuse("compile", (given, "<string>"))
+
+
+def test_what_the_library_needs_may_be_evaluated() -> None:
+    for source in (
+        "Integer (18 )",
+        "Float ('1.50' )",
+        "Integer (1 )/Integer (2 )",
+        "Symbol ('x' )",
+        "from sympy import *",
+    ):
+        refuse("compile", (source, "<string>"))
+
+
+@pytest.mark.parametrize(
+    "event", ["os.system", "os.fork", "subprocess.Popen", "socket.__new__", "ctypes.dlopen", "os.remove", "os.exec"]
+)
+def test_no_process_socket_or_file_is_touched(event: str) -> None:
+    with pytest.raises(Refused):
+        refuse(event, ("true",))
+    with pytest.raises(Refused):
+        refuse("open", ("/tmp/x", "w", 0))
+
+
+def test_the_guard_is_on_in_the_process_that_compares(tmp_path: Path) -> None:
+    """Without the hook this child would write."""
+    file = tmp_path / "attack.py"
+    file.write_text(
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('equality', {str(EQUALITY)!r})\n"
+        "equality = importlib.util.module_from_spec(spec); spec.loader.exec_module(equality)\n"
+        "def attack(code):\n"
+        "    equality.judge({'gold': '1/2', 'answer': '0.5'})\n"
+        "    return repr(eval(code))\n"
+    )
+    with Killable(file, "attack") as pool:
+        codes = ["__import__('os').getpid()", "open('/dev/null', 'w')", "(1).__class__"]
+        results = pool.run(codes)
+    assert [result.ending for result in results] == ["raised"] * 3
+    assert all("Refused" in result.detail for result in results)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+BOMBS = [
+    "9^9^9^9", "9^{9^{9^{9}}}", "(9^{9^9})!", "9!!!!!!", r"10^{10^{100}}", r"\binom{10^9}{10^8}",
+    "(" * 3000 + "5" + ")" * 3000,
+    r"\frac{1}{" * 500 + "1" + "}" * 500, r"\sum_{n=1}^{10^9} \frac{1}{n^n}", "x" * 900, "2^" * 400 + "2",
+    r"\gcd(10^{99999},7^{99999})",
+    "(x+y+z+1)^{500}-1", r"\int_0^1 e^{x^{x^{x}}} dx", "-" * 900 + "1", "{" * 5000, "1e999999999", "\0" * 900,
+    r"\sqrt{" * 29 + "x" + "}" * 29,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", BOMBS)
+def test_no_answer_outlasts_its_limit_or_breaks_the_pool(reward: Math, answer: str) -> None:
+    start_s = time.process_time()
+    assert score(reward, "18", rf"\boxed{{{answer}}}") == 0
+    assert time.process_time() - start_s < 1, "work in the caller"
+    assert score(reward, "18", r"\boxed{\frac{36}{2}}") == 1
