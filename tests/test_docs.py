@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from shoal.cli.main import command_line
+from shoal.tasks.schemas import SCHEMAS
 from shoal.validator import checks
 
 ROOT = Path(__file__).parent.parent
@@ -171,3 +172,10 @@ def test_layout_counts_an_import_that_runs_upwards(tmp_path: Path) -> None:
     assert figures["imports that run upwards"] == "1"  # `low` below `high`: one import up, two down
     assert figures["floors"] == "2"
     assert figures["`high`: files, lines"] == "2, 3"
+
+
+def test_the_page_on_tasks_lists_the_schemas_that_are_recognised() -> None:
+    listed = table((ROOT / "docs" / "tasks.md").read_text(), "| schema | columns")
+    assert [row[0] for row in listed] == [schema.name for schema in SCHEMAS]
+    for row, schema in zip(listed, SCHEMAS, strict=True):
+        assert set(schema.needs) <= set(SPAN.findall(row[1])), row[0]

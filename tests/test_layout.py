@@ -21,7 +21,7 @@ ROOMS = {
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
-    "tasks": ["config", "errors", "model", "protocol"],
+    "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
     "engine": ["model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -31,14 +31,16 @@ ROOMS = {
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "evals": ["config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks"],
-    "roles": ["config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "validator"],
+    "roles": [
+        "config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks", "validator",
+    ],
     "launch": [
         "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
         "view",
     ],
     "cli": [
         "config", "coordinator", "engine", "errors", "evals", "launch", "model", "protocol", "roles", "sft",
-        "shardcast", "store", "tracking", "validator", "view",
+        "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

@@ -269,8 +269,9 @@ HELP = "import contextlib, shoal.cli\nwith contextlib.suppress(SystemExit):\n   
         "import shoal.cli, shoal.launch.swarm, shoal.tracking.report, shoal.view",
         "import shoal.roles.origin, shoal.roles.relay, shoal.protocol.node",
         "import shoal.coordinator.routes, shoal.coordinator.service",
+        "from shoal import tasks\ntasks.load(tasks.TaskSection()).train[0]",
     ],
-    ids=["help", "coordinator-help", "dry-run", "status", "no-invite", "swarm", "broadcast", "coordinator"],
+    ids=["help", "coordinator-help", "dry-run", "status", "no-invite", "swarm", "broadcast", "coordinator", "tasks"],
 )
 def test_a_process_that_does_not_compute_never_imports_torch(script: str) -> None:
     script += "\nimport sys\nsys.exit('torch' in sys.modules and 'torch was imported')"

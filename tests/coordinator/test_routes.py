@@ -125,6 +125,7 @@ OPEN = {("GET", "/healthz"), ("GET", "/v1/run"), ("GET", "/v1/status"), ("GET", 
 ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
     ("POST", "/v1/heartbeat"): set(ROLES),
+    ("GET", "/v1/tasks/{sha256}"): set(ROLES),
     ("PUT", "/v1/submissions/{id}"): {"worker"},
     ("GET", "/v1/submissions/{id}"): {"validator"},
     ("POST", "/v1/claims"): {"validator"},
@@ -411,3 +412,18 @@ def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_af
         refused(client.send(request), 403)
     with served(tmp_path) as url:
         refused(ANYONE.post(f"{url}/v1/claims", headers=request.headers), 401, "replayed")
+
+
+# --- task data --------------------------------------------------------------------------------------------------------
+
+
+def test_members_get_task_data_by_its_hash_and_nothing_else(site: Site) -> None:
+    name = "ab" * 32
+    (site.folder / "tasks").mkdir(exist_ok=True)
+    (site.folder / "tasks" / name).write_bytes(b"tasks" * 1_000)
+    (site.folder / "tasks" / "built.json").write_text("{}")
+    for role in ROLES:
+        assert site.clients[role].get(f"/v1/tasks/{name}").content == b"tasks" * 1_000
+    for other in ("cd" * 32, "built.json", "..%2fidentity.pem", name.upper(), name + "0"):
+        assert site.clients["worker"].get(f"/v1/tasks/{other}").status_code == 404
+    refused(ANYONE.get(f"{site.url}/v1/tasks/{name}"), 401)

@@ -258,7 +258,7 @@ class Failing:
 def test_a_grader_that_fails_stops_the_filter_and_says_why(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks.Graders, "_reward", lambda self, source: Failing())
+    monkeypatch.setattr(tasks.Graders, "_reward", lambda *asked: Failing())
     measured = rates(tiny_folder, tmp_path, 40)
     engine = Scripted(tiny_folder, [0] * 40, ["1"] * 40)
     with pytest.raises(

@@ -72,8 +72,14 @@ def test_a_model_of_the_hub_is_asked_for_only_by_a_dry_run(tmp_path: Path, monke
 
 
 def test_missing_tasks_are_named(tmp_path: Path) -> None:
-    (line,) = found(tasks={"kind": "gsm8k", "path": str(tmp_path / "nowhere.jsonl")})
-    assert "nowhere.jsonl" in line
+    (line,) = found(tasks={"sources": [{"path": str(tmp_path / "nowhere.jsonl")}]})
+    assert "no file or folder at" in line and "nowhere.jsonl" in line
+
+
+def test_what_became_of_the_rows_is_noted() -> None:
+    notes: list[str] = []
+    assert problems(parse(FITTING), notes) == []
+    assert notes[0] == "arithmetic: 644 tasks to train on, 256 held out" and notes[1].startswith("tasks.digest = ")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "no-such-device"])

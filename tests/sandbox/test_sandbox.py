@@ -327,3 +327,20 @@ def test_an_unavailable_tier_names_what_to_install(monkeypatch: pytest.MonkeyPat
 def test_the_interpreter_is_the_one_that_runs_programs(box: Sandbox) -> None:
     source = "import platform as p; print(p.python_implementation(), p.python_version(), p.machine())"
     assert out(box, source).strip() == interpreter()
+
+
+def test_preloaded_modules_are_there_and_fresh_for_every_program(box: Sandbox) -> None:
+    with Sandbox(
+        box.tier, preloaded={"mine": "import channel\nstate = []\ndef add(x): state.append(x); return state"}
+    ) as own:
+        for _ in range(2):
+            assert own.run(Program("import mine; print(mine.add(1))")).stdout == b"[1]\n"
+
+
+def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
+    before = os.umask(0o077)
+    try:
+        with Sandbox(box.tier) as own:
+            assert own.run(Program("print(1)")).stdout == b"1\n"
+    finally:
+        os.umask(before)

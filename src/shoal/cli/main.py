@@ -6,6 +6,7 @@
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
+    shoal grade CONFIG COMPLETIONS       score completions as a run would
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
 
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import filter, nodes, pool, run, sft, shardcast, tools
+from shoal.cli import filter, grade, nodes, pool, run, sft, shardcast, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "verify": tools.verify,
     "calibrate": tools.calibrate,
     "plot": tools.plot,
+    "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
 }
@@ -69,7 +71,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, filter):
+    for family in (run, pool, nodes, tools, grade, filter):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))

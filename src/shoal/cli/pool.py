@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 from shoal.cli.arguments import (
@@ -66,10 +67,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def init(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
-    from shoal.coordinator.founding import Members, found_pool
+    from shoal.coordinator.founding import Members, check_new, found_pool
     from shoal.launch.check import check_length
+    from shoal.launch.task_data import FOLDER, build_tasks
 
     check_length(config)
+    check_new(arguments.dir)
     members = Members(
         workers=config.workers.count if arguments.workers is None else arguments.workers,
         relays=config.relays.count if arguments.relays is None else arguments.relays,
@@ -77,8 +80,13 @@ def init(arguments: argparse.Namespace) -> None:
         evaluator=arguments.evaluator,
     )
     name = run_name(arguments.run or arguments.config.stem, NAME_IT)
-    steps = found_pool(arguments.dir, config, name, arguments.url, members, days=arguments.days)
-    sys.stdout.write("\n".join(steps) + "\n")
+    arguments.dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.dir.parent, prefix=".tasks-") as built:
+        config, notes = build_tasks(config, Path(built) / FOLDER)
+        steps = found_pool(
+            arguments.dir, config, name, arguments.url, members, days=arguments.days, task_data=Path(built) / FOLDER
+        )
+    sys.stdout.write("\n".join([*(f"tasks: {note}" for note in notes), *steps]) + "\n")
 
 
 def coordinator(arguments: argparse.Namespace) -> None:
@@ -86,6 +94,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.service import serve_forever
     from shoal.launch.check import check_length
+    from shoal.launch.task_data import FOLDER, build_tasks
 
     url = ""
     if arguments.config is None:
@@ -103,6 +112,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
     else:
         config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
     check_length(config)
+    config, _ = build_tasks(config, arguments.dir / FOLDER)
     serving = config.coordinator.port if arguments.port is None else arguments.port
     serve_forever(
         config,

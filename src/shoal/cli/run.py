@@ -26,9 +26,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--dry-run", action="store_true", help="print the resolved config, check it on this machine, and stop"
     )
 
-    prepare_ = commands.add_parser("prepare", help="fetch the model and measure the dtype; prints both as JSON")
+    prepare_ = commands.add_parser(
+        "prepare", help="build the task set, fetch the model and measure the dtype; prints all as JSON"
+    )
     takes_config(prepare_)
     takes_threads(prepare_)
+    prepare_.add_argument("--tasks", type=Path, metavar="DIR", help="keep the task set there (default: nowhere)")
 
     clean_ = commands.add_parser("clean", help="free the disk space that a stopped run no longer needs")
     clean_.add_argument("dir", type=Path, metavar="DIR", help="the run's folder")
@@ -62,7 +65,9 @@ def _dry_run(config: Config) -> int:
     from shoal.launch.check import problems
 
     sys.stdout.write(config_module.dumps(config))
-    found = problems(config)
+    notes: list[str] = []
+    found = problems(config, notes)
+    sys.stderr.writelines(f"tasks: {line}\n" for line in notes)
     sys.stderr.writelines(f"shoal run: {line}\n" for line in found)
     return USAGE if found else 0
 
@@ -73,7 +78,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     from shoal.model.threads import compute_on
 
     compute_on(arguments.threads)
-    sys.stdout.write(json.dumps(prepare_run(config)) + "\n")
+    sys.stdout.write(json.dumps(prepare_run(config, arguments.tasks)) + "\n")
 
 
 def clean(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,8 @@ from shoal.config.recipe import Section
 from shoal.config.sections import Config
 from shoal.errors import ShoalError
 
+BUILT_IN = ("number", "math", "code")  # rewards that name no file
+
 
 class ConfigError(ShoalError):
     """A config that cannot be used. The message names the key and the next step."""
@@ -28,8 +30,11 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
     Raises ConfigError.
     """
     values = _read(path)
+    _find_beside(values, path.parent)
     for overlay in overlays or []:
-        _overlay(values, _read(overlay))
+        above = _read(overlay)
+        _find_beside(above, overlay.parent)
+        _overlay(values, above)
     for override in overrides or []:
         _override(values, override)
     return parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
@@ -73,6 +78,27 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"no config at {path}" + (f"; there are {', '.join(known)}" if known else "")) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
+
+
+def _find_beside(values: dict[str, Any], folder: Path) -> None:
+    """Files of task sources are relative to the current folder; those that are not there are found beside the config."""
+    tasks = values.get("tasks")
+    sources = tasks.get("sources") if isinstance(tasks, dict) else None
+    for source in sources if isinstance(sources, list) else []:
+        for key in ("path", "keep", "reward") if isinstance(source, dict) else ():
+            if source.get(key):
+                source[key] = _beside(source[key], folder)
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):  # rewards with weights
+        return {_beside(name, folder): weight for name, weight in value.items()}
+    if not isinstance(value, str):
+        return value
+    file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
+    if Path(file).expanduser().exists() or not (folder / file).exists() or value in BUILT_IN:
+        return value
+    return f"{folder / file}{colon}{function}"
 
 
 def _overlay(values: dict[str, Any], above: dict[str, Any]) -> None:

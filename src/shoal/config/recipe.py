@@ -49,7 +49,7 @@ class SourceSection(Section):
         pattern=r"^[A-Za-z0-9._-]{0,60}$",
         description="name in task ids and metrics; empty: the file's, data set's or generator's",
     )
-    path: str = Field(default="", description="a .jsonl or .parquet file, or a folder of them")
+    path: str = Field(default="", description="a .jsonl, .jsonl.gz or .parquet file, or a folder of them")
     hub: str = Field(default="", description="a Hugging Face data set: org/name, or org/name/config")
     generator: str = Field(default="", description="a generator: arithmetic")
     options: dict[str, Any] = Field(default={}, description="options of the generator")
@@ -82,10 +82,17 @@ class SourceSection(Section):
             raise ValueError(
                 f"a source has one of path, hub and generator; this one has {' and '.join(given) or 'none'}"
             )
+        if self.hub and not 2 <= len(self.hub.strip("/").split("/")) <= 3:
+            raise ValueError(f"hub = {self.hub!r}: write org/name, or org/name/config")
+        if self.revision and not self.hub:
+            raise ValueError("revision applies only to hub")
         if self.options and not self.generator:
             raise ValueError("options apply only to a generator")
         if self.prompt and "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}, which is replaced by the task's question")
+        weights = list(self.reward.values()) if isinstance(self.reward, dict) else [1.0]
+        if min(weights, default=0.0) < 0 or sum(weights) <= 0:
+            raise ValueError("rewards need weights of 0 or more, one of them above 0")
         return self
 
     @property
@@ -93,8 +100,24 @@ class SourceSection(Section):
         """The source's name, given or derived."""
         if self.name:
             return self.name
-        last = (self.generator or self.hub or self.path).rstrip("/").rpartition("/")[2]
-        return re.sub(r"[^A-Za-z0-9._-]", "-", last.removesuffix(".jsonl").removesuffix(".parquet"))[:60]
+        if self.hub:
+            last = "-".join(self.hub.strip("/").split("/")[1:]) or self.hub
+        else:
+            last = (self.generator or self.path).rstrip("/").rpartition("/")[2]
+        return re.sub(r"[^A-Za-z0-9._-]", "-", re.sub(r"\.(jsonl|jsonl\.gz|parquet)$", "", last))[:60]
+
+
+class SandboxSection(Section):
+    """Where model-written code and rewards of one's own run, and what one run may use. The same on every machine."""
+
+    tier: Literal["auto", "bubblewrap", "kernel", "rlimits"] = Field(
+        default="auto",
+        description="auto: the strongest that works, bubblewrap or kernel; rlimits is no wall and needs SHOAL_TRUST_RUN=1 "
+        "on each machine",
+    )
+    cpu_s: float = Field(default=5.0, gt=0, le=600, description="most seconds of CPU")
+    wall_s: float = Field(default=15.0, gt=0, le=3600, description="most seconds by the clock")
+    memory_bytes: int = Field(default=512 << 20, ge=64 << 20, description="most memory (address space)")
 
 
 class TaskSection(Section):
@@ -104,7 +127,9 @@ class TaskSection(Section):
         default=[SourceSection(generator="arithmetic")], min_length=1, description="where tasks come from"
     )
     digest: str = Field(
-        default="", pattern=r"^([0-9a-f]{64})?$", description="required digest of all tasks; empty: any"
+        default="",
+        pattern=r"^([0-9a-f]{64})?$",
+        description="required digest of all tasks, as `shoal prepare` prints it; empty: any",
     )
     prompt: str = Field(default="{question}", description="user message; {question} is replaced by the task's question")
     system: str = Field(default="", description="system message; empty: none")
@@ -137,6 +162,7 @@ class TaskSection(Section):
         description="how tasks of a source are drawn; uniform: all alike; pass_rate: those solved about half of the time "
         "more often",
     )
+    sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> "TaskSection":

@@ -2,6 +2,7 @@
 
     DIR/identity.pem       the coordinator's key           DIR/config.toml          the resolved config
     DIR/coordinator.json   the pool's URL and run name     DIR/invites/NAME.invite  one per node, mode 0600
+    DIR/tasks/             the task set, by hash
 
 Invariant: `coordinator.json` is written last, so a folder that has it is complete; an existing folder is never changed.
 """
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from shoal import config as config_module
 from shoal.config import Config
+from shoal.coordinator.routes import TASKS
 from shoal.coordinator.service import KEY
 from shoal.errors import ShoalError
 from shoal.files import write_file
@@ -47,14 +49,31 @@ class Members:
         return named | ({"evaluator": "evaluator"} if self.evaluator else {})
 
 
-def found_pool(folder: Path, config: Config, run: str, url: str, members: Members, *, days: float) -> list[str]:
-    """Make a pool's folder. Returns what to do next, line by line. Raises PoolFolderError, AddressError."""
-    address = Address(url=coordinator_url(url), run=run)
-    settings = _reachable(config, address.url)
+def check_new(folder: Path) -> None:
+    """Raise PoolFolderError if the folder holds something."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PoolFolderError(
             f"{folder} is not empty; choose another --dir, or add a node to the pool there: shoal invite {folder}"
         )
+
+
+def found_pool(
+    folder: Path,
+    config: Config,
+    run: str,
+    url: str,
+    members: Members,
+    *,
+    days: float,
+    task_data: Path | None = None,
+) -> list[str]:
+    """Make a pool's folder; `task_data`, a folder beside it, becomes its task set. Returns what to do next, line by line.
+
+    Raises PoolFolderError, AddressError.
+    """
+    address = Address(url=coordinator_url(url), run=run)
+    settings = _reachable(config, address.url)
+    check_new(folder)
     expires_s = int(time.time() + days * 86_400)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)  # the key is in it
@@ -64,6 +83,8 @@ def found_pool(folder: Path, config: Config, run: str, url: str, members: Member
     for name, role in roles.items():
         invite = make_invite(identity, url=address.url, run=run, role=role, name=name, expires_s=expires_s)
         invite.save(folder / INVITES / f"{name}.invite")
+    if task_data is not None:
+        task_data.rename(folder / TASKS)
     write_file(folder / CONFIG, config_module.dumps(settings).encode())
     address.write(folder)
     return _next_steps(folder, settings, address, roles)

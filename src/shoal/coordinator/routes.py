@@ -33,13 +33,15 @@ from shoal.shardcast.serve.guard import issue
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
-Answer = BaseModel | bytes
+Answer = BaseModel | bytes | web.StreamResponse
 Handler = Callable[["Request"], Awaitable[Answer]]
 READER_TOKEN_S = 600.0  # renewed with each heartbeat
 MAX_JSON_BYTES = 1 << 20
 MAX_REGISTRATION_BYTES = 64 << 10  # strangers may send one
 MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
 STEP = CURSOR = re.compile("[0-9]{1,15}")
+SHA256 = re.compile("[0-9a-f]{64}")
+TASKS = "tasks"  # the task set in the coordinator's folder: files by their hash
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Coordinator:
         self.admission = Admission(run, nonces, self.pool.members.role, time.time)
         self.store = Folder(folder / "store")
         self.store.clean()
+        self.tasks = folder / TASKS
         self._uploads: dict[tuple[str, str], object] = {}  # kind and submission id -> the upload in progress
 
     def app(self) -> web.Application:
@@ -78,6 +81,7 @@ class Coordinator:
                 web.get("/metrics", self._metrics),
                 web.post("/v1/register", self._signed(self._register, None, MAX_REGISTRATION_BYTES)),
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role))),
+                web.get("/v1/tasks/{sha256}", self._signed(self._task_data, get_args(Role))),
                 web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
                 web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
@@ -133,6 +137,13 @@ class Coordinator:
             return answer
         token = issue(self.identity.private_key, request.key, self.run, time.time() + READER_TOKEN_S)
         return answer.model_copy(update={"reader_token": token})
+
+    async def _task_data(self, request: Request) -> Answer:
+        """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""
+        name = request.match["sha256"]
+        if not SHA256.fullmatch(name) or not (self.tasks / name).is_file():
+            raise PoolError(f"no task data {name[:64]!r} here", 404)
+        return web.FileResponse(self.tasks / name)
 
     # --- rollout files -----------------------------------------------------------------------------------------------
 
@@ -240,6 +251,8 @@ class Coordinator:
                 return _error(error.status, str(error))
             except (StoreError, DatabaseFullError) as error:
                 return _error(507, str(error))
+            if isinstance(found, web.StreamResponse):
+                return found
             if isinstance(found, bytes):
                 return web.Response(body=found, content_type="application/vnd.apache.parquet")
             return web.json_response(text=found.model_dump_json())

@@ -22,6 +22,7 @@ from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.follow import fetch_published
+from shoal.tasks import TaskSet
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 IDLE_S = 0.3
@@ -31,15 +32,22 @@ log = logging.getLogger(__name__)
 
 class Evaluator:
     def __init__(
-        self, node: Node, config: Config, new_engine: Callable[[], Engine], cache: Path, publisher: str
+        self,
+        node: Node,
+        config: Config,
+        new_engine: Callable[[], Engine],
+        cache: Path,
+        publisher: str,
+        task_set: TaskSet | None = None,
     ) -> None:
+        """`task_set`: the pool's; None: built here from the config's sources."""
         self.node = node
         self.config = config
         self.new_engine = new_engine
         self.cache = cache
         self.access = node.access(publisher, config)
-        self.tasks = tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks)
+        self.tasks = task_set or tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
 
     def run(self, stop: threading.Event) -> str:
         """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""

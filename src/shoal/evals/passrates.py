@@ -103,7 +103,7 @@ class PassRates:
         tokenizer = load_tokenizer(self.folder)
         settings = self.config.sampling
         sampling = Sampling(settings.temperature, settings.max_tokens, eos_ids(self.folder))
-        with tasks.Graders(self.config.tasks) as graders:
+        with tasks.Graders(self.config.tasks, files=self.tasks.files) as graders:
             while len(results) < self.total and not stop.is_set():
                 numbers = range(len(results), min(len(results) + self.batch, self.total))
                 found = self._batch(numbers, engine, tokenizer, sampling, graders)

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from shoal import tasks
@@ -21,9 +22,9 @@ from shoal.model.sources import ModelNotFoundError
 TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
 
 
-def problems(config: Config) -> list[str]:
-    """What would stop a run of this config on this machine, one line each."""
-    checks = (_model, _tasks, _device, _ports, _files, _packages, _cores, _memory)
+def problems(config: Config, notes: list[str] | None = None) -> list[str]:
+    """What would stop a run of this config on this machine, one line each. `notes` gets lines about its tasks."""
+    checks = (_model, partial(_tasks, notes), _device, _ports, _files, _packages, _cores, _memory)
     return [line for check in checks for line in check(config)]
 
 
@@ -48,11 +49,14 @@ def _model(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _tasks(config: Config) -> Iterator[str]:
+def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
     try:
-        tasks.load(config.tasks)
+        loaded = tasks.load(config.tasks)
     except ValueError as error:
         yield str(error)
+        return
+    if notes is not None:
+        notes += [*loaded.notes, f"tasks.digest = {loaded.digest}"]
 
 
 def _device(config: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.launch.disk import used_bytes
 from shoal.launch.folder import locked, stopped_run
 
-CACHES = ("weights", "store")  # of every node except the origin: another node has the same bytes
+CACHES = ("weights", "store", "tasks")  # of every node except the origin: another node has the same bytes
 
 
 def clean_run(folder: Path) -> int:

@@ -12,19 +12,23 @@ from typing import Any
 from shoal import tasks
 from shoal.config import Config, ConfigError
 from shoal.launch.check import check_length
+from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
 from shoal.tasks.prompt import prompt_tokens
 
 
-def prepare(config: Config) -> dict[str, Any]:
-    """Fetch, convert or train the model and pick the dtype. Returns its folder and size, the dtype and the GFLOP/s.
+def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
+    """Build the task set, fetch, convert or train the model and pick the dtype.
 
-    Raises ConfigError, DeviceError, ModelNotFoundError, ChatTemplateError.
+    Returns the model's folder and size, the dtype and the GFLOP/s, the task set's digest and what is in it. The set is kept
+    in `task_folder`, if one is given. Raises ConfigError, DeviceError, ModelNotFoundError, ChatTemplateError.
     """
     dtype.check_device(config.model.device)
     try:
-        loaded = tasks.load(config.tasks)
+        if task_folder is not None:
+            config, _ = build_tasks(config, task_folder)
+        loaded = tasks.load(config.tasks, task_folder)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
@@ -35,6 +39,7 @@ def prepare(config: Config) -> dict[str, Any]:
         "folder": str(folder),
         "parameters": count_parameters(folder),
         "dtype": picked,
+        "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
 

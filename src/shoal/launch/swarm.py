@@ -128,13 +128,17 @@ class Swarm:
             ) from error
 
     def _prepare(self) -> None:
-        """Have the model fetched and the dtype measured, check the disk, and save the resolved config with the run."""
+        """Build the tasks, fetch the model, measure the dtype, check the disk; save the resolved config with the run."""
         path = self.out / "config.toml"
         path.write_text(config_module.dumps(self.config))
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
-        found = json.loads(self.children.run("prepare", ["prepare", str(path), "--threads", str(self.cores)]))
+        kept = ["--tasks", str(self.out / "coordinator" / "tasks")]
+        found = json.loads(self.children.run("prepare", ["prepare", str(path), "--threads", str(self.cores), *kept]))
         model = self.config.model.model_copy(update={"dtype": found["dtype"]})
-        self.config = self.config.model_copy(update={"model": model})
+        tasks = self.config.tasks.model_copy(update={"digest": found["tasks"]["digest"]})
+        self.config = self.config.model_copy(update={"model": model, "tasks": tasks})
+        for note in found["tasks"]["notes"]:
+            self._note(f"tasks: {note}")
         path.write_text(config_module.dumps(self.config))
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))

@@ -7,6 +7,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     anyone        GET  /v1/run                          -> Signed[RunDescriptor]
     new node      POST /v1/register                     Registration -> Registered
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
+    every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
-from shoal.roles.joining import join
+from shoal.roles.joining import join, task_set
 
 NICENESS = 10  # training has priority: the run waits only for the last evaluation
 
@@ -25,4 +25,5 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
         def new_engine() -> TorchEngine:
             return TorchEngine(dtype, config.model.device)
 
-        return Evaluator(node, config, new_engine, folder / "weights", publisher).run(stop)
+        tasks = task_set(node, config, folder)
+        return Evaluator(node, config, new_engine, folder / "weights", publisher, tasks).run(stop)

@@ -1,4 +1,4 @@
-"""The first steps of every role that computes: check the device, join the pool, get the config, pick the dtype.
+"""The first steps of every role that computes: check the device, join the pool, get the config and tasks, pick the dtype.
 
 Called by the other modules of this room.
 """
@@ -15,6 +15,9 @@ from shoal.protocol.node import Node
 
 if TYPE_CHECKING:
     from shoal.model.dtype import DtypeName
+    from shoal.tasks import TaskSet
+
+TASKS = "tasks"  # in a node's folder: what it fetched of the task set
 
 
 def join(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> tuple[Node, Config, DtypeName]:
@@ -30,3 +33,10 @@ def join(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> t
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked
+
+
+def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
+    """The pool's task set: its manifest now, the tasks as they are needed. Raises TasksNotFoundError, RefusedError."""
+    from shoal import tasks
+
+    return tasks.join(config.tasks, folder / TASKS, lambda sha256: node.get_bytes(f"/v1/tasks/{sha256}"))

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
-from shoal.roles.joining import join
+from shoal.roles.joining import join, task_set
 
 
 def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
@@ -16,4 +16,5 @@ def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
-        return Validator(node, config, folder / "weights", publisher, dtype).run(stop)
+        tasks = task_set(node, config, folder)
+        return Validator(node, config, folder / "weights", publisher, dtype, tasks).run(stop)

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
-from shoal.roles.joining import join
+from shoal.roles.joining import join, task_set
 
 
 def run_worker(
@@ -21,6 +21,13 @@ def run_worker(
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         engine = TorchEngine(dtype, config.model.device)
-        producer = (producer_type or Producer)(config, node.invite.run, node.identity, engine, node.curriculum_page)
+        producer = (producer_type or Producer)(
+            config,
+            node.invite.run,
+            node.identity,
+            engine,
+            task_set(node, config, folder),
+            node.curriculum_page,
+        )
         with follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer).run(follower, stop)

@@ -17,22 +17,29 @@ from shoal.model.positions import check_max_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
-from shoal.tasks import budget
+from shoal.tasks import TaskSet, budget
 from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
 class Producer:
-    """`page` gets a page of the run's curriculum, for assignments that name one."""
-
-    def __init__(self, config: Config, run: str, identity: Identity, engine: Engine, page: Fetch = no_pages) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        identity: Identity,
+        engine: Engine,
+        task_set: TaskSet | None = None,
+        page: Fetch = no_pages,
+    ) -> None:
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
         self.config = config
         self.run = run
         self.identity = identity
         self.engine = engine
-        self.tasks = tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks)
+        self.tasks = task_set or tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.curriculum = Curriculum(page)
         self.tokenizer: Any = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())

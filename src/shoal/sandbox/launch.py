@@ -29,6 +29,7 @@ NAMESPACES = (
 
 
 def main(config: dict[str, Any]) -> None:
+    os.umask(0o022)  # the caller's may close the folders made here to the user that this becomes
     os.chdir("/")
     if os.getuid() == 0:
         become_nobody(config)

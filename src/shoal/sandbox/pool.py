@@ -7,6 +7,7 @@ Left out: grading. Nothing here knows what a right answer is.
 
 import queue
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 
 from shoal.sandbox.conversation import Conversation
@@ -21,16 +22,24 @@ class Sandbox:
     """`size` programs at once; more callers wait their turn, at most `queue_s`.
 
     `tier` None takes the best strong one; a name takes exactly that one. SandboxError if it does not work here.
+
+    `preloaded` is source by module name, compiled and run once in each server: code of one's own that programs import.
     """
 
     def __init__(
-        self, tier: str | None = None, limits: Limits | None = None, size: int = 1, queue_s: float = QUEUE_S
+        self,
+        tier: str | None = None,
+        limits: Limits | None = None,
+        size: int = 1,
+        queue_s: float = QUEUE_S,
+        preloaded: Mapping[str, str] | None = None,
     ) -> None:
         if size < 1:
             raise SandboxError(f"sandbox size is {size}: give 1 or more")
         self.tier: Tier = best_tier() if tier is None else check(tier)
         self.limits = limits or Limits()
         self._queue_s = queue_s
+        self._preloaded = preloaded
         self._lock = threading.Lock()
         self._closed = False
         self._busy: set[ServerProcess] = set()
@@ -95,7 +104,7 @@ class Sandbox:
             if server and server.dead:
                 server.kill()
                 server = None
-            server = server or ServerProcess(self.tier)
+            server = server or ServerProcess(self.tier, self._preloaded)
         except BaseException:
             self._idle.put(None)
             raise

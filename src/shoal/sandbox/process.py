@@ -19,6 +19,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ sys.modules[sys.argv[2]].main(blob["config"])
 
 
 class ServerProcess:
-    def __init__(self, tier: str) -> None:
+    def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None) -> None:
         """Start one and wait until it is warm. SandboxError says why it could not."""
-        self.tier = tier
+        self.tier, self._preloaded = tier, dict(preloaded or {})
         self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
@@ -79,6 +80,7 @@ class ServerProcess:
         root = os.getuid() == 0
         return {
             "tier": self.tier,
+            "preloaded": self._preloaded,
             "control": control,
             "parent": parent,
             "blob": blob,

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import sys
+import types
 from typing import Any, NoReturn
 
 from shoal.sandbox import keeper, kernel, program, seccomp
@@ -38,6 +39,9 @@ def main(config: dict[str, Any]) -> NoReturn:
     for name in WARM:
         importlib.import_module(name)
     program.warm_up()
+    for name, text in config["preloaded"].items():
+        sys.modules[name] = module = types.ModuleType(name)
+        exec(compile(text, name, "exec"), module.__dict__)
     if strong:
         program.FILTERS.update({forks: seccomp.Filter(forks) for forks in (False, True)})
         kernel.keep_capabilities(1 << kernel.CAP_SYS_ADMIN)

@@ -1,13 +1,43 @@
 """Tasks: questions for models, and rewards for their answers."""
 
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
 from shoal.config.recipe import TaskSection
+from shoal.model.sources import cache_dir
+from shoal.tasks.compiling import compile_tasks
 from shoal.tasks.rewards.graders import Graders
+from shoal.tasks.table import Fetch, Store
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 from shoal.tasks.taskset import TaskSet
 
-__all__ = ["Grade", "Graders", "Task", "TaskSet", "TasksNotFoundError", "load"]
+__all__ = ["Grade", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load"]
 
 
-def load(section: TaskSection) -> TaskSet:
-    """The task set of a config. Raises TasksNotFoundError if it cannot be read or leaves too few tasks to train on."""
-    return TaskSet(section)
+def load(section: TaskSection, folder: Path | None = None) -> TaskSet:
+    """The task set of a config, built from its sources in `folder` (default: a temporary one, gone with the set).
+
+    Raises TasksNotFoundError if a source cannot be read, leaves too few tasks, or does not give `section.digest`.
+    """
+    if folder is not None:
+        built = compile_tasks(section, folder)
+        return TaskSet(section, built.digest, Store(folder), built.notes)
+    parent = cache_dir() / "tasks"
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    store = Store(folder)
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)  # every view of the tasks holds the store
+    built = compile_tasks(section, folder)
+    return TaskSet(section, built.digest, store, built.notes)
+
+
+def join(section: TaskSection, folder: Path, fetch: Fetch) -> TaskSet:
+    """The task set that `section.digest` names, kept in `folder` and fetched by hash as it is needed.
+
+    Raises TasksNotFoundError, and what `fetch` raises.
+    """
+    if not section.digest:
+        raise TasksNotFoundError("the run's config names no task set: start its coordinator with this version of Shoal")
+    return TaskSet(section, section.digest, Store(folder, fetch))

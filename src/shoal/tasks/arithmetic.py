@@ -38,7 +38,7 @@ def arithmetic(options: Mapping[str, Any]) -> list[dict[str, str]]:
         ) from error
     operands = range(asked.operand_min, asked.operand_max + 1)
     return [
-        {"question": f"{a} {operation} {b}", "answer": str(a + b if operation == "+" else a - b)}
+        {"question": f"{a} {operation} {b}", "answer": str(a + b if operation == "+" else a - b), "reward": "number"}
         for operation in dict.fromkeys(asked.operations)
         for a in operands
         for b in operands

@@ -18,6 +18,7 @@ class Task:
     source: str = ""  # name of its source
     tests: str = ""  # JSON: the unit tests of a code task
     metadata: str = ""  # JSON: whatever else a reward or an environment needs
+    reward: str = ""  # the reward that grades it where its source names none
 
 
 Outcome = Literal["graded", "wrong_format", "grader_error"]

@@ -43,7 +43,7 @@ def verify(
 
     `curriculum`: digest of the page that the step's tasks were drawn by; `page` gets it and those before it.
     """
-    with Judge(config, header.run, dtype, page) as judge:
+    with Judge(config, header.run, dtype, page=page) as judge:
         judge.load(weights)
         asked = offline_assignment(
             config,

@@ -33,7 +33,7 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
-from shoal.tasks import Grade
+from shoal.tasks import Grade, TaskSet
 from shoal.tasks.budget import reward, rewards_differ
 from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
@@ -55,14 +55,20 @@ class Examined:
 
 
 class Judge:
-    """`page` gets a page of the run's curriculum, for assignments that name one."""
-
-    def __init__(self, config: Config, run: str, dtype: DtypeName, page: Fetch = no_pages) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        dtype: DtypeName,
+        task_set: TaskSet | None = None,
+        page: Fetch = no_pages,
+    ) -> None:
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
         self.config = config
         self.run = run
         self.dtype = dtype
-        self.tasks = tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks)
+        self.tasks = task_set or tasks.load(config.tasks)
+        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.curriculum = Curriculum(page)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.model: Any = None

@@ -14,6 +14,7 @@ from shoal.protocol.messages import Claim, ClaimRequest, Claims, ContentOwner, O
 from shoal.protocol.node import Node, RefusedError
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
+from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.judge import Examined, Judge, group_results
 
@@ -23,12 +24,20 @@ log = logging.getLogger(__name__)
 
 
 class Validator:
-    def __init__(self, node: Node, config: Config, cache: Path, publisher: str, dtype: DtypeName) -> None:
+    def __init__(
+        self,
+        node: Node,
+        config: Config,
+        cache: Path,
+        publisher: str,
+        dtype: DtypeName,
+        task_set: TaskSet | None = None,
+    ) -> None:
         self.node = node
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
-        self.judge = Judge(config, node.invite.run, dtype, node.curriculum_page)
+        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page)
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Returns which."""

@@ -1,31 +1,47 @@
-"""Grades completions of any task of a task set, each with its source's reward.
+"""Grades completions of any task of a task set, each with its source's reward, or with its own where the source names none.
 
 Invariant: worker, validator, evaluator and the tools grade through this, so the same completion gets the same score.
 Rewards start on first use and end with `close`.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
+from shoal.sandbox import Limits, SandboxError
+from shoal.tasks.rewards.code import Code
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.rewards.number import Number
+from shoal.tasks.rewards.own import Own
+from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 
 REWARDS: dict[str, Callable[[], Reward]] = {"number": Number, "math": Math}
+SANDBOXED: dict[str, Callable[[Limits, str | None], Reward]] = {
+    "code": Code,
+    "code_fraction": lambda limits, tier: Code(limits, tier, fraction=True),
+}
+TRUST = "SHOAL_TRUST_RUN"  # set to 1 by a person who trusts the author of the run with this machine
 
 
 class GradeError(ShoalError):
-    """A reward that breaks its contract; the message names the task."""
+    """A reward that cannot start, or breaks its contract; the message names it."""
 
 
 class Graders:
     """Use as a context manager, or call `close`."""
 
-    def __init__(self, section: TaskSection) -> None:
+    def __init__(self, section: TaskSection, *, files: Mapping[str, bytes] | None = None) -> None:
+        """`files`: the source of rewards of one's own, by file name, from the task set. Raises GradeError."""
         self.section = section
-        self.rewards: dict[str, Reward] = {}  # by source
+        self.files = files or {}
+        self.rewards: dict[str, Reward] = {}  # by name
+        for source in section.sources:
+            for name in weights_of(source):
+                self._check(source, name)
 
     def __enter__(self) -> Self:
         return self
@@ -41,24 +57,75 @@ class Graders:
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """One grade per completion, in order. Raises GradeError for a score outside of [0, 1]."""
         grades: dict[int, Grade] = {}
-        for source in dict.fromkeys(task.source for task in tasks):
-            of_source = [n for n, task in enumerate(tasks) if task.source == source]
-            found = self._reward(source).grade([tasks[n] for n in of_source], [completions[n] for n in of_source])
-            grades.update(zip(of_source, found, strict=True))
+        for label, own in dict.fromkeys((task.source, task.reward) for task in tasks):
+            alike = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, own)]
+            source = self.section.source(label)
+            found = self._grade(source, own, [tasks[n] for n in alike], [completions[n] for n in alike])
+            grades.update(zip(alike, found, strict=True))
         for n, task in enumerate(tasks):
             if not 0 <= grades[n].score <= 1:  # not for NaN either
                 raise GradeError(f"the reward gives {grades[n].score} for task {task.id}; scores must be within [0, 1]")
         return [grades[n] for n in range(len(tasks))]
 
-    def _reward(self, source: str) -> Reward:
-        if source not in self.rewards:
-            self.rewards[source] = make_reward(self.section.source(source))
-        return self.rewards[source]
+    def _grade(self, source: SourceSection, own: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        weights = weights_of(source) or {own: 1.0}
+        found = {name: self._reward(source, name).grade(tasks, completions) for name in weights}
+        if not isinstance(source.reward, dict):
+            return next(iter(found.values()))
+        return [combine({name: found[name][n] for name in weights}, weights) for n in range(len(tasks))]
+
+    def _reward(self, source: SourceSection, name: str) -> Reward:
+        if name not in self.rewards:
+            self._check(source, name)
+            self.rewards[name] = self._start(name)
+        return self.rewards[name]
+
+    def _check(self, source: SourceSection, name: str) -> None:
+        if not name:
+            raise GradeError(f"source {source.label} names no reward, and neither does its schema; set its reward")
+        if is_own(name):
+            if _file(name) not in self.files:
+                raise GradeError(f"source {source.label}: its task set does not hold {_file(name)}; make it anew")
+        elif name not in REWARDS and name not in SANDBOXED:
+            known = ", ".join([*REWARDS, *SANDBOXED])
+            raise GradeError(
+                f"source {source.label}: no reward {name!r}; there are {known}, and functions as file.py:name"
+            )
+
+    def _start(self, name: str) -> Reward:
+        if name in REWARDS:
+            return REWARDS[name]()
+        sandbox, trusted = self.section.sandbox, os.environ.get(TRUST) == "1"
+        if sandbox.tier == "rlimits" and not trusted:
+            raise GradeError(
+                f'reward {name}: tasks.sandbox.tier = "rlimits" protects nothing but memory and time on this machine; set '
+                f"{TRUST}=1 here if you trust the author of this run, or use another tier"
+            )
+        tier = None if sandbox.tier == "auto" else sandbox.tier
+        try:
+            if is_own(name):
+                source = self.files[_file(name)].decode(errors="replace")
+                return Own(name, source, limits_of(sandbox), tier, trusted=trusted)
+            return SANDBOXED[name](limits_of(sandbox), tier)
+        except SandboxError as error:
+            raise GradeError(f"reward {name} needs a sandbox: {error}") from error
 
 
-def make_reward(source: SourceSection) -> Reward:
-    """The reward that a source names. Raises GradeError for an unknown one."""
-    name = source.reward or "number"
-    if not isinstance(name, str) or name not in REWARDS:
-        raise GradeError(f"source {source.label}: no reward {name!r}; there are {', '.join(REWARDS)}")
-    return REWARDS[name]()
+def weights_of(source: SourceSection) -> dict[str, float]:
+    """The rewards that a source names, with their weights; empty if it leaves them to its tasks."""
+    if isinstance(source.reward, dict):
+        return source.reward
+    return {source.reward: 1.0} if source.reward else {}
+
+
+def is_own(name: str) -> bool:
+    return ".py:" in name
+
+
+def limits_of(section: SandboxSection) -> Limits:
+    return Limits(wall_s=section.wall_s, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
+
+
+def _file(name: str) -> str:
+    """The name that a reward's file has in the task set."""
+    return Path(name.rpartition(":")[0]).name

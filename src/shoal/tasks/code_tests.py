@@ -1,0 +1,136 @@
+"""The unit tests of code tasks as JSON, and how data sets write theirs.
+
+    {"kind": "stdin", "cases": [{"input": str, "output": str}]}
+    {"kind": "functional", "entry": "f", "cases": [{"args": [...], "output": ...}]}
+    {"kind": "asserts", "entry": "f", "code": "def check(candidate): ..." or assert lines, "prompt": "code before it"}
+
+Invariant: nothing is executed or unpickled here; a pickled string is read as data, and any other pickle is refused.
+Called by `schemas`; the reward `code` runs the tests.
+"""
+
+import base64
+import binascii
+import json
+import pickletools
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.tasks.fields import LeftOutError, RowError, parsed
+
+MAX_UNPACKED_BYTES = 64 << 20
+STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
+DEFINED = re.compile(r"^def\s+(\w+)", flags=re.MULTILINE)
+
+
+def stdin(cases: Sequence[tuple[Any, Any]]) -> str:
+    return _dump({"kind": "stdin", "cases": [{"input": _lines(a), "output": _lines(b)} for a, b in cases]})
+
+
+def functional(entry: str, cases: Sequence[tuple[Sequence[Any], Any]]) -> str:
+    return _dump(
+        {"kind": "functional", "entry": entry, "cases": [{"args": list(args), "output": out} for args, out in cases]}
+    )
+
+
+def asserts(entry: str, code: str, prompt: str = "") -> str:
+    return _dump({"kind": "asserts", "entry": entry, "code": code, "prompt": prompt})
+
+
+def apps(found: Any) -> str:
+    """APPS' form, {"inputs": [...], "outputs": [...], "fn_name": optional}. Raises RowError, LeftOutError.
+
+    Where every expected output is a list of one value, the list is APPS' wrapping and is taken off.
+    """
+    found = parsed(found, "input_output") if found != "" else {}
+    if not isinstance(found, Mapping):
+        raise RowError("the tests are not an object with inputs and outputs")
+    inputs, outputs = found.get("inputs") or [], found.get("outputs") or []
+    if not inputs:
+        raise LeftOutError("no tests")
+    if len(inputs) != len(outputs):
+        raise RowError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
+    if not found.get("fn_name"):
+        return stdin(list(zip(inputs, outputs, strict=True)))
+    if all(isinstance(one, list) and len(one) == 1 for one in outputs):
+        outputs = [one[0] for one in outputs]
+    arguments = [one if isinstance(one, list) else [one] for one in inputs]
+    return functional(str(found["fn_name"]), list(zip(arguments, outputs, strict=True)))
+
+
+def genesys(found: Sequence[Any]) -> str:
+    """SYNTHETIC-1's form, a list of {"type", "input", "output", "fn_name"}. Raises RowError, LeftOutError."""
+    cases = [case for case in found if isinstance(case, Mapping)]
+    if not cases:
+        raise LeftOutError("no tests")
+    if len(cases) != len(found) or any("input" not in case or "output" not in case for case in cases):
+        raise RowError("a test case is not an object with input and output")
+    entries = {str(case["fn_name"]) for case in cases if case.get("fn_name")}
+    if not entries:
+        return stdin([(case["input"], case["output"]) for case in cases])
+    if len(entries) > 1 or any(not isinstance(case["input"], list) for case in cases):
+        raise RowError("the test cases call several functions, or without a list of arguments")
+    return functional(entries.pop(), [(case["input"], case["output"]) for case in cases])
+
+
+def livecodebench(cases: Sequence[Mapping[str, Any]], entry: str) -> str:
+    """LiveCodeBench's form: a functional case has one argument in JSON per line. Raises RowError, LeftOutError."""
+    if not cases:
+        raise LeftOutError("no tests")
+    if all(case["testtype"] == "stdin" for case in cases):
+        return stdin([(case["input"], case["output"]) for case in cases])
+    if not entry:
+        raise RowError("metadata has no func_name for its functional tests")
+    return functional(
+        entry,
+        [([_argument(line) for line in case["input"].splitlines()], _argument(case["output"])) for case in cases],
+    )
+
+
+def unpack_livecodebench(packed: str) -> list[Any]:
+    """Private tests: JSON, or a JSON string that was pickled, compressed and written in base64. Raises RowError."""
+    if packed.lstrip().startswith("["):
+        return list(parsed(packed, "private_test_cases"))
+    try:
+        inflate = zlib.decompressobj()
+        data = inflate.decompress(base64.b64decode(packed, validate=True), MAX_UNPACKED_BYTES)
+    except (binascii.Error, zlib.error) as error:
+        raise RowError(f"column private_test_cases is neither JSON nor compressed ({error})") from error
+    if not inflate.eof:
+        raise RowError(f"column private_test_cases unpacks to more than {MAX_UNPACKED_BYTES >> 20} MB: remove the row")
+    return list(parsed(_pickled_string(data), "private_test_cases"))
+
+
+def entry_of(code: str, tests: str) -> str:
+    """The function that asserts are about: the last one defined in the solution that the tests name. Raises RowError."""
+    named = [name for name in DEFINED.findall(code) if re.search(rf"\b{name}\s*\(", tests)]
+    if not named:
+        raise RowError("the tests call no function that the solution in column code defines")
+    return str(named[-1])
+
+
+def _pickled_string(data: bytes) -> str:
+    """The string of a pickle that holds one string and nothing else. Its opcodes are listed, never executed."""
+    try:
+        found = list(pickletools.genops(data))
+    except Exception as error:  # noqa: BLE001 - pickletools promises no kind of error for bytes that are no pickle
+        raise RowError("column private_test_cases is no pickled string") from error
+    strings = [str(argument) for opcode, argument, _ in found if opcode.name in STRINGS]
+    if len(strings) != 1 or any(opcode.name not in STRINGS | AROUND for opcode, _, _ in found):
+        raise RowError("column private_test_cases holds a pickle of more than a string, which is never loaded")
+    return strings[0]
+
+
+def _argument(line: str) -> Any:
+    return parsed(line, "a functional test case")
+
+
+def _lines(found: Any) -> str:
+    """Text of a stream: some data sets store it as a list of lines."""
+    return "\n".join(map(str, found)) if isinstance(found, list) else str(found)
+
+
+def _dump(tests: dict[str, Any]) -> str:
+    return json.dumps(tests, ensure_ascii=False)

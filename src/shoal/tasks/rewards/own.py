@@ -1,0 +1,126 @@
+"""A reward of one's own: a Python function in a file that travels with the run, `reward = "my_rewards.py:exact"`.
+
+Invariant: whatever the function does, each completion gets a grade in bounded time: its score, or `grader_error`
+with what it raised.
+It runs in the sandbox, a fresh process for each call, because a machine need not trust the author of a run. Where
+the person who runs the node says SHOAL_TRUST_RUN=1, it runs in a plain process that may import what is installed
+there (`trusted`).
+Called by `graders`. Left out: other files of the author's.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Protocol
+
+from shoal.sandbox import Limits, Program, Sandbox, SandboxError
+from shoal.tasks.rewards.inside import RUN, modules
+from shoal.tasks.rewards.trusted import RaisedError, RewardError, TrustedFunction
+from shoal.tasks.rewards.wire import WireError, pack, unpack
+from shoal.tasks.task import Grade, Task
+
+BATCH = 64  # completions in one call of a batch function
+END_S = 0.5  # for a process to end after its answer
+FIELDS = ("id", "question", "answer", "source", "tests", "metadata")
+ADVICE = {
+    "timeout": "it took longer than tasks.sandbox.wall_s or cpu_s",
+    "memory": "it needs more memory than tasks.sandbox.memory_bytes",
+    "output": "it printed too much",
+}
+
+
+class Function(Protocol):
+    """A process that runs `own_inside`."""
+
+    def ask(self, call: bytes | None) -> tuple[bytes, bool]:
+        """The answer to a call, or to the setup alone; and whether it came within half of the limits. Raises RewardError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Own:
+    def __init__(
+        self, name: str, source: str, limits: Limits, tier: str | None = None, size: int = 0, trusted: bool = False
+    ) -> None:
+        """`name` is file.py:function. Raises SandboxError if the tier does not work here."""
+        self.name = name
+        file, _, function = name.rpartition(":")
+        setup = pack([file, source, function])
+        size = 1 if trusted else size or min(8, len(os.sched_getaffinity(0)))
+        self.tier, self.function = "", _plain(setup, limits)
+        if not trusted:
+            sandbox = Sandbox(tier, limits, size, preloaded=modules("own_inside"))
+            self.tier, self.function = sandbox.tier, SandboxedFunction(sandbox, setup)
+        self.threads = ThreadPoolExecutor(size, "reward")
+        self.batched: bool | None = None  # known after the first call
+
+    def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        pairs = list(zip(tasks, completions, strict=True))
+        try:
+            if self.batched is None and pairs:
+                self.batched = self.function.ask(None)[0] == b"R1"
+        except (RewardError, SandboxError) as error:
+            return [self._error(error)] * len(pairs)
+        size = BATCH if self.batched else 1
+        calls = [pairs[n : n + size] for n in range(0, len(pairs), size)]
+        return [grade for grades in self.threads.map(self._call, calls) for grade in grades]
+
+    def close(self) -> None:
+        self.function.close()
+        self.threads.shutdown()
+
+    def _call(self, pairs: Sequence[tuple[Task, str]]) -> list[Grade]:
+        tasks = [{key: value for key, value in asdict(task).items() if key in FIELDS} for task, _ in pairs]
+        try:
+            answer, early = self.function.ask(pack([tasks, [completion for _, completion in pairs]]))
+            return [self._grade(score, early) for score in _scores(answer, len(pairs))]
+        except RaisedError as error:
+            if len(pairs) > 1:  # one completion must not cost the others their grades
+                return [grade for pair in pairs for grade in self._call([pair])]
+            return [self._error(error)]
+        except (RewardError, SandboxError, WireError) as error:
+            return [self._error(error)] * len(pairs)
+
+    def _grade(self, score: float, early: bool) -> Grade:
+        if not 0 <= score <= 1:  # not for NaN either
+            return self._error(RewardError(f"it returned {score}; scores must be within [0, 1]"))
+        return Grade(score, tier=self.tier, repeatable=early)
+
+    def _error(self, error: Exception) -> Grade:
+        return Grade(0.0, "grader_error", f"reward {self.name}: {error}", tier=self.tier, repeatable=False)
+
+
+class SandboxedFunction:
+    def __init__(self, sandbox: Sandbox, setup: bytes) -> None:
+        self.sandbox, self.setup = sandbox, setup
+
+    def ask(self, call: bytes | None) -> tuple[bytes, bool]:
+        with self.sandbox.open(Program(RUN)) as talk:
+            answer: bytes | None = b""
+            for frame in [self.setup] if call is None else [self.setup, call]:
+                talk.send(frame)
+                answer = talk.receive()
+                if answer is None:
+                    result = talk.close()
+                    ended = f"its process ended ({result.outcome}, exit code {result.exit_code})"
+                    raise RewardError(ADVICE.get(result.outcome, ended))
+                if answer[:1] == b"X":
+                    raise RaisedError(answer[1:].decode(errors="replace"))
+            used, limits = talk.close(END_S), self.sandbox.limits
+        return answer or b"", used.cpu_s <= limits.cpu_s / 2 and used.wall_s <= limits.wall_s / 2
+
+    def close(self) -> None:
+        self.sandbox.close()
+
+
+def _plain(setup: bytes, limits: Limits) -> Function:
+    return TrustedFunction(modules("own_inside"), setup, limits.wall_s)
+
+
+def _scores(answer: bytes, count: int) -> list[float]:
+    scores = unpack(answer[1:]) if answer[:1] == b"V" else None
+    if not isinstance(scores, list) or len(scores) != count or not all(type(score) is float for score in scores):
+        raise RewardError("its process answers with something else than scores")
+    return scores

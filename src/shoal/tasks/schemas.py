@@ -1,0 +1,315 @@
+"""Schemas of public data sets that are recognised by their columns. To add one, add a function and a line to SCHEMAS.
+
+Invariant: the first schema in the list whose columns a file has, and whose `when` accepts its first row, reads all its rows.
+Called by `sources`, for files without a field map. Columns were taken from the data sets' own pages and loaders.
+"""
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.tasks import code_tests
+from shoal.tasks.fields import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
+from shoal.tasks.rewards.number import last_number
+
+
+@dataclass(frozen=True)
+class Schema:
+    name: str
+    needs: tuple[str, ...]  # columns that it is recognised by
+    read: Callable[[Row], Fields]
+    reads: tuple[str, ...] = ()  # columns that it reads where they are there
+    when: Callable[[Row], bool] = lambda row: True  # a look at the first row, where columns do not tell
+
+
+# --- word problems whose answer is a number -------------------------------------------------------------------------
+
+
+def gsm8k(row: Row) -> Fields:
+    _, marker, answer = text(row, "answer").rpartition("####")
+    number = last_number(answer)
+    if not marker or number is None:
+        raise RowError("column answer has no number after ####")
+    return Fields(text(row, "question"), number, reward="number")
+
+
+def svamp(row: Row) -> Fields:
+    question = f"{text(row, 'Body').strip()} {text(row, 'Question').strip()}"
+    return Fields(question, _number(row, "Answer"), metadata=metadata(row, "ID", "Type", "Equation"), reward="number")
+
+
+def mawps(row: Row) -> Fields:
+    return Fields(text(row, "input"), _number(row, "target"), reward="number")
+
+
+def mawps_original(row: Row) -> Fields:
+    solutions = value(row, "lSolutions")
+    if not isinstance(solutions, list) or len(solutions) != 1:
+        raise LeftOutError("not one solution")
+    return Fields(
+        text(row, "sQuestion"),
+        _number({"lSolutions": solutions[0]}, "lSolutions"),
+        metadata=metadata(row, "lEquations"),
+        reward="number",
+    )
+
+
+def calc_x(row: Row) -> Fields:
+    return Fields(text(row, "question"), _number(row, "result"), reward="number")
+
+
+def _number(row: Row, column: str) -> str:
+    number = last_number(text(row, column))
+    if number is None:
+        raise RowError(f"column {column} holds no number")
+    return number
+
+
+# --- mathematics ----------------------------------------------------------------------------------------------------
+
+
+def problem_and_answer(row: Row) -> Fields:
+    return Fields(
+        text(row, "problem"), _math(row, "answer"), metadata=metadata(row, "id", "year", "url"), reward="math"
+    )
+
+
+def aime_capital(row: Row) -> Fields:
+    return Fields(text(row, "Problem"), _math(row, "Answer"), metadata=metadata(row, "ID"), reward="math")
+
+
+def math_500(row: Row) -> Fields:
+    found = metadata(row, "unique_id", "subject", "level")
+    return Fields(text(row, "problem"), _math(row, "answer"), metadata=found, reward="math")
+
+
+def competition_math(row: Row) -> Fields:
+    answer = last_boxed(text(row, "solution"))
+    if answer is None:
+        raise LeftOutError("no boxed answer")
+    return Fields(text(row, "problem"), answer, metadata=metadata(row, "level", "type", "source"), reward="math")
+
+
+def numina_1_5(row: Row) -> Fields:
+    for column in ("problem_is_valid", "solution_is_valid"):
+        if row.get(column) not in (None, "Yes"):
+            raise LeftOutError(f"{column} is not Yes")
+    answer = str(row.get("answer") or "").strip()
+    if row.get("question_type") == "proof" or answer.lower() in ("proof", "notfound", ""):
+        raise LeftOutError("a proof, or no answer")
+    found = metadata(row, "problem_type", "question_type", "source")
+    return Fields(text(row, "problem"), answer, metadata=found, reward="math")
+
+
+def last_boxed(solution: str) -> str | None:
+    r"""What is in the last \boxed{}, braces within it included.
+
+    >>> last_boxed(r"so \boxed{\frac{1}{2}} is it"), last_boxed(r"\boxed 5"), last_boxed("none")
+    ('\\frac{1}{2}', '5', None)
+    """
+    starts = [found.end() for found in re.finditer(r"\\(?:boxed|fbox)(?=[\s{])", solution)]
+    if not starts:
+        return None
+    rest = solution[starts[-1] :].lstrip()
+    if not rest.startswith("{"):
+        return re.split(r"[\s$.,]", rest, maxsplit=1)[0] or None
+    depth = 0
+    for at, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0) if at == 0 or rest[at - 1] != "\\" else 0
+        if depth == 0:
+            return rest[1:at].strip() or None
+    return None
+
+
+def _math(row: Row, column: str) -> str:
+    answer = text(row, column).strip()
+    if not answer:
+        raise RowError(f"column {column} is empty")
+    return answer
+
+
+# --- code -----------------------------------------------------------------------------------------------------------
+
+
+def humaneval(row: Row) -> Fields:
+    prompt = text(row, "prompt")
+    return Fields(
+        prompt,
+        text(row, "canonical_solution"),
+        tests=code_tests.asserts(text(row, "entry_point"), text(row, "test"), prompt),
+        metadata=metadata(row, "task_id"),
+        reward="code",
+    )
+
+
+def mbpp(row: Row) -> Fields:
+    """The full set has its question in `text`, the sanitized one in `prompt`."""
+    code, lines = text(row, "code"), [str(line) for line in value(row, "test_list")]
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
+    tests = "\n".join([*([setup] if setup else []), *lines])
+    asked = text(row, "text" if "text" in row else "prompt").strip()
+    return Fields(
+        f"{asked}\nYour code should pass these tests:\n" + "\n".join(lines),
+        code,
+        tests=code_tests.asserts(code_tests.entry_of(code, tests), tests),
+        metadata=metadata(row, "task_id"),
+        reward="code",
+    )
+
+
+def apps(row: Row) -> Fields:
+    starter = str(row.get("starter_code") or "")
+    return Fields(
+        _with_starter(text(row, "question"), starter),
+        tests=code_tests.apps(row.get("input_output") or ""),
+        metadata=metadata(row, "problem_id", "difficulty", "url"),
+        reward="code",
+    )
+
+
+def livecodebench(row: Row) -> Fields:
+    """All tests, public and private; the private ones are left out of the question."""
+    public = parsed(value(row, "public_test_cases"), "public_test_cases")
+    private = code_tests.unpack_livecodebench(str(row.get("private_test_cases") or "[]"))
+    known = parsed(row.get("metadata") or "{}", "metadata")
+    return Fields(
+        _with_starter(text(row, "question_content"), str(row.get("starter_code") or "")),
+        tests=code_tests.livecodebench([*public, *private], str(known.get("func_name") or "")),
+        metadata=metadata(row, "question_id", "platform", "difficulty", "contest_date"),
+        reward="code",
+    )
+
+
+def _with_starter(question: str, starter: str) -> str:
+    return f"{question}\n\nStart from this code:\n```python\n{starter}\n```" if starter.strip() else question
+
+
+# --- mixed ----------------------------------------------------------------------------------------------------------
+
+
+def verification_info(row: Row) -> Fields:
+    """SYNTHETIC-1 and 2, INTELLECT-2: `task_type` says how a row is verified, `verification_info` holds what with."""
+    info, kind = _info(value(row, "verification_info")), str(row.get("task_type") or "")
+    found = metadata(row, "problem_id", "source", "task_type", "solve_rate_qwen_r1_distill_7b")
+    if kind in ("verifiable_math", "") and info.get("ground_truth") is not None:
+        return Fields(text(row, "prompt"), text(info, "ground_truth"), metadata=found, reward="math")
+    if kind in ("verifiable_code", "prime_rl_code", "") and info.get("test_cases") is not None:
+        if str(info.get("language") or "python").lower() not in ("python", "python3"):
+            raise LeftOutError(f"code in {info['language']}")
+        cases = parsed(info["test_cases"], "verification_info.test_cases")
+        tests = code_tests.genesys(cases) if isinstance(cases, list) else code_tests.apps(cases)
+        return Fields(text(row, "prompt"), tests=tests, metadata=found, reward="code")
+    if kind in ("verifiable_math", "verifiable_code", "prime_rl_code", ""):
+        raise RowError("column verification_info has neither ground_truth nor test_cases")
+    raise LeftOutError(f"task type {kind}")
+
+
+def _info(found: Any) -> Row:
+    """An object, as it is, as JSON, or as Python writes it."""
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError:
+            try:
+                found = ast.literal_eval(found)
+            except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+                raise RowError("column verification_info is not JSON") from error
+    if not isinstance(found, dict):
+        raise RowError("column verification_info is not an object")
+    return found
+
+
+# --- other ----------------------------------------------------------------------------------------------------------
+
+
+def gpqa(row: Row) -> Fields:
+    """Four choices, in an order that follows from a hash of the question and the choice."""
+    question = text(row, "Question").strip()
+    right = text(row, "Correct Answer").strip()
+    choices = [right, *(text(row, f"Incorrect Answer {n}").strip() for n in (1, 2, 3))]
+    choices.sort(key=lambda choice: hashlib.sha256(f"{question}\n{choice}".encode()).digest())
+    listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+    found = metadata(row, "Record ID", "Subdomain", "High-level domain")
+    return Fields(f"{question}\n\n{listed}", "ABCD"[choices.index(right)], metadata=found, reward="math")
+
+
+def ifeval(row: Row) -> Fields:
+    """No reward by default: instructions are checked by the suite's own grader. Parquet stores absent options as null."""
+    options = [{key: one for key, one in dict(kept).items() if one is not None} for kept in value(row, "kwargs")]
+    found = {"key": row.get("key"), "instruction_id_list": value(row, "instruction_id_list"), "kwargs": options}
+    return Fields(text(row, "prompt"), metadata=as_json(found))
+
+
+def plain(row: Row) -> Fields:
+    """`question` and `answer`, and `tests` and `metadata` where they are there."""
+    answer = text(row, "answer") if row.get("answer") is not None else ""
+    tests, more = row.get("tests"), row.get("metadata")
+    return Fields(
+        text(row, "question"),
+        answer,
+        tests=as_json(tests) if tests else "",
+        metadata=as_json(more) if more else "",
+        reward="code" if tests else ("number" if NUMERIC.fullmatch(answer.strip()) else ""),
+    )
+
+
+NUMERIC = re.compile(r"[-\u2212]?\$?[\d,]*\.?\d+", flags=re.ASCII)
+
+SCHEMAS = [
+    Schema("GSM8K", ("question", "answer"), gsm8k, when=lambda row: "####" in str(row["answer"])),
+    Schema("SVAMP", ("Body", "Question", "Answer"), svamp, ("ID", "Type", "Equation")),
+    Schema("MAWPS", ("input", "target"), mawps),
+    Schema("MAWPS (original)", ("sQuestion", "lSolutions"), mawps_original, ("lEquations",)),
+    Schema("MAWPS (Calc-X)", ("question", "result", "chain"), calc_x),
+    Schema("HumanEval", ("prompt", "canonical_solution", "test", "entry_point"), humaneval, ("task_id",)),
+    Schema("MBPP", ("text", "code", "test_list"), mbpp, ("task_id", "test_setup_code")),
+    Schema("MBPP (sanitized)", ("prompt", "code", "test_list"), mbpp, ("task_id", "test_imports")),
+    Schema(
+        "LiveCodeBench",
+        ("question_content", "public_test_cases"),
+        livecodebench,
+        ("private_test_cases", "metadata", "starter_code", "question_id", "platform", "difficulty", "contest_date"),
+    ),
+    Schema("APPS", ("question", "input_output"), apps, ("starter_code", "problem_id", "difficulty", "url")),
+    Schema(
+        "SYNTHETIC-1 and INTELLECT-2",
+        ("prompt", "verification_info"),
+        verification_info,
+        ("task_type", "problem_id", "source", "solve_rate_qwen_r1_distill_7b"),
+    ),
+    Schema(
+        "NuminaMath-1.5",
+        ("problem", "answer", "problem_is_valid", "solution_is_valid"),
+        numina_1_5,
+        ("question_type", "problem_type", "source"),
+    ),
+    Schema("MATH-500", ("problem", "answer", "unique_id"), math_500, ("subject", "level")),
+    Schema("DeepScaleR, AIME", ("problem", "answer"), problem_and_answer, ("id", "year", "url")),
+    Schema("AIME (capitals)", ("Problem", "Answer"), aime_capital, ("ID",)),
+    Schema("MATH", ("problem", "solution"), competition_math, ("level", "type", "source")),
+    Schema(
+        "GPQA",
+        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        gpqa,
+        ("Record ID", "Subdomain", "High-level domain"),
+    ),
+    Schema("IFEval", ("prompt", "instruction_id_list", "kwargs"), ifeval, ("key",)),
+    Schema("question and answer", ("question", "answer"), plain, ("tests", "metadata")),
+    Schema("question and tests", ("question", "tests"), plain, ("metadata",)),
+]
+
+
+def recognise(columns: Iterable[str], first: Row) -> Schema:
+    """The schema of a file with these columns and this first row. Raises RowError, which names what was found."""
+    held = set(columns)
+    for schema in SCHEMAS:
+        if held.issuperset(schema.needs) and schema.when(first):
+            return schema
+    raise RowError(
+        f"its columns ({', '.join(sorted(held)) or 'none'}) are of no schema known here: say which column is what, "
+        f'for example fields = {{ question = "{min(held, default="text")}", answer = "..." }}'
+    )

@@ -1,0 +1,183 @@
+"""Task sets on disk: a manifest in JSON that names chunks of tasks in Arrow's IPC format, every file by its SHA-256.
+
+Invariant: what is read has the hash by which it was asked for. Opening a set reads its manifest alone; a chunk is mapped
+into memory, and fetched where it is not on this machine, when a task in it is first needed.
+Called by `compiling`, which writes them, and `taskset`.
+"""
+
+import bisect
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import overload
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.files import new_file
+from shoal.tasks.task import Task, TasksNotFoundError
+
+FORMAT = "shoal-tasks-1"
+CHUNK_ROWS = 4096
+CHUNK_BYTES = 32 << 20  # of text in a chunk, unless one task alone is larger
+OPEN_CHUNKS = 64  # mapped at once: each holds a file open
+COLUMNS = [field.name for field in fields(Task)]
+SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
+
+Fetch = Callable[[str], bytes]
+Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
+Count = Field(ge=0, le=2**40)
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Chunk(Part):
+    sha256: str = Sha256
+    rows: int = Field(ge=1, le=CHUNK_ROWS)
+    size_bytes: int = Count
+
+
+class SourceTasks(Part):
+    """The training tasks of one source."""
+
+    name: str
+    chunks: list[Chunk]
+    train: int = Count
+    heldout: int = Count  # how many of the held-out tasks are its
+
+
+class Manifest(Part):
+    format: str = Field(default=FORMAT, pattern=f"^{FORMAT}$")
+    sources: list[SourceTasks] = Field(min_length=1)
+    heldout: list[Chunk]  # of all sources
+    files: dict[str, str] = {}  # further files that travel with the tasks, by name: SHA-256
+
+    def encode(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Manifest":
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise TasksNotFoundError(
+                f"the manifest of the task set is not of this version: {error.errors()[0]['msg']}"
+            ) from error
+
+
+class Store:
+    """Files by their SHA-256 in a folder, which `fetch` fills on demand."""
+
+    def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
+        self.folder = folder
+        self.fetch = fetch
+        self.verified: set[str] = set()
+        self.mapped: OrderedDict[str, pa.RecordBatch] = OrderedDict()
+
+    def put(self, data: bytes | memoryview) -> str:
+        sha256 = hashlib.sha256(data).hexdigest()
+        if not (self.folder / sha256).exists():
+            with new_file(self.folder / sha256) as file:
+                file.write(0, data)
+                file.commit(durable=False)  # every reader verifies the hash
+        self.verified.add(sha256)
+        return sha256
+
+    def path(self, sha256: str) -> Path:
+        """The file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError."""
+        path = self.folder / sha256
+        if sha256 in self.verified:
+            return path
+        if path.exists():
+            if _hash(path) == sha256:
+                self.verified.add(sha256)
+                return path
+            if self.fetch is None:
+                raise TasksNotFoundError(f"{path} was changed: its content has another hash; delete {self.folder}")
+            path.unlink()
+        if self.fetch is None:
+            raise TasksNotFoundError(f"no task data {sha256} in {self.folder}; prepare the tasks again")
+        if self.put(self.fetch(sha256)) != sha256:
+            raise TasksNotFoundError(f"the task data {sha256} that the coordinator served has another hash; try again")
+        return path
+
+    def read(self, sha256: str) -> bytes:
+        return self.path(sha256).read_bytes()
+
+    def batch(self, chunk: Chunk) -> pa.RecordBatch:
+        """A chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
+        if chunk.sha256 in self.mapped:
+            self.mapped.move_to_end(chunk.sha256)
+            return self.mapped[chunk.sha256]
+        batch = _mapped(self.path(chunk.sha256))
+        if batch.schema != SCHEMA or batch.num_rows != chunk.rows:
+            raise TasksNotFoundError(f"the task data {chunk.sha256} does not hold {chunk.rows} tasks of this version")
+        self.mapped[chunk.sha256] = batch
+        if len(self.mapped) > OPEN_CHUNKS:
+            self.mapped.popitem(last=False)
+        return batch
+
+    def write(self, table: pa.Table) -> Chunk:
+        """Store a table of at most CHUNK_ROWS tasks as one chunk. Equal tasks give equal bytes."""
+        [batch] = pa.table([column.combine_chunks() for column in table.columns], schema=SCHEMA).to_batches()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=None)) as writer:
+            writer.write_batch(batch)
+        data = sink.getvalue()
+        return Chunk(sha256=self.put(memoryview(data)), rows=batch.num_rows, size_bytes=data.size)
+
+
+class TaskView(Sequence[Task]):
+    """Tasks of a list of chunks. A task is built when it is asked for; none is kept."""
+
+    def __init__(self, store: Store, chunks: Sequence[Chunk]) -> None:
+        self.store = store
+        self.chunks = chunks
+        self.ends = list(itertools.accumulate(chunk.rows for chunk in chunks))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | list[Task]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(*at.indices(len(self)))]
+        at = at + len(self) if at < 0 else at
+        if not 0 <= at < len(self):
+            raise IndexError(f"task {at} of {len(self)}")
+        number = bisect.bisect_right(self.ends, at)
+        batch = self.store.batch(self.chunks[number])
+        row = at - (self.ends[number - 1] if number else 0)
+        return Task(*(column[row].as_py() for column in batch.columns))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[n] for n in range(len(self)))
+
+    def having(self, ids: Sequence[str]) -> Iterator[Task]:
+        """The tasks with these ids. Only they are built, but every chunk is read."""
+        wanted = pa.array(ids, pa.string())
+        for chunk in self.chunks:
+            for row in self.store.batch(chunk).filter(pc.is_in(self.store.batch(chunk)["id"], wanted)).to_pylist():
+                yield Task(**row)
+
+
+def _mapped(path: Path) -> pa.RecordBatch:
+    try:
+        with pa.memory_map(str(path)) as source:
+            return pa.ipc.open_file(source).get_batch(0)
+    except (pa.ArrowException, OSError) as error:
+        raise TasksNotFoundError(f"{path} is not readable as task data ({error}); delete it") from error
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,291 @@
+"""The reward `code`: what passes, what fails, and how a grade says so. `test_code_redteam` has the attacks."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.sandbox import Limits, best_tier
+from shoal.tasks import Grade, Task
+from shoal.tasks.rewards.code import Code
+from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_value, shown
+from shoal.tasks.rewards.code.extract import program_of
+from shoal.tasks.rewards.code.tests import TestsError, read_tests
+
+ADD = {"kind": "functional", "entry": "add", "cases": [{"args": [1, 2], "output": 3}, {"args": [-1, 1], "output": 0}]}
+ECHO = {"kind": "stdin", "cases": [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n5", "output": "5"}]}
+
+
+@pytest.fixture(scope="module")
+def code() -> Iterator[Code]:
+    reward = Code(Limits(), best_tier(), size=2)
+    yield reward
+    reward.close()
+
+
+def grade(code: Code, tests: Any, completion: str) -> Grade:
+    [found] = code.grade(
+        [Task("t/1", "", "", tests=tests if isinstance(tests, str) else json.dumps(tests))], [completion]
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("First\n```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```\nDone", "x = 2\n"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),  # marked as Python
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```Python3\nx = 1", "x = 1"),  # cut off
+        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```x```\n```python\ny\n```", "y\n"),
+        ("", ""),
+    ],
+)
+def test_the_program_of_a_completion(completion: str, program: str) -> None:
+    assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1  2 \r\n\n3", "1 2\n3", True),  # spaces and blank lines
+        ("1 2 3", "1 2\n3", False),
+        ("1\n2\n", "1\n", False),
+        ("yes", "YES", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.333", "0.33333333", False),
+        ("3.0", "3", True),
+        ("3.0000001", "3", False),  # a whole number is exact
+        ("1000000007", "1000000008", False),
+        ("1e0", "1.0", True),
+        ("nan", "1.0", False),
+        ("inf", "1e99999", False),
+        ("9" * 5000, "9" * 4999 + "8", False),
+        ("\u0661", "1", False),
+        ("", "", True),
+    ],
+)
+def test_outputs(found: str, expected: str, same: bool) -> None:
+    assert same_output(found, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        (3, 3, True),
+        (3, 4, False),
+        (True, 1, True),
+        (1.0, 1, True),
+        (1.0000001, 1, False),
+        (1.0000001, 1.0, True),
+        (float("nan"), 1.0, False),
+        (float("nan"), float("nan"), False),
+        (float("inf"), float("inf"), True),
+        (10**400, 1.0, False),
+        (10**400, 10**400, True),
+        ("1", 1, False),
+        (None, None, True),
+        ((1, 2), [1, 2], True),
+        ([1, [2, (3,)]], [1, [2, [3]]], True),
+        ([1, 2], [2, 1], False),
+        (SetItems([1, 2]), [1, 2], False),
+        (Pairs([(1, "a")]), {"1": "a"}, True),
+        (Pairs([("a", [1.0000001])]), {"a": [1.0]}, True),
+        (Pairs([("a", 1), ("a", 2)]), {"a": 2}, False),
+        (Pairs([((1, 2), 1)]), {"(1, 2)": 1}, False),
+        (b"a", "a", False),
+        (1 + 0j, 1, True),
+    ],
+)
+def test_values(found: Any, expected: Any, same: bool) -> None:
+    assert same_value(found, expected) is same
+
+
+def test_what_people_see_of_a_value_is_bounded() -> None:
+    assert shown(1 << 100_000) == "an int of 100001 bits"
+    assert all(len(shown(value)) <= 120 for value in ("x" * 10_000, [["y" * 99] * 99] * 99, SetItems([1]), 1 << 150))
+
+
+@pytest.mark.parametrize(
+    ("tests", "completion", "score", "outcome", "detail"),
+    [
+        (ADD, "def add(a, b): return a + b", 1, "graded", "2 of 2 cases pass"),
+        (ADD, "class Solution:\n    def add(self, a, b): return a + b", 1, "graded", "2 of 2"),
+        (ADD, "add = lambda a, b: a + b\nif __name__ == '__main__': raise SystemExit", 1, "graded", "2 of 2"),
+        (ADD, "print('hi')\ndef add(a, b):\n    print(a)\n    return a + b", 1, "graded", "2 of 2"),
+        (ADD, "def add(a: List[int], b): return reduce(operator.add, [a, b])", 1, "graded", "2 of 2"),  # no imports
+        (ADD, "def add(a, b): return 3", 0, "graded", "case 2 of 2: returned 3, expected 0"),
+        (ADD, "def add(a, b): return 1 / 0", 0, "graded", "case 1 of 2: raised ZeroDivisionError: division by zero"),
+        (ADD, "def add(a, b): return object()", 0, "graded", "case 1 of 2: not plain data: object"),
+        (ADD, "def plus(a, b): return a + b", 0, "graded", "NameError: the program defines no add"),
+        (ADD, "1 / 0", 0, "graded", "its definitions raise ZeroDivisionError"),
+        (ADD, "def add(a, b) return a", 0, "wrong_format", "does not parse"),
+        (ADD, "The answer is 5.", 0, "wrong_format", "does not parse"),
+        (ADD, "", 0, "wrong_format", "0 characters"),
+        (ADD, "x = 1\n" * 100_000, 0, "wrong_format", "600000 characters"),
+        (ADD, "(" * 100_000, 0, "wrong_format", "does not parse"),
+        (ADD, "x = '\ud800'\ndef add(a, b): return a + b", 1, "graded", "2 of 2"),
+        (ECHO, "n = int(input())\nprint(sum(map(int, input().split())))", 1, "graded", "2 of 2"),
+        (ECHO, "import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])), '\\n')", 1, "graded", "2 of 2"),
+        (ECHO, "print(6)", 0, "graded", "case 2 of 2: printed '6\\n', expected '5'"),
+        (ECHO, "print(6", 0, "wrong_format", "SyntaxError"),
+        (ECHO, "1 / 0", 0, "graded", "case 1 of 2: it ended with exit code 1: ZeroDivisionError"),
+        (ECHO, "print(6); raise SystemExit(3)", 0, "graded", "exit code 3"),
+    ],
+)
+def test_grades(code: Code, tests: Any, completion: str, score: float, outcome: str, detail: str) -> None:
+    found = grade(code, tests, completion)
+    assert (found.score, found.outcome) == (score, outcome), found
+    assert detail in found.detail
+    assert found.repeatable
+
+
+PROMPT = """
+def helper(x):
+    return x + 1
+
+def f(x):
+    '''What it does.'''
+"""
+CHECK = """
+def check(candidate):
+    assert candidate(1) == helper(2)
+    assert candidate({1: (2.5, b'x', None, {3})}) == 'dict'
+"""
+BODY = """
+    if isinstance(x, dict):
+        return 'dict' if x == {1: (2.5, b'x', None, {3})} else x
+    return helper(x) + 1
+"""
+ASSERTS = {"kind": "asserts", "entry": "f", "prompt": PROMPT, "code": CHECK}
+
+
+@pytest.mark.parametrize(
+    ("completion", "score", "detail"),
+    [
+        (BODY, 1, "pass"),  # the rest of the function
+        ("def f(x):\n" + BODY, 1, "pass"),  # all of it, with the prompt's helper
+        ("```python\nif isinstance(x, dict): return 'dict'\nreturn x + 2\n```", 1, "pass"),  # without its indentation
+        ("    return x + 2", 0, "call 2: TypeError"),
+        ("    return 3", 0, "call 2: AssertionError"),
+        ("    pass", 0, "call 1: AssertionError"),
+        ("    return {}.x", 0, "call 1: AttributeError: 'dict' object has no attribute 'x'"),
+    ],
+)
+def test_assertions_call_the_function_from_another_process(
+    code: Code, completion: str, score: float, detail: str
+) -> None:
+    found = grade(code, ASSERTS, completion)
+    assert (found.score, found.outcome) == (score, "graded"), found
+    assert detail in found.detail
+
+
+def test_plain_assert_lines_and_exceptions_of_builtin_types(code: Code) -> None:
+    lines = "assert f(2) == 4\ntry:\n    f('x')\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"
+    tests = {"kind": "asserts", "entry": "f", "code": lines}
+    assert grade(code, tests, "def f(x):\n    if x == 'x': raise ValueError('no')\n    return x * x").score == 1
+    assert grade(code, tests, "def f(x): return x * x").score == 0
+
+
+@pytest.mark.parametrize(
+    ("tests", "detail"),
+    [
+        ("", "cannot be read"),
+        ("{}", "cannot be read"),
+        ('{"kind": "other"}', "known: stdin, functional, asserts"),
+        ('{"kind": "stdin", "cases": []}', "no cases"),
+        ('{"kind": "stdin", "cases": [{"input": 1, "output": ""}]}', "int instead of text"),
+        ({"kind": "asserts", "entry": "f", "code": "def check(:"}, "SyntaxError"),
+        ({"kind": "asserts", "entry": "f", "code": "assert Missing(1)"}, "NameError"),
+        ({"kind": "asserts", "entry": "f", "code": "def check(candidate): pass"}, "they call nothing"),
+        ({"kind": "asserts", "entry": "f", "code": "candidate(lambda: 1)"}, "not plain data: function"),
+        ({"kind": "asserts", "entry": "f", "code": "import os\nos._exit(0)"}, "the tests' process died"),
+    ],
+)
+def test_tests_that_are_at_fault_are_a_grader_error(code: Code, tests: Any, detail: str) -> None:
+    found = grade(code, tests, "def f(x): return x")
+    assert (found.score, found.outcome, found.repeatable) == (0, "grader_error", False)
+    assert detail in found.detail
+
+
+def test_unknown_tests_are_refused() -> None:
+    with pytest.raises(TestsError, match="known: stdin"):
+        read_tests('{"kind": "pickle"}')
+
+
+def test_values_of_every_type_cross_both_ways(code: Code) -> None:
+    values = (
+        "[None, True, 0, -1, 1 << 4000, -(1 << 4000), 1.5, float('inf'), 2j, '', 'a\\ud800\\U0001f600', b'\\0', [], (), "
+        "(1, [2]), set(), {1, (2, 3)}, frozenset({1}), {}, {'a': {1: None}}]"
+    )
+    asserts = (
+        f"v = {values}\nassert candidate(*v, key=v) == v\nassert list(map(type, candidate(*v))) == list(map(type, v))"
+    )
+    tests = {"kind": "asserts", "entry": "f", "code": asserts}
+    assert grade(code, tests, "def f(*v, key=None): return list(v)").score == 1
+
+
+def test_subclasses_of_builtins_cross_as_builtins(code: Code) -> None:
+    source = (
+        "import collections, enum\nclass E(enum.IntEnum):\n    A = 1\nP = collections.namedtuple('P', 'x y')\n"
+        "def f(): return [E.A, P(1, 2), collections.Counter('aab'), collections.OrderedDict(a=1)]"
+    )
+    tests = {
+        "kind": "functional",
+        "entry": "f",
+        "cases": [{"args": [], "output": [1, [1, 2], {"a": 2, "b": 1}, {"a": 1}]}],
+    }
+    assert grade(code, tests, source).score == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        ("import time\ndef add(a, b):\n    time.sleep(1e6)", "time limit"),
+        ("def add(a, b):\n    while True: pass", "time limit"),
+        ("def add(a, b):\n    while True: print('x' * 10_000)", "output"),
+    ],
+)
+def test_a_grade_at_a_limit_is_not_repeatable(source: str, outcome: str) -> None:
+    code = Code(Limits(cpu_s=1.0, wall_s=2.0), best_tier(), size=1)
+    try:
+        found = grade(code, ADD, source)
+        assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
+        assert outcome in found.detail
+    finally:
+        code.close()
+
+
+def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
+    code = Code(Limits(cpu_s=60.0, wall_s=2.0), best_tier(), size=1)
+    try:
+        near = "import time\ndef add(a, b):\n    time.sleep(0.55)\n    return a + b"  # twice, of 2 s
+        found = grade(code, ADD, near)
+        assert not found.repeatable
+    finally:
+        code.close()
+
+
+def test_a_fraction_of_the_cases(code: Code) -> None:
+    fraction = Code(Limits(), best_tier(), size=1, fraction=True)
+    try:
+        assert grade(fraction, ADD, "def add(a, b): return 0").score == 0.5
+        assert grade(fraction, ECHO, "print(5)").score == 0.5
+        assert grade(fraction, ADD, "def add(a, b): return a + b").score == 1
+        assert (
+            grade(fraction, ADD, "import os\ndef add(a, b):\n    if a < 0: os._exit(0)\n    return a + b").score == 0.5
+        )
+    finally:
+        fraction.close()
+    assert grade(code, ADD, "def add(a, b): return 0").score == 0
+
+
+def test_many_at_once_come_back_in_order(code: Code) -> None:
+    task = Task("t/1", "", "", tests=json.dumps(ADD))
+    completions = [f"def add(a, b): return a + b + {n % 3}" for n in range(12)]
+    assert [one.score for one in code.grade([task] * 12, completions)] == [float(n % 3 == 0) for n in range(12)]

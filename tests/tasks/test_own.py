@@ -1,0 +1,232 @@
+"""Rewards of one's own: what they see, and that nothing they do ends more than their own call."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.config import ConfigError
+from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
+from shoal.sandbox import Limits, best_tier
+from shoal.tasks import Grade, Graders, Task
+from shoal.tasks.rewards.graders import TRUST, GradeError
+from shoal.tasks.rewards.own import Own
+from shoal.tasks.rewards.own_file import check_function
+
+SOURCE = """
+import json, math, os, random, time
+
+def exact(task, completion):
+    return completion.strip() == task.answer
+
+def sees(task, completion):
+    assert (task.id, task.question, task.source) == ("s/1", "2+2?", "s")
+    return task.metadata["level"] / 4 if task.tests == {} else 0
+
+def lengths(tasks, completions):
+    assert len(tasks) == len(completions)
+    return [min(1, len(completion) / 10) for completion in completions]
+
+def picky(tasks, completions):
+    return [1 / len(completion) for completion in completions]
+
+def short(tasks, completions): return [1.0]
+def raises(task, completion): return {}[completion]
+def deep(task, completion): return raises(task, completion)
+def nan(task, completion): return math.nan
+def two(task, completion): return 2
+def below(task, completion): return -1e-9
+def text(task, completion): return "1.0"
+def none(task, completion): pass
+def dies(task, completion): os._exit(0)
+def sleeps(task, completion): time.sleep(1e6)
+def spins(task, completion):
+    while True: pass
+def floods(task, completion):
+    while True: os.write(1, b"x" * 65536)
+def hoards(task, completion): return len(bytearray(1 << 40))
+def network(task, completion):
+    import socket
+    return bool(socket.socket())
+def reads(task, completion): return os.path.exists("/etc/passwd")
+def installed(task, completion):
+    import numpy
+    return numpy.float32(0.5)
+def drawn(task, completion): return random.random()
+"""
+TASK = Task("s/1", "2+2?", "4", source="s", metadata='{"level": 1}')
+
+
+def graders(reward: str | dict[str, float], **sandbox: float) -> Graders:
+    source = SourceSection(name="s", generator="arithmetic", reward=reward)
+    section = TaskSection(sources=[source], sandbox=SandboxSection(**sandbox))  # type: ignore[arg-type]
+    return Graders(section, files={"mine.py": SOURCE.encode()})
+
+
+def grade(reward: str | dict[str, float], *completions: str, **sandbox: float) -> list[Grade]:
+    with graders(reward, **sandbox) as graded:
+        return graded.grade([TASK] * len(completions), completions)
+
+
+@pytest.fixture(params=["sandbox", "trusted"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(TRUST, "1" if request.param == "trusted" else "")
+    yield best_tier() if request.param == "sandbox" else ""
+
+
+def test_a_function_scores_each_completion(place: str) -> None:
+    right, wrong = grade("mine.py:exact", " 4", "5")
+    assert (right.score, right.outcome, right.tier, right.repeatable) == (1.0, "graded", place, True)
+    assert (wrong.score, wrong.outcome) == (0.0, "graded")
+
+
+def test_it_sees_the_task_with_its_metadata_parsed(place: str) -> None:
+    assert grade("folder/mine.py:sees", "")[0].score == 0.25
+
+
+def test_a_batch_function_gets_many_at_once(place: str) -> None:
+    assert [one.score for one in grade("mine.py:lengths", *("x" * n for n in range(100)))][:12] == [
+        *(n / 10 for n in range(11)),
+        1.0,
+    ]
+
+
+def test_a_completion_that_makes_a_batch_fail_costs_only_its_own_grade(place: str) -> None:
+    found = grade("mine.py:picky", "xx", "", "x")
+    assert [one.score for one in found] == [0.5, 0.0, 1.0]
+    assert [one.outcome for one in found] == ["graded", "grader_error", "graded"]
+
+
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        ("raises", "reward mine.py:raises: KeyError: 'x' (mine.py, line 19)"),
+        ("deep", "KeyError: 'x' (mine.py, line 19)"),
+        ("nan", "it returned nan"),
+        ("two", "it returned 2.0; scores must be within [0, 1]"),
+        ("below", "scores must be within [0, 1]"),
+        ("text", "it returned str '1.0' in place of a number"),
+        ("none", "it returned NoneType"),
+        ("short", "1 scores for 2 completions"),
+        ("dies", "its process ended"),
+    ],
+)
+def test_a_function_that_fails_is_a_grader_error(place: str, name: str, detail: str) -> None:
+    if name == "short":  # right for one completion, so each gets its grade alone
+        assert [one.score for one in grade("mine.py:short", "x", "x")] == [1.0, 1.0]
+        return
+    for found in grade(f"mine.py:{name}", "x", "x"):
+        assert (found.score, found.outcome, found.repeatable) == (0.0, "grader_error", False)
+        assert detail in found.detail
+
+
+@pytest.mark.parametrize("name", ["sleeps", "spins"])
+def test_a_function_that_does_not_end_is_stopped(place: str, name: str) -> None:
+    started = time.monotonic()
+    [found] = grade(f"mine.py:{name}", "x", wall_s=1.0, cpu_s=1.0)
+    assert found.outcome == "grader_error" and "longer than tasks.sandbox.wall_s" in found.detail
+    assert time.monotonic() - started < 60
+
+
+def test_after_a_failure_the_next_completion_is_graded(place: str) -> None:
+    with graders({"mine.py:dies": 0.0, "mine.py:exact": 1.0}) as graded:
+        for _ in range(2):
+            [found] = graded.grade([TASK], ["4"])
+            assert found.parts == {"mine.py:dies": 0.0, "mine.py:exact": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        ("floods", "it printed too much"),
+        ("hoards", "MemoryError"),
+        ("network", "PermissionError"),
+        ("installed", "ModuleNotFoundError: No module named 'numpy'"),
+    ],
+)
+def test_the_sandbox_holds_it(name: str, detail: str) -> None:
+    [found] = grade(f"mine.py:{name}", "x")
+    assert found.outcome == "grader_error" and detail in found.detail
+
+
+def test_it_reads_no_file_of_the_machine() -> None:
+    assert grade("mine.py:reads", "x")[0].score == 0.0
+
+
+def test_a_trusted_run_may_import_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, "1")
+    assert grade("mine.py:installed", "x")[0].score == 0.5
+
+
+def test_random_numbers_are_the_same_in_every_call(place: str) -> None:
+    assert len({one.score for one in [*grade("mine.py:drawn", "x", "x"), *grade("mine.py:drawn", "x")]}) == 1
+
+
+def test_a_completion_of_ten_megabytes(place: str) -> None:
+    long, right = grade("mine.py:exact", "4" * 10_000_000, "4")
+    assert (long.score, long.outcome, right.score) == (0.0, "graded", 1.0)
+
+
+def test_a_score_near_the_limit_is_not_repeatable() -> None:
+    source = "import time\ndef slow(task, completion):\n    time.sleep(1.2)\n    return 1"
+    own = Own("slow.py:slow", source, Limits(wall_s=2.0), size=1)
+    try:
+        [found] = own.grade([TASK], ["x"])
+        assert not found.repeatable
+    finally:
+        own.close()
+
+
+def test_the_weighted_mean_of_several_rewards(place: str) -> None:
+    [found] = grade({"mine.py:exact": 1.0, "number": 0.25}, "It is 4")
+    assert found.score == pytest.approx(0.2)
+    assert found.parts == {"mine.py:exact": 0.0, "number": 1.0}
+    assert (found.outcome, found.tier) == ("graded", place)
+
+
+def test_a_reward_that_fails_fails_the_mean() -> None:
+    [found] = grade({"mine.py:raises": 0.5, "number": 1.0}, "4")
+    assert (found.score, found.outcome, found.repeatable) == (0.0, "grader_error", False)
+    assert "KeyError" in found.detail
+
+
+def test_only_wrong_formats_are_a_wrong_format() -> None:
+    assert grade({"mine.py:exact": 0.0, "number": 1.0}, "none")[0].outcome == "wrong_format"
+    assert grade({"mine.py:exact": 1.0, "number": 1.0}, "none")[0].outcome == "graded"
+
+
+@pytest.mark.parametrize("weights", [{}, {"number": 0.0}, {"number": -1.0, "math": 2.0}])
+def test_weights_that_make_no_mean_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="weights of 0 or more"):
+        SourceSection(generator="arithmetic", reward=weights)
+
+
+@pytest.mark.parametrize(
+    ("reward", "source", "message"),
+    [
+        ("mine.py:nope", b"def exact(task, completion): return 1", "has no function 'nope' .it has exact"),
+        ("mine.py:nope", b"nope = 1", "has no function 'nope' .it has none"),
+        ("mine.py:exact", b"def exact(:", "mine.py is not valid Python"),
+        ("mine.py:exact", b"\0", "mine.py is not valid Python"),
+        ("mine.py:exact", b"def exact(completion): return 1", "must take .task, completion"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused_before_the_run(reward: str, source: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_function(reward, source)
+    check_function("mine.py:exact", b"def exact(task, completion): return 1")
+
+
+def test_unknown_rewards_and_missing_files_are_named() -> None:
+    with pytest.raises(GradeError, match="no reward 'maths'; there are number"):
+        graders("maths")
+    with pytest.raises(GradeError, match="does not hold other.py"):
+        graders("other.py:exact")
+
+
+def test_bare_limits_need_the_word_of_the_machines_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUST, raising=False)
+    with pytest.raises(GradeError, match=TRUST):
+        grade("code", "x", tier="rlimits")  # type: ignore[arg-type]
+    monkeypatch.setenv(TRUST, "1")
+    assert grade("code", "x", tier="rlimits")[0].tier == "rlimits"  # type: ignore[arg-type]

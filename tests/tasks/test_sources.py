@@ -1,0 +1,387 @@
+"""Sources from files, folders and the hub: what is trained on and held out, and one clear message where it cannot be."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from shoal import tasks
+from shoal.config import ConfigError, load, parse
+from shoal.config.recipe import SourceSection, TaskSection
+from shoal.tasks.locate import of_split
+from shoal.tasks.task import TasksNotFoundError
+
+DATA = Path(os.environ.get("SHOAL_DATA") or Path(__file__).parents[3] / "shared" / "data")
+Row = dict[str, Any]
+
+
+def rows(n: int, name: str) -> list[Row]:
+    return [
+        {"question": f"{name} has {i} shells and finds 1,000. How many?", "answer": f"{i}+1000\n#### {1000 + i:,}"}
+        for i in range(n)
+    ]
+
+
+def written(path: Path, lines: list[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    written(tmp_path / "set" / "gsm8k_train.jsonl", rows(20, "Ann"))
+    written(tmp_path / "set" / "gsm8k_test.jsonl", rows(6, "Bob"))
+    return tmp_path / "set"
+
+
+def section(path: Path | str, heldout: int = 4, **more: Any) -> TaskSection:
+    return TaskSection(sources=[SourceSection(path=str(path), **more)], heldout=heldout)
+
+
+def apart(path: Path | str, **more: Any) -> TaskSection:
+    return section(path, **({"heldout_split": "test"} | more))
+
+
+def names(found: tasks.TaskSet) -> list[str]:
+    return sorted({task.question[:3] for task in found.train}) + sorted({task.question[:3] for task in found.heldout})
+
+
+# --- files and splits -------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_what_is_trained_on_and_what_is_held_out(folder: Path) -> None:
+    found = tasks.load(apart(folder))
+    assert (len(found.train), len(found.heldout), names(found)) == (20, 4, ["Ann", "Bob"])
+    assert sorted(int(task.answer) for task in found.train) == list(range(1000, 1020))
+
+
+def test_a_question_of_both_files_is_only_held_out_and_that_is_counted(folder: Path) -> None:
+    doubled = [{**row, "question": f"  {row['question']}\n"} for row in rows(6, "Bob")]  # spaces make no new question
+    written(folder / "gsm8k_train.jsonl", rows(20, "Ann") + doubled)
+    found = tasks.load(apart(folder, heldout=6))
+    assert len(found.train) == 20
+    assert "6 training rows dropped because their question is held out" in found.notes[0]
+
+
+def test_equal_rows_are_one_task_and_that_is_counted(folder: Path) -> None:
+    written(folder / "gsm8k_train.jsonl", rows(20, "Ann") + rows(3, "Ann"))
+    found = tasks.load(apart(folder))
+    assert len(found.train) == len({task.id for task in found.train}) == 20
+    assert "; 3 equal rows merged" in found.notes[0]
+
+
+def test_one_question_with_two_answers_is_two_tasks_on_one_side_and_is_counted(tmp_path: Path) -> None:
+    lines = [row | {"answer": f"#### {n}"} for row in rows(20, "Ann") for n in (1, 2)]
+    found = tasks.load(section(written(tmp_path / "some.jsonl", lines), heldout=5))
+    assert not {task.question for task in found.train} & {task.question for task in found.heldout}
+    assert len(found.heldout) == 5 and len(found.train) == 34, "the fifth's other answer is dropped"
+    assert "20 rows share their question with another row" in found.notes[0]
+
+
+def test_a_single_file_is_split_by_its_text_whatever_the_order(tmp_path: Path) -> None:
+    some = rows(30, "Ann")
+    forth, back = (
+        tasks.load(section(written(tmp_path / name / "some.jsonl", lines)))
+        for name, lines in (("a", some), ("b", some[::-1]))
+    )
+    assert (list(forth.train), list(forth.heldout), forth.digest) == (list(back.train), list(back.heldout), back.digest)
+    assert (len(forth.train), len(forth.heldout)) == (26, 4)
+    assert not {task.question for task in forth.train} & {task.question for task in forth.heldout}
+
+
+def test_line_separators_within_a_question_end_no_line(tmp_path: Path) -> None:
+    lines = [{"question": f"{i}\u2028more", "answer": "#### 1"} for i in range(20)]
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    assert len(tasks.load(section(path)).train) == 16
+
+
+def test_gzip_and_parquet_hold_what_json_lines_hold(folder: Path, tmp_path: Path) -> None:
+    wanted = tasks.load(apart(folder, name="one")).digest
+    for split, lines in (("train", rows(20, "Ann")), ("test", rows(6, "Bob"))):
+        parquet.write_table(pyarrow.Table.from_pylist(lines), written(tmp_path / "p" / f"{split}-0.parquet", []))
+        (written(tmp_path / "z" / f"{split}.jsonl.gz", [])).write_bytes(
+            gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
+        )
+    assert {tasks.load(apart(tmp_path / kind, name="one")).digest for kind in "pz"} == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "chosen"),
+    [
+        (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "test", ["gsm8k_test.jsonl"]),
+        (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], "train", None),
+        (["train/0000.parquet", "test/0000.parquet"], "train", ["train/0000.parquet"]),
+        (["b.jsonl", "a.jsonl"], "train", ["a.jsonl", "b.jsonl"]),  # no file names a split
+        (["level-hard.jsonl", "train.jsonl"], "hard", ["level-hard.jsonl"]),  # any word is a split
+        (["contest.jsonl", "test.jsonl"], "test", ["test.jsonl"]),  # whole words
+    ],
+)
+def test_a_file_belongs_to_the_split_that_is_a_word_of_its_path(
+    files: list[str], split: str, chosen: list[str] | None
+) -> None:
+    assert of_split(files, split, "set") == (files if chosen is None else chosen)
+
+
+def test_fields_name_columns_also_nested_ones_and_ones_in_json(tmp_path: Path) -> None:
+    lines = [{"text": f"Say {n}.", "info": {"gold": n}, "more": json.dumps({"level": [n]})} for n in range(20)]
+    path = written(tmp_path / "some.jsonl", lines)
+    fields = {"question": "text", "answer": "info.gold", "metadata": "more.level"}
+    found = tasks.load(section(path, fields=fields))
+    task = min(found.train, key=lambda task: int(task.answer))
+    assert task.question == f"Say {task.answer}." and json.loads(task.metadata) == [int(task.answer)]
+    assert task.reward == "number"
+
+
+def test_a_weighted_mixture_reads_each_source_by_its_own_schema(folder: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "own.jsonl", [{"problem": f"P{n}", "answer": f"{n}"} for n in range(30)])
+    sources = [SourceSection(path=str(folder / "gsm8k_train.jsonl")), SourceSection(path=str(path), weight=3)]
+    found = tasks.load(TaskSection(sources=sources, heldout=4))
+    assert {(task.source, task.reward) for task in found.train} == {("gsm8k_train", "number"), ("own", "math")}
+    assert sorted(task.source for task in found.heldout) == ["gsm8k_train", "own", "own", "own"]
+
+
+def test_a_question_held_out_in_one_source_is_not_trained_on_in_another(folder: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "own.jsonl", rows(20, "Cid") + rows(6, "Bob"))
+    sources = [SourceSection(path=str(folder), heldout_split="test"), SourceSection(path=str(path), weight=1e-9)]
+    found = tasks.load(TaskSection(sources=sources, heldout=6))
+    assert names(found) == ["Ann", "Cid", "Bob"]
+
+
+# --- what cannot be read ----------------------------------------------------------------------------------------------
+
+GOOD = '{"question": "?", "answer": "#### 5"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"question": "?"}', r"row 1: its columns \(question\) are of no schema known here: .* fields = "),
+        (b'["question"]', r"row 1 is not an object with columns"),
+        (GOOD.encode() + b"7", r"row 2 is not an object"),
+        (GOOD.encode() + b'{"question": "?", "answer": "5"}', r"row 2: column answer has no number after ####"),
+        (GOOD.encode() + b'\n\n{"question": "?"}', r"row 4: no column answer: there are question"),
+        (GOOD.encode() + b'{"question": null, "answer": "#### 5"}', r"row 2: column question is empty"),
+        (GOOD.encode() + b'{"question": " \\n", "answer": "#### 5"}', r"row 2: the question is empty; remove the row"),
+        (GOOD.encode() + b'{"question": ["?"], "answer": "#### 5"}', r"row 2: column question holds a list, not text"),
+        (GOOD.encode() + b'{"question": "\\ud800", "answer": "#### 5"}', r"row 2: question holds half a surrogate"),
+        (b"{", r"row 1 is not readable as JSON \(.*\); correct or remove the line"),
+        (b"[" * 100_000, r"row 1 is not readable as JSON"),
+        (
+            GOOD.encode() + b'{"question": "caf\xe9"}',
+            r"row 2 is not UTF-8 \(byte 0xe9 at 17\); convert the file: iconv",
+        ),
+        (b"", r"holds no rows"),
+        (b"\n \n", r"holds no rows"),
+        (GOOD.encode(), r"0 tasks to train on and 1 held out; 16 and 4 are needed: lower tasks.heldout or add tasks"),
+        (
+            b'{"question": "Capital?", "answer": "Paris"}',
+            r"'Paris' is no number; name the source's reward, for example",
+        ),
+        (
+            GOOD.encode() + json.dumps({"question": "?" * 10_000_000, "answer": "#### 5"}).encode(),
+            r"row 2: question holds 10.0 MB, at most 1.0 MB are allowed",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TasksNotFoundError, match=message) as raised:
+        tasks.load(section(path))
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"split": "tset"}, r"no split 'tset'; there are test, train: set split or heldout_split"),
+        ({"heldout_split": "validation"}, r"no split 'validation'; there are test, train"),
+        ({"fields": {"question": "text"}}, r"row 1: no column text: there are question, answer; correct `fields`"),
+        ({"fields": {"qestion": "text"}}, r"row 1: fields names 'qestion'; the fields are question, answer, tests"),
+        ({"fields": {"question": "question.text"}}, r"row 1: column question.text is not JSON"),
+        ({"reward": "mine.py:exact"}, r"no reward file at mine.py, from .*; correct the source's reward"),
+        ({"keep": "kept.json"}, r"keep = 'kept.json' is not a manifest of `shoal filter`"),
+    ],
+)
+def test_a_wrong_setting_is_named(folder: Path, more: Row, message: str) -> None:
+    with pytest.raises(TasksNotFoundError, match=message):
+        tasks.load(section(folder, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("some.parquet", b"PAR1 no", r"some.parquet, after row 0, is not readable as Parquet .*; copy or download"),
+        ("some.jsonl.gz", b"no gzip", r"is not a whole gzip file .*; copy or download it again"),
+        ("some.jsonl.gz", gzip.compress(GOOD.encode() * 9)[:-9], r"is not a whole gzip file"),
+        ("some.csv", b"question,answer\n", r"is neither of .jsonl, .jsonl.gz, .parquet; convert it"),
+    ],
+)
+def test_a_damaged_or_unknown_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TasksNotFoundError, match=message):
+        tasks.load(section(tmp_path / name))
+
+
+def test_missing_files_empty_folders_and_splits_of_one_file_are_named(tmp_path: Path, folder: Path) -> None:
+    for path, more, message in [
+        (tmp_path / "nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, from"),
+        (tmp_path / "empty", {}, r"empty holds no file of .jsonl"),
+        (folder / "gsm8k_train.jsonl", {"heldout_split": "test"}, r"is one file, without a split 'test'"),
+    ]:
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(TasksNotFoundError, match=message):
+            tasks.load(section(path, **more))
+
+
+def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "own" / "my.jsonl", rows(20, "Ann"))
+    (tmp_path / "own" / "mine.py").write_text("def exact(task, completion): return 1.0\n")
+    config = tmp_path / "own" / "my.toml"
+    config.write_text(
+        '[tasks]\nheldout = 4\n[evaluator]\nn = 4\nn_between = 4\n[[tasks.sources]]\npath = "my.jsonl"\n'
+        'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\n'
+    )
+    found = load(config)
+    assert found.tasks.sources[0].path == str(tmp_path / "own" / "my.jsonl")
+    assert tasks.load(found.tasks).files == {"mine.py": b"def exact(task, completion): return 1.0\n"}
+    written(tmp_path / "my.jsonl", rows(20, "Bob"))
+    assert load(config).tasks.sources[0].path == "my.jsonl"
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A hub with one data set of two configs; `asked` collects the revisions that were asked for."""
+    import huggingface_hub
+
+    files = {}
+    for config in ("main", "socratic"):
+        for split, lines in (("train", rows(20, "Ann")), ("test", rows(6, "Bob"))):
+            path = written(tmp_path / "hub" / config / f"{split}-00000-of-00001.parquet", [])
+            parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+            files[f"{config}/{path.name}"] = path
+    found: dict[str, Any] = {"files": files, "asked": []}
+
+    def listed(self: Any, repository: str, *, repo_type: str, revision: str | None) -> list[str]:
+        assert (repository, repo_type) == ("openai/gsm8k", "dataset")
+        found["asked"].append(revision)
+        return [*found["files"], "README.md"]
+
+    def download(repository: str, name: str, *, repo_type: str, revision: str | None) -> str:
+        assert (repository, repo_type) == ("openai/gsm8k", "dataset")
+        found["asked"].append(revision)
+        return str(found["files"][name])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return found
+
+
+def from_hub(name: str, **more: Any) -> TaskSection:
+    source = SourceSection(hub=name, **({"heldout_split": "test", "name": "one"} | more))
+    return TaskSection(sources=[source], heldout=4)
+
+
+def test_a_data_set_of_the_hub_is_read_by_config_split_and_revision(hub: dict[str, Any], folder: Path) -> None:
+    found = tasks.load(from_hub("openai/gsm8k/main", revision="v1"))
+    assert found.digest == tasks.load(apart(folder, name="one")).digest
+    assert set(hub["asked"]) == {"v1"}
+    assert SourceSection(hub="openai/gsm8k/main").label == "gsm8k-main"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("openai/gsm8k", {}, r'several configs: write hub = "openai/gsm8k/CONFIG" with one of main, socratic'),
+        ("openai/gsm8k/platonic", {}, r"no file of config 'platonic'; there are main/test-0"),
+        ("openai/gsm8k/main", {"heldout_split": "dev"}, r"no split 'dev'; there are test, train"),
+    ],
+)
+def test_what_the_hub_does_not_hold_is_named(hub: dict[str, Any], name: str, more: Row, message: str) -> None:
+    with pytest.raises(TasksNotFoundError, match=message):
+        tasks.load(from_hub(name, **more))
+
+
+def test_a_data_set_without_readable_files_names_the_parquet_branch(hub: dict[str, Any]) -> None:
+    hub["files"].clear()
+    with pytest.raises(
+        TasksNotFoundError, match=r'holds no file of .*; most have one at revision = "refs/convert/parq'
+    ):
+        tasks.load(from_hub("openai/gsm8k"))
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("no connection\nat length"), OSError("no connection\nat length")])
+def test_an_unreachable_hub_is_said_with_what_to_do_offline(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def listed(*_: Any, **__: Any) -> list[str]:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
+    with pytest.raises(
+        TasksNotFoundError, match=r"\(no connection\); without .*hf download openai/gsm8k .* path = .FOLDER/main"
+    ):
+        tasks.load(from_hub("openai/gsm8k/main"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"hub": "gsm8k"}, "write org/name, or org/name/config"),
+        ({"path": "x.jsonl", "revision": "main"}, "revision applies only to hub"),
+        ({"path": "x.jsonl", "hub": "a/b"}, "a source has one of path, hub and generator"),
+    ],
+)
+def test_a_source_that_contradicts_itself_is_refused_by_the_config(source: Row, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse({"tasks": {"sources": [source]}})
+
+
+# --- the real files ---------------------------------------------------------------------------------------------------
+
+
+def real(name: str) -> Path:
+    if not (DATA / name).exists():
+        pytest.skip(f"no {name} in {DATA}; name its folder in SHOAL_DATA")
+    return DATA / name
+
+
+def test_the_real_gsm8k_is_read_whole(tmp_path: Path) -> None:
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (tmp_path / name).symlink_to(real(name))
+    found = tasks.load(apart(tmp_path, heldout=1319, name="gsm8k"))
+    assert (len(found.train), len(found.heldout)) == (7473, 1319)
+    assert found.notes == ["gsm8k (GSM8K): 7,473 tasks to train on, 1,319 held out"]
+    assert "70000" in {task.answer for task in found.heldout if "flipping a house" in task.question}
+    with tasks.Graders(apart(tmp_path, name="gsm8k")) as graders:
+        every = list(found.heldout)
+        assert all(grade.score == 1 for grade in graders.grade(every, [f"It is ${task.answer}." for task in every]))
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "count"),
+    [
+        ("svamp_test.jsonl", "SVAMP", 1000),
+        ("mawps_test.jsonl", "MAWPS", 2065),
+        ("HumanEval.jsonl.gz", "HumanEval", 164),
+    ],
+)
+def test_the_other_real_files_are_read_whole(name: str, schema: str, count: int) -> None:
+    merged = {"mawps_test.jsonl": 84}.get(name, 0)
+    found = tasks.load(section(real(name), heldout=64))
+    assert f"({schema})" in found.notes[0]
+    assert len(found.train) + len(found.heldout) == count - merged

@@ -1,0 +1,304 @@
+"""A compiled task set: its digest, its chunks on disk and over the network, what travels with it, what a filter keeps."""
+
+import gc
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal import tasks
+from shoal.config.recipe import SourceSection, TaskSection
+from shoal.tasks import compiling, table
+from shoal.tasks.fields import Fields
+from shoal.tasks.spool import content_id
+from shoal.tasks.task import Task, TasksNotFoundError
+
+# Digests cover Arrow's bytes. If a new pyarrow writes others, this one changes: say so in the release notes, because
+# machines that build the same set with the old and the new one find that they differ.
+SUMS_DIGEST = "c399df2c43fb25c24cd0f088bc5ae4e804937db17ba21a295aaebfce9c56b049"
+
+
+def rows(n: int) -> list[dict[str, str]]:
+    return [{"question": f"How much is {i} + 1?", "answer": str(i + 1)} for i in range(n)]
+
+
+def section(path: Path, heldout: int = 4, **more: Any) -> TaskSection:
+    return TaskSection(sources=[SourceSection(path=str(path), **more)], heldout=heldout)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(300)))
+    return path
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compiling, table):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 16)
+
+
+class Coordinator:
+    """What serves task data by its hash; `asked` is in the order of the requests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[str] = []
+
+    def __call__(self, sha256: str) -> bytes:
+        self.asked.append(sha256)
+        return (self.folder / sha256).read_bytes()
+
+
+def served(source: Path, folder: Path) -> tuple[TaskSection, Coordinator]:
+    """The config's section as a coordinator serves it, and the coordinator."""
+    built = tasks.load(section(source), folder)
+    return section(source).model_copy(update={"digest": built.digest}), Coordinator(folder)
+
+
+# --- the same tasks on every machine ----------------------------------------------------------------------------------
+
+
+def test_the_default_set_has_this_digest_on_every_machine() -> None:
+    assert tasks.load(TaskSection()).digest == SUMS_DIGEST
+
+
+def test_the_digest_is_of_the_tasks_not_of_the_file(source: Path, tmp_path: Path) -> None:
+    before = tasks.load(section(source)).digest
+    spaced = [json.dumps(row, separators=(" ,", " : ")) + "\n\n" for row in reversed(rows(300))]
+    source.write_text("".join(spaced))
+    assert tasks.load(section(source)).digest == before
+
+
+@pytest.mark.parametrize("changed", ["question", "answer"])
+def test_another_question_answer_or_split_changes_the_digest(source: Path, changed: str) -> None:
+    first = tasks.load(section(source)).digest
+    lines = rows(300)
+    lines[7][changed] += "0"
+    source.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    assert len({first, tasks.load(section(source)).digest, tasks.load(section(source, heldout=5)).digest}) == 3
+
+
+def test_a_given_digest_must_be_that_of_the_tasks(source: Path, tmp_path: Path) -> None:
+    right = tasks.load(section(source)).digest
+    assert tasks.load(section(source).model_copy(update={"digest": right})).digest == right
+    wrong = section(source).model_copy(update={"digest": "0" * 64})
+    with pytest.raises(
+        TasksNotFoundError, match=f"tasks.digest is 0.*, but the sources give {right}: use the same files"
+    ):
+        tasks.load(wrong, tmp_path / "folder")
+    assert not (tmp_path / "folder" / compiling.BUILT).exists()
+
+
+def test_a_name_is_a_hash_of_question_answer_tests_and_metadata() -> None:
+    one = Fields("?", "5")
+    assert content_id(one) == hashlib.sha256(b'{"answer": "5", "question": "?"}').hexdigest()[:16]
+    assert content_id(replace(one, reward="math")) == content_id(one)
+    others = [replace(one, answer="6"), replace(one, question="!"), replace(one, tests="5"), replace(one, metadata="5")]
+    assert len({content_id(other) for other in [one, *others]}) == 5
+
+
+def test_a_built_folder_is_used_again_without_its_sources_and_built_again_for_others(
+    source: Path, tmp_path: Path
+) -> None:
+    first = tasks.load(section(source), tmp_path / "folder")
+    source.unlink()
+    assert tasks.load(section(source), tmp_path / "folder").digest == first.digest
+    with pytest.raises(TasksNotFoundError, match="no file or folder"):
+        tasks.load(section(source, heldout=5), tmp_path / "folder")
+
+
+def test_a_temporary_set_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    found = tasks.load(TaskSection())
+    assert len(list((tmp_path / "tasks").iterdir())) == 1
+    train = found.train
+    del found
+    gc.collect()
+    assert train[3].question, "a view keeps its files"
+    del train
+    gc.collect()
+    assert list((tmp_path / "tasks").iterdir()) == []
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_view_is_a_sequence_over_its_chunks(source: Path) -> None:
+    found = tasks.load(section(source))
+    assert [chunk.rows for chunk in found.manifest.sources[0].chunks] == [16] * 18 + [8]
+    every = list(found.train)
+    assert len(every) == len(found.train) == 296 and len({task.id for task in every}) == 296
+    assert [found.train[n] for n in range(296)] == found.train[0:296] == every
+    assert found.train[-1] == every[-1] and found.train[14:18] == every[14:18]
+    assert every[0] in found.train
+    for at in (296, -297):
+        with pytest.raises(IndexError, match="of 296"):
+            found.train[at]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_tasks_are_found_by_their_ids(source: Path) -> None:
+    found = tasks.load(section(source))
+    wanted = [found.train[3], found.train[200], found.heldout[1]]
+    assert found.find([task.id for task in [*wanted, *wanted]]) == {task.id: task for task in wanted}
+    with pytest.raises(TasksNotFoundError, match="no task some/0 in the task set"):
+        found.find([wanted[0].id, "some/0"])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_no_task_is_kept_in_memory(source: Path) -> None:
+    found = tasks.load(section(source))
+    assert sum(1 for _ in found.train) == 296
+    gc.collect()
+    assert not [held for held in gc.get_objects() if type(held) is Task and held.source == "some"]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_only_so_many_chunks_are_open_at_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "OPEN_CHUNKS", 3)
+    found = tasks.load(section(source))
+    assert len(list(found.train)) == 296 and len(found.store.mapped) == 3
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_chunk_holds_a_bounded_number_of_bytes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "CHUNK_BYTES", 300)
+    found = tasks.load(section(source))
+    assert sum(chunk.rows for chunk in found.manifest.sources[0].chunks) == len(list(found.train)) == 296
+    assert max(chunk.rows for chunk in found.manifest.sources[0].chunks) < 8
+
+
+def test_a_changed_chunk_is_refused(source: Path, tmp_path: Path) -> None:
+    found = tasks.load(section(source), tmp_path / "folder")
+    path = tmp_path / "folder" / found.manifest.heldout[0].sha256
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    again = tasks.load(section(source), tmp_path / "folder")
+    assert again.train[0] == found.train[0]
+    with pytest.raises(TasksNotFoundError, match=r"was changed: its content has another hash"):
+        again.heldout[0]
+
+
+# --- over the network -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_node_fetches_the_manifest_first_and_each_chunk_when_it_is_needed(source: Path, tmp_path: Path) -> None:
+    asked, coordinator = served(source, tmp_path / "pool")
+    source.unlink()
+    found = tasks.join(asked, tmp_path / "worker", coordinator)
+    assert coordinator.asked == [asked.digest]
+    assert (len(found.train), len(found.heldout)) == (296, 4)
+    assert 0 <= found.pick(bytes(range(32))) < 296
+    assert coordinator.asked == [asked.digest], "counting and drawing need no tasks"
+    assert found.train[20] == found.train[17 + 3]
+    assert coordinator.asked == [asked.digest, found.manifest.sources[0].chunks[1].sha256]
+    again = tasks.join(asked, tmp_path / "worker", coordinator)
+    assert again.train[20] == found.train[20] and len(coordinator.asked) == 2, "a restart asks for nothing twice"
+
+
+def test_what_the_coordinator_serves_must_have_the_hash(source: Path, tmp_path: Path) -> None:
+    asked, coordinator = served(source, tmp_path / "pool")
+
+    def lying(sha256: str) -> bytes:
+        return coordinator(sha256).replace(b"How", b"Who")
+
+    with pytest.raises(TasksNotFoundError, match="that the coordinator served has another hash"):
+        tasks.join(asked, tmp_path / "worker", lying).train[0]
+
+
+def test_a_damaged_cache_is_fetched_again(source: Path, tmp_path: Path) -> None:
+    asked, coordinator = served(source, tmp_path / "pool")
+    wanted = tasks.join(asked, tmp_path / "worker", coordinator).train[5]
+    for path in (tmp_path / "worker").iterdir():
+        path.write_bytes(b"damaged")
+    assert tasks.join(asked, tmp_path / "worker", coordinator).train[5] == wanted
+
+
+def test_a_manifest_of_other_sources_or_none_is_refused(source: Path, tmp_path: Path) -> None:
+    asked, coordinator = served(source, tmp_path / "pool")
+    other = asked.model_copy(update={"sources": [SourceSection(generator="arithmetic")]})
+    with pytest.raises(TasksNotFoundError, match="is of the sources some, not of the config's"):
+        tasks.join(other, tmp_path / "worker", coordinator)
+    with pytest.raises(TasksNotFoundError, match="names no task set"):
+        tasks.join(section(source), tmp_path / "worker", coordinator)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"no json", b'{"format":"shoal-tasks-9","sources":[],"heldout":[]}'])
+def test_a_manifest_of_another_form_is_refused(data: bytes, tmp_path: Path) -> None:
+    section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
+    with pytest.raises(TasksNotFoundError, match="the manifest of the task set is not of this version"):
+        tasks.join(section_, tmp_path, lambda _: data)
+
+
+# --- what travels with it ---------------------------------------------------------------------------------------------
+
+
+def test_files_of_rewards_travel_and_are_part_of_the_digest(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = tasks.load(section(source)).digest
+    Path("mine.py").write_text("def exact(task, completion): return 1.0\n")
+    asked = section(source, reward="mine.py:exact")
+    pool = tasks.load(asked, tmp_path / "pool")
+    assert pool.digest != plain
+    Path("mine.py").unlink()
+    coordinator = Coordinator(tmp_path / "pool")
+    joined = tasks.join(asked.model_copy(update={"digest": pool.digest}), tmp_path / "worker", coordinator)
+    assert joined.files == {"mine.py": b"def exact(task, completion): return 1.0\n"}
+    assert tasks.Graders(asked, files=joined.files).files == joined.files
+
+
+def test_two_reward_files_of_one_name_and_one_too_large_are_refused(source: Path, tmp_path: Path) -> None:
+    for n in "ab":
+        (tmp_path / n).mkdir()
+        (tmp_path / n / "mine.py").write_text(f"# {n}\n")
+    sources = [SourceSection(name=n, path=str(source), reward=f"{tmp_path / n / 'mine.py'}:exact") for n in "ab"]
+    with pytest.raises(TasksNotFoundError, match=r"two reward files are named mine.py; rename"):
+        tasks.load(TaskSection(sources=sources, heldout=4))
+    (tmp_path / "a" / "mine.py").write_text("#" * (2 << 20))
+    with pytest.raises(TasksNotFoundError, match="holds 2.1 MB"):
+        tasks.load(TaskSection(sources=sources, heldout=4))
+
+
+# --- what a filter keeps ----------------------------------------------------------------------------------------------
+
+
+def kept(path: Path, ids: list[str], **changed: Any) -> str:
+    path.write_text(json.dumps({"format": "shoal-filter-1", "digest": "0" * 64, "kept": ids} | changed))
+    return str(path)
+
+
+def test_a_filters_manifest_restricts_training_tasks_alone(source: Path, tmp_path: Path) -> None:
+    every = tasks.load(section(source))
+    ids = [task.id for task in every.train[10:60]]
+    found = tasks.load(section(source, keep=kept(tmp_path / "kept.json", [*ids, "other/0000000000000000"])))
+    assert [task.id for task in found.train] == ids and list(found.heldout) == list(every.heldout)
+    assert found.digest != every.digest
+
+
+@pytest.mark.parametrize(
+    ("ids", "changed", "message"),
+    [
+        (
+            ["some/00000000000000ff"],
+            {},
+            r"1 of 51 tasks in .*kept.json are not in the source \(first some/00000000000000ff\)",
+        ),
+        (["some/none"], {}, r"is not a manifest of `shoal filter`"),
+        ([], {"format": "shoal-filter-9"}, r"its format is 'shoal-filter-9'"),
+        ([], {"kept": []}, r"keeps 0 training tasks, 16 are needed; widen the band"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(
+    source: Path, tmp_path: Path, ids: list[str], changed: dict[str, Any], message: str
+) -> None:
+    some = [task.id for task in tasks.load(section(source)).train[:50]]
+    with pytest.raises(TasksNotFoundError, match=message):
+        tasks.load(section(source, keep=kept(tmp_path / "kept.json", [*some, *ids], **changed)))
