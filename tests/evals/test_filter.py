@@ -190,6 +190,16 @@ def test_a_filter_that_was_killed_ends_with_the_same_files(
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_a_batch_of_which_a_part_was_written_is_done_again_as_a_whole(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    measure(measured, scripted(tiny_folder, measured))
+    whole = (tmp_path / RESULTS).read_bytes()
+    (tmp_path / RESULTS).write_bytes(b"".join(whole.splitlines(keepends=True)[:3]) + b'{"task": "arith')
+    engine = scripted(tiny_folder, measured, at=2)
+    assert [one.score // MILLION for one in measure(measured, engine)] == RIGHT
+    assert engine.calls == 3 and (tmp_path / RESULTS).read_bytes() == whole
+
+
 def test_a_stop_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     measured, stop = rates(tiny_folder, tmp_path), threading.Event()
     seen: list[int] = []
