@@ -52,7 +52,7 @@ class Scripted:
         pass
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, reply: Any = None
     ) -> list[list[Completion]]:
         self.calls += 1
         groups = [[self.complete(self.at + n, c) for c in range(len(group))] for n, group in enumerate(seeds)]
@@ -316,7 +316,12 @@ def test_an_earlier_filter_of_the_config_does_not_narrow_the_next(tiny_folder: P
 
 def test_tasks_of_an_environment_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FilterError, match="arithmetic has an environment"):
-        rates(tiny_folder, tmp_path, tasks={"sources": [{"generator": "arithmetic", "environment": "calculator"}]})
+        rates(
+            tiny_folder,
+            tmp_path,
+            tasks={"sources": [{"generator": "arithmetic", "environment": "calculator"}]},
+            sampling={"max_tokens": 6, "max_turns": 2},
+        )
 
 
 def test_many_completions_are_counted_by_tenths() -> None:

@@ -16,6 +16,7 @@ from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
 from shoal.tasks.prompt import prompt_tokens
+from shoal.tasks.rewards.graders import GradeError
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         if task_folder is not None:
             config, _ = build_tasks(config, task_folder)
         loaded = tasks.load(config.tasks, task_folder)
-    except ValueError as error:
+        tasks.Graders(config.tasks, files=loaded.files)  # starts nothing, but knows the rewards' names
+    except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
