@@ -41,7 +41,7 @@ SLOWER = 1.5
 def main() -> None:
     parser = argparse.ArgumentParser(description="Do two machines give a program the same score?")
     parser.add_argument("data", type=Path, help="HumanEval.jsonl.gz")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=4)
     arguments = parser.parse_args()
     rate = calibrate()
     programs: dict[str, tuple[Task, str]] = {

@@ -52,7 +52,9 @@ def _model(config: Config) -> Iterator[str]:
 def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
     try:
         loaded = tasks.load(config.tasks)
-    except ValueError as error:
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.start()
+    except (ValueError, ConfigError, tasks.GradeError) as error:
         yield str(error)
         return
     if notes is not None:

@@ -22,7 +22,8 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, fetch, convert or train the model and pick the dtype.
 
     Returns the model's folder and size, the dtype and the GFLOP/s, the task set's digest and what is in it. The set is kept
-    in `task_folder`, if one is given. Raises ConfigError, DeviceError, ModelNotFoundError, ChatTemplateError.
+    in `task_folder`, if one is given. Raises ConfigError, DeviceError, GradeError, ModelNotFoundError,
+    ChatTemplateError.
     """
     dtype.check_device(config.model.device)
     try:
@@ -31,6 +32,8 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         loaded = tasks.load(config.tasks, task_folder)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    with tasks.Graders(config.tasks, files=loaded.files) as graders:
+        graders.start()
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
     prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)
