@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
 from shoal import config, toploc
-from shoal.adversary.attacks import ATTACKS, Attack, Lab
+from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from shoal.config import Config
 from shoal.engine.torch_engine import TorchEngine
 from shoal.launch.calibrate import RUN
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--versions", type=Path, help="folder of consecutive policy versions v000000, v000001, ...")
     parser.add_argument("--n", type=int, default=200, help="submissions of each attack")
     parser.add_argument("--groups", type=int, help="groups of a submission (default: the config's)")
-    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), help="some of the attacks")
+    parser.add_argument("--only", nargs="+", choices=[*ATTACKS, *TOOL_ATTACKS], help="some of the attacks")
     parser.add_argument("--label", help="name of the results file (default: attacks-CONFIG)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--with", dest="overlays", type=Path, nargs="+", default=[], help="TOML over the config")
@@ -102,11 +102,12 @@ def main() -> int:
         judge.load(folders[-1])
         engine = TorchEngine(dtype, settings.model.device)  # every attacker loads its weights into it anew
         sys.stdout.write(HEAD)
-        for name in arguments.only or ATTACKS:
-            attacker = ATTACKS[name](settings, RUN, identity(0), engine, lab)
+        attacks = attacks_on(settings)
+        for name in arguments.only or attacks:
+            attacker = attacks[name](settings, RUN, identity(0), engine, lab)
             attacker.load(folders[-1], len(folders) - 1)
             result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n)
-            result["attacks"] = {known: result["attacks"][known] for known in ATTACKS if known in result["attacks"]}
+            result["attacks"] = {known: result["attacks"][known] for known in attacks if known in result["attacks"]}
             path.write_text(json.dumps(result, indent=1) + "\n")
             rows = {known: row(known, found) for known, found in result["attacks"].items()}
             path.with_suffix(".md").write_text(HEAD + "".join(rows.values()))

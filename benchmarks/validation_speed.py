@@ -34,6 +34,7 @@ from shoal.model.dtype import DtypeName, pick
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.rollout.produce import Producer
+from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, endings
@@ -126,9 +127,9 @@ class Timed(Producer):
         self.generating_s: list[float] = []
         self.proving_s: list[float] = []
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         started_s = time.perf_counter()
-        completions = super().complete(prompts, seeds)
+        completions = super().complete(prompts, plans)
         self.generating_s.append(time.perf_counter() - started_s)
         return completions
 

@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from shoal.model.load import load_model, load_tokenizer, save_model
 from shoal.model.sources import SMOLLM2, resolve
 
+from .turns import make_talkative
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: one thread each, as small models want
     torch.set_num_threads(1)
 
@@ -88,6 +90,12 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_folders: tuple[Path, Path]) -> Path:
     return tiny_folders[0]
+
+
+@pytest.fixture(scope="session")
+def talkative_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first of them with many end tokens, for conversations."""
+    return make_talkative(tiny_folder, tmp_path_factory.mktemp("talkative") / "0")
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,9 @@ ROOMS = {
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
-    "evals": ["config", "engine", "model", "protocol", "shardcast", "tasks"],
+    "evals": [
+        "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
+    ],
     "roles": [
         "config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks", "validator",
     ],
@@ -39,7 +41,7 @@ ROOMS = {
         "view",
     ],
     "cli": [
-        "config", "coordinator", "errors", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
+        "config", "coordinator", "errors", "evals", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
         "tasks", "tracking", "validator", "view",
     ],
     "adversary": [

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.config import parse
+from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.evals.heldout import Evaluator
+from shoal.model.load import load_tokenizer
 from shoal.protocol.messages import Evaluation, HeartbeatAnswer, History, Ok
 from shoal.shardcast import FetchError
+
+from ..turns import EOS, config
 
 CONFIG = parse({"run": {"steps": 9}, "relays": {"keep": 3}, "evaluator": {"n": 1, "every": 4}})
 
@@ -76,3 +81,41 @@ def test_a_version_that_relays_must_hold_is_not_left_out(
     site = Site([newest, newest], gone={gone})
     with pytest.raises(FetchError):
         site.run(monkeypatch)
+
+
+class Caller:
+    """An engine that calls the calculator, and then repeats its answer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def generate(self, prompts: Any, seeds: Any, sampling: Sampling, respond: Respond) -> list[list[Completion]]:
+        groups = []
+        for group, prompt in enumerate(prompts):
+            question = self.tokenizer.decode(prompt, skip_special_tokens=True).removesuffix("=")
+            call = [*self.tokenizer.encode(f"calc({question})"), EOS]
+            given = respond(group, 0, call, [])
+            assert given is not None
+            answer = self.tokenizer.encode(self.tokenizer.decode(given, skip_special_tokens=True))
+            tokens = [*call, *given, *answer, EOS]
+            sampled = len(tokens) - len(given)
+            groups.append([Completion(tokens, [-1.0] * sampled, torch.zeros(sampled, 1), [len(call), len(given)])])
+        return groups
+
+
+def test_answers_of_an_environment_are_given_and_the_last_turn_is_graded(tiny_folder: Path) -> None:
+    settings = config("calculator", tasks={"length_targets": []}, sampling={"max_tokens": 60})
+    node: Any = Counting()
+    evaluator = Evaluator(node, settings, lambda: None, Path(), "")  # type: ignore[arg-type,return-value]
+    tokenizer = load_tokenizer(tiny_folder)
+    engine: Any = Caller(tokenizer)
+    assert evaluator._accuracy(engine, tokenizer, Sampling(0.0, 60, (EOS,)), 8) == 1.0
+    assert 0 < node.tokens < 8 * 40, "the model's tokens are counted"
+
+
+@dataclass
+class Counting:
+    tokens: int = 0
+
+    def access(self, publisher: str, config: object) -> None:
+        return None

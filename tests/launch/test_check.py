@@ -76,6 +76,11 @@ def test_missing_tasks_are_named(tmp_path: Path) -> None:
     assert "no file or folder at" in line and "nowhere.jsonl" in line
 
 
+def test_an_unknown_reward_is_named() -> None:
+    (line,) = found(tasks={"sources": [{"generator": "arithmetic", "reward": "maths"}]})
+    assert "source arithmetic: no reward 'maths'; there are number" in line
+
+
 def test_what_became_of_the_rows_is_noted() -> None:
     notes: list[str] = []
     assert problems(parse(FITTING), notes) == []

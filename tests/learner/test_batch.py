@@ -106,3 +106,51 @@ def test_groups_of_equal_rewards_teach_nothing_unless_every_token_counts() -> No
     assert teaching([*GROUPS, flat], LossSection(beta=0, entropy=0)) == GROUPS
     for loss in (LossSection(beta=0.1, entropy=0), LossSection(beta=0, entropy=0.1)):
         assert teaching([*GROUPS, flat], loss) == [*GROUPS, flat]
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+def conversation(answer: list[int]) -> Group:
+    """Two completions, the first in three turns of which the environment wrote the one in the middle."""
+    own = [[500, 501, 502, 503], [600, 601]]
+    completions = [[500, 501, *answer, 502, 503], own[1]]
+    behaviour = [[-float(token) for token in tokens] for tokens in own]
+    return Group("s", 0, [1, 2, 3], completions, behaviour, [0.0, 1.0], [[2, len(answer)], []])
+
+
+@pytest.mark.parametrize("row_tokens", [12, 64])
+def test_what_an_environment_wrote_has_no_loss_but_is_read(row_tokens: int) -> None:
+    batches = micro_batches([*GROUPS, conversation([7, 8, 9])], row_tokens=row_tokens, normalize_std=False)
+    found = {
+        int(target): (float(behaviour), float(advantage))
+        for micro in batches
+        for target, behaviour, advantage in zip(micro.pack.target_N, micro.behaviour_N, micro.advantage_N, strict=True)
+    }
+    assert {token: found[token] for token in (500, 501, 502, 503)} == {
+        token: (-float(token), -0.5) for token in (500, 501, 502, 503)
+    }
+    assert not {7, 8, 9} & set(found)
+    assert sum(token in (7, 8, 9) for micro in batches for token in micro.pack.tokens_T.tolist()) == 3
+
+
+def test_a_group_counts_the_tokens_that_are_trained_on() -> None:
+    assert conversation([7, 8, 9]).n_tokens == 6 and conversation([7, 8, 9]).trained == [4, 2]
+
+
+def test_another_answer_leaves_what_is_trained_on_and_changes_what_is_read(tiny_model: Any) -> None:
+    """Of the tokens after it, not of those before it."""
+    logps = []
+    for answer in ([7, 8, 9], [9, 7, 30]):
+        one = conversation(answer)
+        small = Group(
+            "s", 0, one.prompt, [[t % 60 for t in c] for c in one.completions], one.behaviour, [0, 1], one.turns
+        )
+        (micro,) = micro_batches([small], row_tokens=64, normalize_std=False)
+        assert micro.pack.target_N.tolist() == [token % 60 for token in (500, 501, 502, 503, 600, 601)]
+        with torch.no_grad():
+            logits_NV = tiny_model.lm_head(forward_hidden(tiny_model, micro.pack)).log_softmax(-1)
+        logps.append(logits_NV.gather(-1, micro.pack.target_N[:, None])[:, 0])
+    before = torch.tensor([True, True, False, False, True, True])
+    torch.testing.assert_close(logps[0][before], logps[1][before], atol=1e-5, rtol=0)
+    assert ((logps[0] - logps[1])[~before].abs() > 1e-3).all()

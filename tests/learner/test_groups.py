@@ -1,8 +1,10 @@
 """What the learner accepts: verified files, whole groups, young enough and plausible. A broken file is quarantined."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +62,7 @@ def test_groups_come_as_the_batch_names_them(quarantine: Path) -> None:
         (submission(0), 4),
     ]
     assert found.groups[0] == Group(
-        submission(0), 4, [6, 5], [[30, 2], [31, 2]], [[-0.5, -0.25], [-0.5, -0.25]], [0.0, 1.0]
+        submission(0), 4, [6, 5], [[30, 2], [31, 2]], [[-0.5, -0.25], [-0.5, -0.25]], [0.0, 1.0], [[], []]
     )
     assert found.groups[0].n_tokens == 4
     assert len(store.asked) == 2  # each file once
@@ -173,3 +175,42 @@ def test_groups_survive_the_way_to_other_ranks_exactly() -> None:
         Group("t", 0, [1], [[2]], [[-0.0]], [1.0]),
     ]
     assert decode(encode(groups)) == groups
+
+
+def test_groups_of_several_turns_survive_it_too() -> None:
+    groups = [Group("s", 3, [1, 2], [[3, 4, 5], [6]], [[-0.5, -1.0], [-0.25]], [0.1, 1.0], [[1, 1], []])]
+    assert decode(encode(groups)) == groups
+
+
+def conversation(**changed: Any) -> AcceptedRollout:
+    """A rollout of group 1 with an answer of two tokens."""
+    return replace(rollouts()[3], **{"tokens": [10, 2, 8, 9, 11, 2], "logprobs": [-0.5] * 4, "turns": [2, 2]} | changed)
+
+
+def test_a_group_of_several_turns_is_taken_with_them(quarantine: Path) -> None:
+    rows = rollouts()
+    rows[3] = conversation()
+    [group] = fetched(Store(accepted(rows=rows)), quarantine, (0, 1)).groups
+    assert group.turns == [[], [2, 2]] and group.trained == [2, 4] and group.n_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"turns": [2, 4]}, r"turns of \[2, 4\] do not fit 6 tokens"),
+        ({"turns": [2]}, r"turns of \[2\] do not fit 6 tokens"),
+        ({"turns": [-2, 2]}, r"turns of \[-2, 2\] do not fit 6 tokens"),
+        ({"turns": [2**31 - 1] * 2}, "do not fit 6 tokens"),
+        ({"turns": []}, "there are 4 logprobs for 6 sampled tokens"),
+        ({"turns": [2, 1]}, "there are 4 logprobs for 5 sampled tokens"),
+        ({"logprobs": [-0.5] * 6}, "there are 6 logprobs for 4 sampled tokens"),
+    ],
+)
+def test_a_group_with_impossible_turns_is_counted_and_left_out(
+    changed: dict[str, Any], message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rollouts()
+    rows[3] = conversation(**changed)
+    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
+    assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
+    assert re.search(message, caplog.text)

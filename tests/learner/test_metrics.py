@@ -101,7 +101,16 @@ def test_rewards_spread_within_groups_not_between_them() -> None:
 
 def test_a_completion_of_the_greatest_length_counts_as_truncated() -> None:
     figures = completion_metrics([group([0, 1], [8, 2]), group([0, 1], [4, 2])], max_tokens=8)
-    assert figures == {"completion/length_mean": 4.0, "completion/truncated_frac": 0.25}
+    assert figures["completion/length_mean"] == 4.0 and figures["completion/truncated_frac"] == 0.25
+
+
+def test_an_environments_tokens_count_as_no_length_but_towards_the_limit() -> None:
+    one = Group("s", 0, [1], [[4, 5, 6, 7, 8], [4]], [[-1.0] * 3, [-1.0]], [0.0, 1.0], [[2, 2], []])
+    assert completion_metrics([one], max_tokens=5) == {
+        "completion/length_mean": 2.0,
+        "completion/truncated_frac": 0.5,
+        "completion/turns_mean": 1.5,
+    }
 
 
 def test_ages_are_counted_in_versions() -> None:

@@ -53,10 +53,11 @@ ROWS = [
         logprobs=[-0.5 * i] * (3 + i),
         reward=float(i % 2),
         proofs=[bytes([i]) * PROOF_BYTES] * (1 + i % 2),
+        turns=[1, i] * (i // 2),  # none, then one or two answers of an environment
     )
     for i in range(4)
 ]
-ACCEPTED_ROWS = [AcceptedRollout(r.group, r.task, [5, 6, 7], r.tokens, r.logprobs, r.reward) for r in ROWS]
+ACCEPTED_ROWS = [AcceptedRollout(r.group, r.task, [5, 6, 7], r.tokens, r.logprobs, r.reward, r.turns) for r in ROWS]
 DATA = write_submission(HEADER, ROWS, ME)
 
 
@@ -167,6 +168,7 @@ CHANGED: dict[str, Any] = {
     "logprobs": [0.0, 0.0, -1e-7],
     "reward": 0.5,
     "proofs": [bytes(PROOF_BYTES - 1) + b"x"],
+    "turns": [1, 1],
 }
 
 
@@ -334,16 +336,16 @@ def test_too_many_or_no_rows_are_refused(rows: int, allowed: int) -> None:
         read(signed(opened(DATA)[0].slice(0, rows)), max_rows=allowed)
 
 
-@pytest.mark.parametrize("name", ["tokens", "logprobs"])
+@pytest.mark.parametrize("name", ["tokens", "logprobs", "turns"])
 def test_a_list_that_is_too_long_is_refused(name: str) -> None:
     values = [[1] * 17, [1], [1], [1]]
     with pytest.raises(RolloutFileError, match=f"a rollout with more than 16 {name}"):
         read(signed(with_column(name, values)))
 
 
-@pytest.mark.parametrize(("name", "most"), [("tokens", 128), ("proofs", 8)])
+@pytest.mark.parametrize(("name", "most"), [("tokens", 128), ("turns", 128), ("proofs", 8)])
 def test_more_values_than_all_rows_may_hold_are_refused_before_they_are_read(name: str, most: int) -> None:
-    value = 1 if name == "tokens" else bytes(PROOF_BYTES)
+    value = 1 if name != "proofs" else bytes(PROOF_BYTES)
     data = signed(with_column(name, [[value] * 40] * 4))
     with pytest.raises(RolloutFileError, match=f"column {name} holds more than {most} values"):
         read(data)

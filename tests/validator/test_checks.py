@@ -395,8 +395,8 @@ def test_a_lower_temperature(tiny_folder: Path, validator: Validator) -> None:
 class Greedy(Producer):
     """Takes the likeliest token every time."""
 
-    def complete(self, prompts: Any, seeds: Any) -> list[list[Completion]]:
-        return self.engine.generate(prompts, seeds, Sampling(0.0, MAX_TOKENS, (EOS,)))
+    def complete(self, prompts: Any, plans: Any) -> list[list[Completion]]:
+        return self.engine.generate(prompts, [plan.seeds for plan in plans], Sampling(0.0, MAX_TOKENS, (EOS,)))
 
 
 def test_greedy_decoding(tiny_folder: Path, validator: Validator) -> None:
@@ -451,8 +451,8 @@ def test_every_completion_ended_early(edited: Callable[..., Verdict]) -> None:
 class NeverEnds(Producer):
     """Goes on after its end token."""
 
-    def complete(self, prompts: Any, seeds: Any) -> list[list[Completion]]:
-        return self.engine.generate(prompts, seeds, Sampling(1.0, MAX_TOKENS, ()))
+    def complete(self, prompts: Any, plans: Any) -> list[list[Completion]]:
+        return self.engine.generate(prompts, [plan.seeds for plan in plans], Sampling(1.0, MAX_TOKENS, ()))
 
 
 def test_tokens_after_the_end(tiny_folder: Path, validator: Validator) -> None:

@@ -9,10 +9,11 @@ accepts some of, and why they do no harm.
 Called by the attack matrix and its tests; never by a worker.
 """
 
-from shoal.adversary import proofs, tokens, weights
+from shoal.adversary import proofs, tokens, turns, weights
 from shoal.adversary.lab import Attack, Lab
+from shoal.config import Config
 
-__all__ = ["ATTACKS", "Attack", "Lab"]
+__all__ = ["ATTACKS", "TOOL_ATTACKS", "Attack", "Lab", "attacks_on"]
 
 ATTACKS: dict[str, type[Attack]] = {
     "honest": Attack,
@@ -49,3 +50,13 @@ ATTACKS: dict[str, type[Attack]] = {
     "null_proofs": proofs.NullProofs,
     "missing_proofs": proofs.MissingProofs,
 }
+TOOL_ATTACKS: dict[str, type[Attack]] = {  # where tasks have an environment
+    "forged_tool": turns.ForgedAnswer,
+    "skipped_tool": turns.SkippedAnswer,
+    "invented_tool": turns.InventedAnswer,
+}
+
+
+def attacks_on(config: Config) -> dict[str, type[Attack]]:
+    """The attacks that are lies in a run of this config."""
+    return ATTACKS | TOOL_ATTACKS if config.sampling.max_turns > 1 else ATTACKS

@@ -1,7 +1,7 @@
 """Workers that lie, each in one way, by overriding one method of the honest producer.
 
 `shoal run` starts one for each name in `workers.cheat`; the worker itself never imports this module. Each kind lies from
-its first submission on, so every one of its submissions must be rejected.
+its first submission on, so every one of its submissions must be rejected; `forged_tool` from its first call of a tool on.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from shoal.protocol.messages import Assignment
 from shoal.roles.worker import run_worker
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
+from shoal.tasks import Task
 from shoal.tasks.derive import GroupPlan
 
 VERSIONS_BEHIND = 4
@@ -58,8 +59,20 @@ class ForgedReward(Producer):
 class WrongTemperature(Producer):
     """Samples at half the stated temperature: higher rewards, less exploration."""
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        return self.engine.generate(prompts, seeds, replace(self.sampling, temperature=self.sampling.temperature / 2))
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        cooler = replace(self.sampling, temperature=self.sampling.temperature / 2)
+        return self.engine.generate(prompts, [plan.seeds for plan in plans], cooler, self.responder(plans))
+
+
+class ForgedTool(Producer):
+    """Makes the environment name the task's answer, which the model then only has to repeat."""
+
+    def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        honest = super().reply(plan, seed, tokens, turns)
+        if honest is None or self.conversation is None or self.conversation.frame is None:
+            return honest
+        forged = self.conversation.frame.tokens(hint(self.tasks.train[plan.task_index]))
+        return forged if len(tokens) + len(forged) < self.sampling.max_tokens else honest
 
 
 class ReplayedSubmission(Producer):
@@ -79,7 +92,13 @@ CHEATS: dict[Cheat, type[Producer]] = {
     "forged_reward": ForgedReward,
     "wrong_temperature": WrongTemperature,
     "replayed_submission": ReplayedSubmission,
+    "forged_tool": ForgedTool,
 }
+
+
+def hint(task: Task) -> str:
+    """What no tool writes, so that it is a lie also where a tool would give the right answer."""
+    return f"The answer is {task.answer}."
 
 
 def round_linears_(model: torch.nn.Module, round_: Callable[[torch.Tensor], None]) -> None:

@@ -19,6 +19,7 @@ from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.sampling import token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
+from shoal.model.turns import model_positions, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.rollout.produce import Producer
@@ -56,20 +57,21 @@ class Attack(Producer):
 
     @torch.inference_mode()
     def scored(
-        self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sequence[int]]]
+        self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]
     ) -> list[list[Completion]]:
-        """Token lists as completions of these prompts, with the model's hidden states and logprobs."""
+        """The tokens as completions of these prompts, with the model's hidden states and logprobs."""
         completions = []
         for prompt, group in zip(prompts, groups, strict=True):
-            tree = Tree(prompt, group)
-            hidden_NH = forward_hidden(self.model, pack([tree]).to(self.model.device))
-            tokens_N = torch.tensor([token for tokens in group for token in tokens], device=hidden_NH.device)
-            logprobs_N = token_logprobs(self.model.lm_head(hidden_NH).float() / self.sampling.temperature, tokens_N)
-            lengths = [len(tokens) for tokens in group]
+            tree = Tree(prompt, [c.tokens for c in group], [c.turns for c in group])
+            packed = pack([tree]).to(self.model.device)
+            hidden_NH = forward_hidden(self.model, packed)
+            logits_NV = self.model.lm_head(hidden_NH).float() / self.sampling.temperature
+            logprobs_N = token_logprobs(logits_NV, packed.target_N)
+            lengths = [model_tokens(c.turns, len(c.tokens)) for c in group]
             completions.append(
                 [
-                    Completion(list(tokens), logprobs.tolist(), hidden.to("cpu", torch.bfloat16))
-                    for tokens, logprobs, hidden in zip(
+                    replace(c, logprobs=logprobs.tolist(), hidden_TH=hidden.to("cpu", torch.bfloat16))
+                    for c, logprobs, hidden in zip(
                         group, torch.split(logprobs_N, lengths), torch.split(hidden_NH, lengths), strict=True
                     )
                 ]
@@ -80,7 +82,8 @@ class Attack(Producer):
     def restated(self, completion: Completion) -> Completion:
         """The completion with its logprobs at the stated temperature, from its hidden states (no new forward)."""
         hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
-        tokens_T = torch.tensor(completion.tokens, device=hidden_TH.device)
+        sampled = model_positions(completion.turns, len(completion.tokens))
+        tokens_T = torch.tensor([completion.tokens[at] for at in sampled], device=hidden_TH.device)
         logprobs_T = token_logprobs(self.model.lm_head(hidden_TH).float() / self.sampling.temperature, tokens_T)
         return replace(completion, logprobs=logprobs_T.clamp(max=0.0).tolist())
 

@@ -33,18 +33,18 @@ class ForgedRewards(Attack):
 class ForgedLogprobs(Attack):
     """Claims half of each token's probability, which would double its importance ratio."""
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         return [
             [replace(c, logprobs=[logprob - math.log(2) for logprob in c.logprobs]) for c in group]
-            for group in super().complete(prompts, seeds)
+            for group in super().complete(prompts, plans)
         ]
 
 
 class Copied(Attack):
     """Submits another worker's tokens and proofs with its own tasks, targets, seeds and rewards."""
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        return super().complete([self.prompt(plan) for plan in self.theirs], [plan.seeds for plan in self.theirs])
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        return super().complete([self.prompt(plan) for plan in self.theirs], self.theirs)
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
         own, self.identity = self.identity, self.lab.neighbour
@@ -100,14 +100,14 @@ class TemplateProofs(Attack):
     def submission(self, assignment: Assignment) -> bytes:
         if self.template_H is None:
             plans = self.plan(assignment.model_copy(update={"number": assignment.number + UNASSIGNED}))
-            seen = self.complete([self.prompt(plan) for plan in plans], [plan.seeds for plan in plans])
+            seen = self.complete([self.prompt(plan) for plan in plans], plans)
             hidden_NH = torch.cat([completion.hidden_TH for group in seen for completion in group]).float()
             self.template_H = hidden_NH.abs().mean(0)
         return super().submission(assignment)
 
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         assert self.template_H is not None
-        hiddens = [self.template_H.expand(len(c.tokens), -1).bfloat16() for c in completions]
+        hiddens = [self.template_H.expand(len(c.logprobs), -1).bfloat16() for c in completions]
         return toploc.build_many(hiddens, chunk_tokens=PROOF_CHUNK_TOKENS)
 
 

@@ -34,10 +34,10 @@ class OtherSampling(Attack):
     def change(self, logits_BV: Tensor) -> Tensor:
         return logits_BV
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         sampling = replace(self.sampling, temperature=self.sampling.temperature * self.factor)
         with outputs_changed(self.model.lm_head, self.change):
-            groups = self.engine.generate(prompts, seeds, sampling)
+            groups = self.engine.generate(prompts, [plan.seeds for plan in plans], sampling, self.responder(plans))
         return [[self.restated(completion) for completion in group] for group in groups]
 
 
@@ -90,23 +90,29 @@ class BestOfFour(Attack):
     In a tie it submits the completion that the seed yields.
     """
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        rolls = [super(BestOfFour, self).complete(prompts, self.rolled(seeds, roll)) for roll in range(ROLLS)]
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        self.stated: dict[int, int] = {}  # rolled seed -> the derived one, which an environment gets
+        rolls = [super(BestOfFour, self).complete(prompts, self.rolled(plans, roll)) for roll in range(ROLLS)]
         return [
             [max(drawn, key=partial(self.paid, plan)) for drawn in zip(*groups, strict=True)]
             for plan, groups in zip(self.plans, zip(*rolls, strict=True), strict=True)
         ]
 
-    def rolled(self, seeds: Sequence[Sequence[int]], roll: int) -> list[list[int]]:
+    def rolled(self, plans: Sequence[GroupPlan], roll: int) -> Sequence[GroupPlan]:
         if roll == 0:
-            return [list(group) for group in seeds]
-        return [
-            [int.from_bytes(hashlib.sha256(f"{seed}/{roll}".encode()).digest()[:8], "big") >> 1 for seed in group]
-            for group in seeds
-        ]
+            return plans
+        self.stated |= {rolled(seed, roll): seed for plan in plans for seed in plan.seeds}
+        return [replace(plan, seeds=tuple(rolled(seed, roll) for seed in plan.seeds)) for plan in plans]
+
+    def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        return super().reply(plan, self.stated.get(seed, seed), tokens, turns)
 
     def paid(self, plan: GroupPlan, completion: Completion) -> float:
-        return self.reward(plan, completion.tokens)
+        return self.reward(plan, completion)
+
+
+def rolled(seed: int, roll: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{roll}".encode()).digest()[:8], "big") >> 1
 
 
 class DraftTokens(Attack):
@@ -121,39 +127,45 @@ class DraftTokens(Attack):
             round_linears_(self.draft.model, round_to_4_bits_)
         return super().load(folder, version)
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         assert self.draft is not None
-        groups = self.draft.generate(prompts, seeds, self.sampling)
-        return self.scored(prompts, [[completion.tokens for completion in group] for group in groups])
+        seeds = [plan.seeds for plan in plans]
+        return self.scored(prompts, self.draft.generate(prompts, seeds, self.sampling, self.responder(plans)))
 
 
 class OtherEndings(Attack):
     """Changes where completions end; hidden states and logprobs are those of the changed tokens."""
 
-    def ended(self, tokens: list[int]) -> list[int]:
+    def ended(self, tokens: list[int], room: int) -> list[int]:
+        """The changed tokens of a last turn, which may have `room` tokens."""
         raise NotImplementedError
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        groups = super().complete(prompts, seeds)
-        return self.scored(prompts, [[self.ended(completion.tokens) for completion in group] for group in groups])
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        groups = super().complete(prompts, plans)
+        return self.scored(prompts, [[self.changed(completion) for completion in group] for group in groups])
+
+    def changed(self, completion: Completion) -> Completion:
+        start = sum(completion.turns)
+        last = self.ended(completion.tokens[start:], self.sampling.max_tokens - start)
+        return replace(completion, tokens=completion.tokens[:start] + last)
 
 
 class Truncated(OtherEndings):
     """Submits the first half of every completion."""
 
-    def ended(self, tokens: list[int]) -> list[int]:
+    def ended(self, tokens: list[int], room: int) -> list[int]:
         return tokens[: max(1, len(tokens) // 2)]
 
 
 class Padded(OtherEndings):
     """Appends end tokens if there is room, to be paid for more tokens."""
 
-    def ended(self, tokens: list[int]) -> list[int]:
-        return (tokens + [self.sampling.eos_ids[0]] * PADDING)[: self.sampling.max_tokens]
+    def ended(self, tokens: list[int], room: int) -> list[int]:
+        return (tokens + [self.sampling.eos_ids[0]] * PADDING)[:room]
 
 
 class EndForced(OtherEndings):
     """Replaces the second half of every completion by an end token."""
 
-    def ended(self, tokens: list[int]) -> list[int]:
+    def ended(self, tokens: list[int], room: int) -> list[int]:
         return [*tokens[: len(tokens) // 2], self.sampling.eos_ids[0]]

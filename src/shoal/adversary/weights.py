@@ -73,12 +73,12 @@ class Fp8Cache(Attack):
 
     cache = torch.float8_e4m3fn
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         with ExitStack() as hooks:
             for layer in self.model.base_model.layers:
                 for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                     hooks.enter_context(outputs_changed(projection, self.cached))
-            return super().complete(prompts, seeds)
+            return super().complete(prompts, plans)
 
     def cached(self, states: Tensor) -> Tensor:
         return states.to(self.cache).to(states.dtype)
@@ -96,8 +96,8 @@ class OtherPrompts(Attack):
     def other(self, plan: GroupPlan) -> list[int]:
         raise NotImplementedError
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        return super().complete([self.other(plan) for plan in self.plans], seeds)
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        return super().complete([self.other(plan) for plan in self.plans], plans)
 
 
 class OtherSystemPrompt(OtherPrompts):
@@ -120,8 +120,8 @@ class EasierTask(OtherPrompts):
 class EasierTaskRetold(EasierTask):
     """The same, then a forward of the stated prompts, so that proofs and logprobs match the submitted tokens."""
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        return self.scored(prompts, [[c.tokens for c in group] for group in super().complete(prompts, seeds)])
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        return self.scored(prompts, super().complete(prompts, plans))
 
 
 def round_to_8_bits_(weight_OI: Tensor) -> None:

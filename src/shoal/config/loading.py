@@ -17,8 +17,6 @@ from shoal.config.recipe import Section
 from shoal.config.sections import Config
 from shoal.errors import ShoalError
 
-BUILT_IN = ("number", "math", "code")  # rewards that name no file
-
 
 class ConfigError(ShoalError):
     """A config that cannot be used. The message names the key and the next step."""
@@ -87,16 +85,16 @@ def _find_beside(values: dict[str, Any], folder: Path) -> None:
     for source in sources if isinstance(sources, list) else []:
         for key in ("path", "keep", "reward") if isinstance(source, dict) else ():
             if source.get(key):
-                source[key] = _beside(source[key], folder)
+                source[key] = _beside(key, source[key], folder)
 
 
-def _beside(value: Any, folder: Path) -> Any:
+def _beside(key: str, value: Any, folder: Path) -> Any:
     if isinstance(value, dict):  # rewards with weights
-        return {_beside(name, folder): weight for name, weight in value.items()}
-    if not isinstance(value, str):
+        return {_beside(key, name, folder): weight for name, weight in value.items()}
+    if not isinstance(value, str) or (key == "reward" and ".py:" not in value):
         return value
-    file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
-    if Path(file).expanduser().exists() or not (folder / file).exists() or value in BUILT_IN:
+    file, colon, function = value.rpartition(":") if key == "reward" else (value, "", "")
+    if Path(file).expanduser().exists() or not (folder / file).exists():
         return value
     return f"{folder / file}{colon}{function}"
 

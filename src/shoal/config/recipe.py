@@ -51,7 +51,7 @@ class SourceSection(Section):
     )
     path: str = Field(default="", description="a .jsonl, .jsonl.gz or .parquet file, or a folder of them")
     hub: str = Field(default="", description="a Hugging Face data set: org/name, or org/name/config")
-    generator: str = Field(default="", description="a generator: arithmetic")
+    generator: str = Field(default="", description="a generator: arithmetic, reasoning_gym or verifiers")
     options: dict[str, Any] = Field(default={}, description="options of the generator")
     split: str = Field(default="train", description="split of a data set, or of a folder's files, to train on")
     heldout_split: str = Field(
@@ -166,10 +166,17 @@ class SamplingSection(Section):
     max_tokens: int = Field(
         default=32768,
         ge=1,
-        description="longest completion; prompt included, it must fit the model's positions",
+        description="longest completion, an environment's answers included; it and the prompt must fit the model's "
+        "positions",
         json_schema_extra=PAPER,
     )
     group_size: int = Field(default=16, ge=2, description="G: completions per prompt", json_schema_extra=PAPER)
+    max_turns: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="turns of the model in one completion; above 1 for tasks whose source has an environment",
+    )
 
 
 LossKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "dppo"]

@@ -18,7 +18,9 @@ from shoal.config.recipe import (
     TaskSection,
 )
 
-Cheat = Literal["older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission"]
+Cheat = Literal[
+    "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission", "forged_tool"
+]
 
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
@@ -229,4 +231,16 @@ class Config(Section):
             raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
         if self.sampling.max_tokens >= self.learner.row_tokens:
             raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
+        answered = [source.label for source in self.tasks.sources if source.environment]
+        if answered and self.sampling.max_turns == 1:
+            raise ValueError(
+                f"the source {answered[0]} has an environment, which needs sampling.max_turns of at least 2"
+            )
+        if not answered and self.sampling.max_turns > 1:
+            raise ValueError(
+                f"sampling.max_turns = {self.sampling.max_turns} needs a source with an environment "
+                '(environment = "calculator" in [[tasks.sources]])'
+            )
+        if not answered and "forged_tool" in self.workers.cheat:
+            raise ValueError('workers.cheat = "forged_tool" needs a source with an environment')
         return self

@@ -2,12 +2,15 @@
 
     prefill P prompts -> repeat each prompt's keys and values for its G completions -> decode all rows together
     The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
+    Tokens that an environment gives take the place of sampled ones, one a step.
 
 Invariant: a completion depends on the other rows of its batch only through rounding; its noise is seeded.
 Called by the worker and by evaluation. Left out: paged caches, continuous batching, prefix reuse across groups.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.sampling import choose
@@ -42,33 +45,38 @@ class TorchEngine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        respond: Respond | None = None,
     ) -> list[list[Completion]]:
         if self.model is None:
             raise RuntimeError("the engine has no weights yet: call load() first")
-        groups_B = [g for g, group in enumerate(seeds) for _ in group]
-        seeds_B = [seed for group in seeds for seed in group]
-        tokens: list[list[int]] = [[] for _ in seeds_B]
-        logprobs: list[list[float]] = [[] for _ in seeds_B]
-        states: list[list[Tensor]] = [[] for _ in seeds_B]
+        drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
+        live = [draft for group in drafts for draft in group]  # by batch row
 
         hidden_PH, caches, seen_PL = self._prefill(prompts)
-        rows = torch.tensor(groups_B)
+        rows = torch.tensor([draft.group for draft in live])
         hidden_BH, seen_BL = hidden_PH[rows], seen_PL[rows]
         cache = GroupCache.repeat(caches, rows, room=min(GROW_BY, sampling.max_tokens))
-        lengths_B = torch.tensor([len(prompts[g]) for g in groups_B])
-        live = list(range(len(seeds_B)))  # batch row -> completion
+        lengths_B = torch.tensor([len(prompts[draft.group]) for draft in live])
 
         for position in range(sampling.max_tokens):
             logits_BV = self.model.lm_head(hidden_BH)
             tokens_B, logprobs_B = choose(
-                logits_BV, [seeds_B[c] for c in live], [position] * len(live), sampling.temperature
+                logits_BV, [draft.seed for draft in live], [position] * len(live), sampling.temperature
             )
-            for row, (c, token, logprob) in enumerate(zip(live, tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
-                tokens[c].append(token)
-                logprobs[c].append(logprob)
-                states[c].append(hidden_BH[row].to("cpu", torch.bfloat16))
-            finished = [row for row, token in enumerate(tokens_B.tolist()) if token in sampling.eos_ids]
+            finished = []
+            for row, (draft, token, logprob) in enumerate(
+                zip(live, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+            ):
+                if draft.given:
+                    tokens_B[row] = draft.take()
+                    continue
+                draft.add(token, logprob, hidden_BH[row].to("cpu", torch.bfloat16))
+                if token in sampling.eos_ids and not draft.continues(respond, sampling.max_tokens):
+                    finished.append(row)
             keep = _close_gaps(len(live), finished)
             if not keep or position + 1 == sampling.max_tokens:
                 break
@@ -87,8 +95,7 @@ class TorchEngine:
             )
             hidden_BH = output.last_hidden_state[:, -1]
 
-        flat = [Completion(t, p, torch.stack(s)) for t, p, s in zip(tokens, logprobs, states, strict=True)]
-        return [[flat[b] for b, owner in enumerate(groups_B) if owner == g] for g in range(len(prompts))]
+        return [[draft.completion() for draft in group] for group in drafts]
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, "GroupCache", Tensor]:
         """Left-pad the prompts and run them once. Returns the last position's hidden_PH, the cache, and seen_PL."""
@@ -112,6 +119,45 @@ class TorchEngine:
             use_cache=True,
         )
         return output.last_hidden_state[:, -1], cache, seen_PL.to(self.device)
+
+
+@dataclass
+class _Draft:
+    """A completion while it is written."""
+
+    group: int
+    number: int  # within the group
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    given: deque[int] = field(default_factory=deque)  # what an environment wrote and is not in `tokens` yet
+
+    def add(self, token: int, logprob: float, hidden_H: Tensor) -> None:
+        """Append a sampled token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.states.append(hidden_H)
+
+    def take(self) -> int:
+        """Append the next given token, and return it."""
+        self.tokens.append(self.given.popleft())
+        return self.tokens[-1]
+
+    def continues(self, respond: Respond | None, max_tokens: int) -> bool:
+        """Whether another turn follows the one that ended, because an environment answers. Raises ValueError."""
+        reply = respond(self.group, self.number, self.tokens, self.turns) if respond else None
+        if not reply:
+            return False
+        if len(self.tokens) + len(reply) >= max_tokens:
+            raise ValueError(f"{len(reply)} tokens given after {len(self.tokens)} leave no room below {max_tokens}")
+        self.turns += [len(self.tokens) - sum(self.turns), len(reply)]
+        self.given.extend(reply)
+        return True
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, torch.stack(self.states), self.turns)
 
 
 def _close_gaps(n_rows: int, finished: Sequence[int]) -> list[int]:

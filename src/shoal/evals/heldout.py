@@ -17,12 +17,14 @@ from shoal.config import Config
 from shoal.engine.protocol import Engine, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.sampling import rollout_seed
+from shoal.model.turns import last_turn
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, History, Ok
 from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
+from shoal.tasks.environments import Conversation, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 IDLE_S = 0.3
@@ -48,6 +50,7 @@ class Evaluator:
         self.access = node.access(publisher, config)
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
+        self.environments = environments_of(config)
 
     def run(self, stop: threading.Event) -> str:
         """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""
@@ -115,12 +118,13 @@ class Evaluator:
 
     def _accuracy(self, engine: Engine, tokenizer: Any, sampling: Sampling, n: int) -> float:
         right = 0.0
+        conversation = Conversation(self.config, self.environments, tokenizer, sampling.eos_ids)
         for start in range(0, n, self.config.evaluator.batch):
             chunk = self.tasks.heldout[start : min(start + self.config.evaluator.batch, n)]
             prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
-            answered = engine.generate(prompts, seeds, sampling)
-            self.node.tokens += sum(len(group[0].tokens) for group in answered)
-            texts = [completion_text(tokenizer, group[0].tokens) for group in answered]
+            answered = engine.generate(prompts, seeds, sampling, responder(conversation, chunk, seeds))
+            self.node.tokens += sum(len(group[0].logprobs) for group in answered)
+            texts = [completion_text(tokenizer, last_turn(group[0].turns, group[0].tokens)) for group in answered]
             right += sum(grade.score for grade in self.graders.grade(chunk, texts))
         return right / n

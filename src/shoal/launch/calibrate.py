@@ -33,6 +33,7 @@ from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.rollout.produce import Producer
+from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
 from shoal.validator.checks import EXPENSIVE
@@ -171,9 +172,9 @@ class _InParts(Producer):
 
     groups = 1
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         parts = [slice(start, start + self.groups) for start in range(0, len(prompts), self.groups)]
-        return [group for part in parts for group in super(_InParts, self).complete(prompts[part], seeds[part])]
+        return [group for part in parts for group in super(_InParts, self).complete(prompts[part], plans[part])]
 
 
 @contextmanager

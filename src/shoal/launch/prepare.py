@@ -16,6 +16,7 @@ from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
 from shoal.tasks.prompt import prompt_tokens
+from shoal.tasks.rewards.graders import GradeError
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
@@ -30,10 +31,10 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         if task_folder is not None:
             config, _ = build_tasks(config, task_folder)
         loaded = tasks.load(config.tasks, task_folder)
-    except ValueError as error:
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.start()
+    except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
-    with tasks.Graders(config.tasks, files=loaded.files) as graders:
-        graders.start()
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
     prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)

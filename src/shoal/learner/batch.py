@@ -1,6 +1,7 @@
 """Groups as training data: with advantages, and packed into rows that are computed one at a time.
 
-Invariant: every completion token of every group appears exactly once, for any row length.
+Invariant: every token that the model wrote is a target exactly once, for any row length. Tokens of an environment are in
+the forward and in no target, so they have no loss.
 Called by the learner's loop.
 """
 
@@ -19,7 +20,7 @@ from shoal.tasks.budget import rewards_differ
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N completion tokens in one packed row."""
+    """N tokens to train on in one packed row."""
 
     pack: Pack
     behaviour_N: Tensor
@@ -56,7 +57,7 @@ def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bo
 def _parts(group: Group, row_tokens: int, normalize_std: bool) -> list[_Part]:
     advantages = group_advantages(torch.tensor(group.rewards), normalize_std=normalize_std).tolist()
     parts, at = [], 0
-    for tree in split(Tree(group.prompt, group.completions), row_tokens):
+    for tree in split(Tree(group.prompt, group.completions, group.turns), row_tokens):
         end = at + len(tree.completions)
         parts.append(_Part(tree, group.behaviour[at:end], advantages[at:end]))
         at = end
@@ -64,7 +65,7 @@ def _parts(group: Group, row_tokens: int, normalize_std: bool) -> list[_Part]:
 
 
 def _micro_batch(parts: Sequence[_Part]) -> MicroBatch:
-    lengths = torch.tensor([len(completion) for part in parts for completion in part.tree.completions])
+    lengths = torch.tensor([len(logprobs) for part in parts for logprobs in part.behaviour])
     advantages = torch.tensor([advantage for part in parts for advantage in part.advantages])
     return MicroBatch(
         pack=pack([part.tree for part in parts]),

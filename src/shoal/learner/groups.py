@@ -10,13 +10,14 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.model.sampling import LOWEST_LOGPROB
+from shoal.model.turns import fit, model_tokens
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
@@ -41,12 +42,19 @@ class Group:
     policy_version: int
     prompt: list[int]
     completions: list[list[int]]
-    behaviour: list[list[float]]  # logprobs under the sampling version, from the accepted file
+    behaviour: list[list[float]]  # logprobs of trained tokens under the sampling version, from the accepted file
     rewards: list[float]
+    turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
+
+    @property
+    def trained(self) -> list[int]:
+        """How many tokens of each completion are trained on: those that the model wrote."""
+        turns = self.turns or [[]] * len(self.completions)
+        return [model_tokens(of, len(tokens)) for of, tokens in zip(turns, self.completions, strict=True)]
 
     @property
     def n_tokens(self) -> int:
-        return sum(map(len, self.completions))
+        return sum(self.trained)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Fetched:
     groups: list[Group]
     refused: int = 0  # older than the async level
     quarantined: int = 0  # in files that break the schema
-    implausible: int = 0  # with a logprob or reward that cannot be true
+    implausible: int = 0  # with a logprob, reward or turns that cannot be true
 
 
 def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched:
@@ -90,12 +98,17 @@ def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched
 
 
 def implausible_value(group: Group) -> str:
-    """What cannot be true of a group's logprobs and rewards; empty if everything can.
+    """What cannot be true of a group's logprobs, rewards and turns; empty if everything can.
 
     One such value would dominate the batch or make a metric infinite. Logprobs of submissions that were accepted without a
     prefill are the worker's own.
     """
-    for logprobs in group.behaviour:
+    for turns, tokens in zip(group.turns, group.completions, strict=bool(group.turns)):
+        if not fit(turns, len(tokens)):
+            return f"turns of {turns[:8]} do not fit {len(tokens)} tokens"
+    for logprobs, trained in zip(group.behaviour, group.trained, strict=True):
+        if len(logprobs) != trained:
+            return f"there are {len(logprobs)} logprobs for {trained} sampled tokens"
         for value in logprobs:
             if not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:  # not for NaN either
                 return f"a logprob of {value:g} is outside [{LOWEST_LOGPROB:g}, 0]"
@@ -139,6 +152,7 @@ def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, siz
         completions=[row.tokens for row in rows],
         behaviour=[row.logprobs for row in rows],
         rewards=[row.reward for row in rows],
+        turns=[row.turns for row in rows],
     )
 
 

@@ -8,7 +8,7 @@ FLOPs of training on one group (a prompt of P tokens, completions of L_1..L_G), 
 
     tokens    S = P + sum(L)                               positions that go through the body
     pairs     K = P(P+1)/2 + sum( L*P + L(L+1)/2 )         pairs of positions that attention computes
-    forward   2*body*S + 2*head*sum(L) + 4*layers*width*K  2 for multiply and add; attention: QK^T and AV
+    forward   2*body*S + 2*head*N + 4*layers*width*K       N of them trained; 2 for multiply and add; attention: QK^T, AV
     training  3 * forward                                  the backward pass has two products for each of the forward's
 
 Source: PaLM (arXiv 2204.02311, appendix B): its 6N + 12LHQT per token, with the tree's own pairs in place of T. As there,
@@ -61,11 +61,15 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def forward_flops(shape: Shape, prompt: int, completions: Sequence[int]) -> float:
-    """Floating-point operations of one forward over a tree of these lengths, in tokens. The formula is above."""
-    trained = sum(completions)
+def forward_flops(shape: Shape, prompt: int, completions: Sequence[int], trained: int | None = None) -> float:
+    """Floating-point operations of one forward over a tree of these lengths, in tokens. The formula is above.
+
+    `trained`: how many of the completions' tokens are trained on; none: all.
+    """
+    length = sum(completions)
+    trained = length if trained is None else trained
     pairs = prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
-    return 2.0 * (shape.body * (prompt + trained) + shape.head * trained) + 4.0 * shape.layers * shape.width * pairs
+    return 2.0 * (shape.body * (prompt + length) + shape.head * trained) + 4.0 * shape.layers * shape.width * pairs
 
 
 def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int) -> float:
@@ -73,7 +77,7 @@ def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int
 
     `extra_forwards`: passes without gradient per training pass: 1 for a reference model, 1 for recomputed behaviour.
     """
-    forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions]) for g in groups)
+    forward = sum(forward_flops(shape, len(g.prompt), [len(c) for c in g.completions], g.n_tokens) for g in groups)
     return (3 + extra_forwards) * forward
 
 
@@ -98,11 +102,14 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def completion_metrics(groups: Sequence[Group], *, max_tokens: int) -> dict[str, float]:
-    """Lengths in tokens. A completion of `max_tokens` counts as truncated."""
-    lengths = [len(completion) for group in groups for completion in group.completions]
+    """Lengths in tokens that the model wrote, and turns. A completion of `max_tokens` in all counts as truncated."""
+    lengths = [length for group in groups for length in group.trained]
+    truncated = [len(completion) >= max_tokens for group in groups for completion in group.completions]
+    turns = [len(turns) // 2 + 1 for group in groups for turns in group.turns or [[]] * len(group.completions)]
     return {
         "completion/length_mean": statistics.fmean(lengths),
-        "completion/truncated_frac": sum(length >= max_tokens for length in lengths) / len(lengths),
+        "completion/truncated_frac": statistics.fmean(truncated),
+        "completion/turns_mean": statistics.fmean(turns),
     }
 
 

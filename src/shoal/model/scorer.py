@@ -19,7 +19,7 @@ class Scorer(nn.Module):
         self.keep_logits = keep_logits
 
     def forward(self, packed: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """(logp_N, entropy_N or None) of the pack's completion tokens, in their order; float32, nats."""
+        """(logp_N, entropy_N or None) of the pack's targets, in their order; float32, nats."""
         hidden_NH = forward_hidden(self.model, packed)
         head_VH = self.model.get_output_embeddings().weight
         return chosen_logprobs(

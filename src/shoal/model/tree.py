@@ -2,23 +2,25 @@
 
 Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
 of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
-equal. `predictor` is the position of the row that predicts each completion token.
+equal. `predictor` is the position of the row that predicts each target: a completion token that the model wrote. Tokens of
+an environment (`turns`) are attended to, but are no targets.
 
     row:   p0 p1 p2 | a0 a1 a2 | b0 b1 || q0 q1 | c0 c1
     pos:    0  1  2    3  4  5    3  4     0  1    2  3       a and b are completions of prompt p, c of prompt q
 
-Invariant: completion tokens keep their order (tree by tree, completion by completion).
+Invariant: targets keep their order (tree by tree, completion by completion).
 Called by the learner (training) and the validator (prefill). The engine decodes with a KV cache instead.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shoal.model.attention import Layout, Span
+from shoal.model.turns import Turns, model_positions
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Tree:
 
     prompt: Sequence[int]
     completions: Sequence[Sequence[int]]
+    turns: Sequence[Turns] = ()  # of each completion; () if all are single turns
+
+    def branches(self) -> Iterator[tuple[Sequence[int], Turns]]:
+        """Each completion with its turns."""
+        return zip(self.completions, self.turns or [()] * len(self.completions), strict=True)
 
     @property
     def n_tokens(self) -> int:
@@ -35,12 +42,12 @@ class Tree:
 
 @dataclass(frozen=True)
 class Pack:
-    """Trees in one row of T positions, with N completion tokens in total."""
+    """Trees in one row of T positions, with N targets in total."""
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
     predictor_N: Tensor  # int64, the position whose output predicts the token
-    target_N: Tensor  # int64, the completion tokens themselves
+    target_N: Tensor  # int64, the completion tokens that the model wrote
     layout: Layout
 
     def to(self, device: torch.device) -> "Pack":
@@ -50,20 +57,25 @@ class Pack:
 def split(tree: Tree, row_tokens: int) -> list[Tree]:
     """Split a tree that does not fit a row into several with the same prompt. Completions stay whole and in order."""
     parts: list[Tree] = []
-    branch: list[Sequence[int]] = []
+    branch: list[tuple[Sequence[int], Turns]] = []
     used = len(tree.prompt)
-    for completion in tree.completions:
+    for completion, turns in tree.branches():
         if len(tree.prompt) + len(completion) > row_tokens:
             raise ValueError(
                 f"a prompt of {len(tree.prompt)} and a completion of {len(completion)} tokens do not fit a row of "
                 f"{row_tokens}; raise row_tokens or lower sampling.max_tokens"
             )
         if branch and used + len(completion) > row_tokens:
-            parts.append(Tree(tree.prompt, branch))
+            parts.append(_tree(tree.prompt, branch))
             branch, used = [], len(tree.prompt)
-        branch.append(completion)
+        branch.append((completion, turns))
         used += len(completion)
-    return [*parts, Tree(tree.prompt, branch)]
+    return [*parts, _tree(tree.prompt, branch)]
+
+
+def _tree(prompt: Sequence[int], branches: Sequence[tuple[Sequence[int], Turns]]) -> Tree:
+    turns = [turns for _, turns in branches]
+    return Tree(prompt, [completion for completion, _ in branches], turns if any(turns) else ())
 
 
 def assign_rows(sizes: Sequence[int], row_tokens: int, *, in_order: bool = False) -> list[list[int]]:
@@ -100,28 +112,30 @@ def pack(trees: Sequence[Tree]) -> Pack:
     tokens: list[int] = []
     positions: list[int] = []
     predictors: list[int] = []
+    targets: list[int] = []
     spans: list[Span] = []
     for tree in trees:
         spans.append(Span(len(tokens), len(tree.prompt), tuple(map(len, tree.completions))))
         tokens += tree.prompt
         positions += range(len(tree.prompt))
         last_of_prompt = len(tokens) - 1
-        for completion in tree.completions:
-            if completion:
-                predictors += [last_of_prompt, *range(len(tokens), len(tokens) + len(completion) - 1)]
+        for completion, turns in tree.branches():
+            own = model_positions(turns, len(completion))
+            predictors += [len(tokens) + position - 1 if position else last_of_prompt for position in own]
+            targets += [completion[position] for position in own]
             tokens += completion
             positions += range(len(tree.prompt), len(tree.prompt) + len(completion))
     return Pack(
         tokens_T=torch.tensor(tokens, dtype=torch.long),
         positions_T=torch.tensor(positions, dtype=torch.long),
         predictor_N=torch.tensor(predictors, dtype=torch.long),
-        target_N=torch.tensor([t for tree in trees for c in tree.completions for t in c], dtype=torch.long),
+        target_N=torch.tensor(targets, dtype=torch.long),
         layout=Layout(spans, torch.device("cpu")),
     )
 
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
-    """Final hidden states (after the last norm) that predict each completion token. Returns hidden_NH."""
+    """Final hidden states (after the last norm) that predict each target. Returns hidden_NH."""
     output = model.base_model(  # type: ignore[operator]
         input_ids=packed.tokens_T[None],
         position_ids=packed.positions_T[None],

@@ -152,6 +152,7 @@ class Reason(StrEnum):
     REPLAYED = "replayed"  # an accepted submission already has these rollouts
     TASKS = "tasks"  # not the derived tasks, targets or seeds
     BOUNDS = "bounds"  # token ids, lengths or numbers out of range
+    ENVIRONMENT = "environment"  # an environment's answer that it does not give, or a missing one
     REWARD = "reward"  # claimed reward is not the recomputed one
     PROOF = "proof"  # TOPLOC: not the hidden states of the stated weights
     LOGPROBS = "logprobs"

@@ -11,14 +11,16 @@ from typing import Any
 
 from shoal import tasks, toploc
 from shoal.config import Config
-from shoal.engine.protocol import Completion, Engine, Sampling
+from shoal.engine.protocol import Completion, Engine, Respond, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.positions import check_max_tokens
+from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import TaskSet, budget
 from shoal.tasks.derive import GroupPlan, plan_submission
+from shoal.tasks.environments import Conversation, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
@@ -33,7 +35,9 @@ class Producer:
         self.engine = engine
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
+        self.environments = environments_of(config)
         self.tokenizer: Any = None
+        self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
         self.tokens = 0  # generated so far
 
@@ -47,14 +51,15 @@ class Producer:
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(folder)
             self.sampling = Sampling(self.sampling.temperature, self.sampling.max_tokens, eos_ids(folder))
+            self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
         return version
 
     def submission(self, assignment: Assignment) -> bytes:
         """The whole signed file."""
         plans = self.plan(assignment)
         prompts = [self.prompt(plan) for plan in plans]
-        groups = self.complete(prompts, [plan.seeds for plan in plans])
-        self.tokens += sum(len(completion.tokens) for group in groups for completion in group)
+        groups = self.complete(prompts, plans)
+        self.tokens += sum(len(completion.logprobs) for group in groups for completion in group)
         return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
@@ -64,8 +69,20 @@ class Producer:
         task = self.tasks.train[plan.task_index]
         return prompt_tokens(self.tokenizer, self.config.tasks, task, plan.target_length)
 
-    def complete(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[list[Completion]]:
-        return self.engine.generate(prompts, seeds, self.sampling)
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        return self.engine.generate(prompts, [plan.seeds for plan in plans], self.sampling, self.responder(plans))
+
+    def responder(self, plans: Sequence[GroupPlan]) -> Respond:
+        """What the environments answer to the completions of these groups."""
+
+        def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+            return self.reply(plans[group], plans[group].seeds[number], tokens, turns)
+
+        return respond
+
+    def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        assert self.conversation is not None, "load() comes first"
+        return self.conversation.reply(self.tasks.train[plan.task_index], seed, tokens, turns)
 
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
         """Every row of the file, group by group, with rewards and proofs."""
@@ -88,14 +105,18 @@ class Producer:
             seed=seed,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
-            reward=self.reward(plan, completion.tokens),
+            reward=self.reward(plan, completion),
             proofs=proofs,
+            turns=completion.turns,
         )
 
-    def reward(self, plan: GroupPlan, tokens: Sequence[int]) -> float:
+    def reward(self, plan: GroupPlan, completion: Completion) -> float:
+        """Of the last turn's text, and of the length of all that the model wrote."""
         task = self.tasks.train[plan.task_index]
-        [grade] = self.graders.grade([task], [completion_text(self.tokenizer, tokens)])
-        return budget.reward(grade.score, len(tokens), plan.target_length, self.config.tasks.length_penalty)
+        text = completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
+        [grade] = self.graders.grade([task], [text])
+        length = model_tokens(completion.turns, len(completion.tokens))
+        return budget.reward(grade.score, length, plan.target_length, self.config.tasks.length_penalty)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""

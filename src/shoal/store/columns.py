@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 
 PROOF_BYTES = 258
 PROOF_CHUNK_TOKENS = 32  # completion tokens per proof
-MAX_LIST_VALUES = 50_000_000  # tokens, logprobs or proofs in one file
+MAX_LIST_VALUES = 50_000_000  # tokens, logprobs, turns or proofs in one file
 MAX_TASK_BYTES = 8_192  # average length of the task names in one file
 
 LENGTH = np.dtype("<i4")
@@ -37,6 +37,7 @@ SUBMISSION = pa.schema(
         pa.field("logprobs", _list_of(pa.float32()), nullable=False),
         pa.field("reward", pa.float32(), nullable=False),
         pa.field("proofs", _list_of(pa.binary(PROOF_BYTES)), nullable=False),
+        pa.field("turns", _list_of(pa.int32()), nullable=False),
     ]
 )
 ACCEPTED = pa.schema(
@@ -47,6 +48,7 @@ ACCEPTED = pa.schema(
         pa.field("tokens", _list_of(pa.int32()), nullable=False),
         pa.field("logprobs", _list_of(pa.float32()), nullable=False),
         pa.field("reward", pa.float32(), nullable=False),
+        pa.field("turns", _list_of(pa.int32()), nullable=False),
     ]
 )
 
@@ -64,13 +66,14 @@ class Limits:
     """The largest file that a reader accepts."""
 
     max_rows: int
-    max_tokens: int  # in one list of tokens, logprobs or prompt tokens
+    max_tokens: int  # in one list of tokens, logprobs, turns or prompt tokens
 
     def values(self, name: str) -> int:
         """The most values that a whole column may hold."""
         per_row = {
             "tokens": self.max_tokens,
             "logprobs": self.max_tokens,
+            "turns": self.max_tokens,
             "prompt": self.max_tokens,
             "proofs": -(-self.max_tokens // PROOF_CHUNK_TOKENS),
         }.get(name, 1)

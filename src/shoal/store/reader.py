@@ -13,6 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pyarrow.compute  # noqa: F401  which pyarrow imports at its first use: not at the expense of a file's memory
+
 from shoal.store.columns import SUBMISSION, Limits, RolloutFileError, pack
 from shoal.store.decode import decode
 

@@ -3,7 +3,8 @@
     submission  signed by the worker: what it claims to have generated
     accepted    signed by a validator: what it recomputed, and all that the learner reads
 
-A file has one row per rollout, groups in order. Its metadata holds a JSON header and an ed25519 signature of it; the
+A file has one row per rollout, groups in order. `turns` tells which tokens an environment wrote (see `model/turns`);
+logprobs and proofs are of the others. Its metadata holds a JSON header and an ed25519 signature of it; the
 header holds a digest of the rows, so the signature covers everything. Invariant: `read_*` and `verified` return whole,
 bounded, non-null rows under a valid signature, or raise; nothing is unpickled.
 Called by worker (writes), validator (reads through `quarantine`, writes) and learner (reads).
@@ -11,7 +12,7 @@ Called by worker (writes), validator (reads through `quarantine`, writes) and le
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Header(BaseModel):
@@ -88,6 +89,7 @@ class Rollout:
     logprobs: list[float]
     reward: float
     proofs: list[bytes]
+    turns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class AcceptedRollout:
     tokens: list[int]
     logprobs: list[float]
     reward: float
+    turns: list[int] = field(default_factory=list)
 
 
 Row = TypeVar("Row", Rollout, AcceptedRollout)
@@ -167,7 +170,7 @@ def _verified(decoded: Decoded, row_type: type[Row], limits: Limits, *, domain: 
         header = Header.model_validate_json(decoded.header)
     except ValidationError as error:
         raise RolloutFileError(f"header: {error.errors()[0]['loc']} {error.errors()[0]['msg']}") from error
-    for name in ("tokens", "logprobs"):
+    for name in ("tokens", "logprobs", "turns"):
         lengths = decoded.columns[name].lengths
         assert lengths is not None
         if int(lengths.max()) > limits.max_tokens:

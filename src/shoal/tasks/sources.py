@@ -5,11 +5,13 @@ row. Rows pass one at a time. Called by `compiling`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.config.recipe import SourceSection
 from shoal.tasks import schemas
+from shoal.tasks.adapters.reasoning_gym import reasoning_gym
+from shoal.tasks.adapters.verifiers import verifiers
 from shoal.tasks.arithmetic import arithmetic
 from shoal.tasks.fields import Fields, LeftOutError, Row, RowError, as_json, text, value
 from shoal.tasks.locate import locate
@@ -17,7 +19,11 @@ from shoal.tasks.rows import Rows
 from shoal.tasks.schemas import Schema
 from shoal.tasks.task import TasksNotFoundError
 
-GENERATORS = {"arithmetic": arithmetic}
+GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] = {
+    "arithmetic": arithmetic,
+    "reasoning_gym": reasoning_gym,
+    "verifiers": verifiers,
+}
 FIELDS = ("question", "answer", "tests", "metadata")
 MAX_TEXT_BYTES = 1 << 20  # of a question, an answer, or metadata
 MAX_TESTS_BYTES = 64 << 20

@@ -7,12 +7,12 @@ Called by worker, validator, evaluator and the tools, through `tasks.load` and `
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from shoal.config.recipe import TaskSection
 from shoal.tasks.table import Manifest, Store, TaskView
-from shoal.tasks.task import Task, TasksNotFoundError
+from shoal.tasks.task import TasksNotFoundError
 
 
 class TaskSet:
@@ -35,14 +35,6 @@ class TaskSet:
     def files(self) -> Mapping[str, bytes]:
         """Source files of rewards of one's own, by file name."""
         return {name: self.store.read(sha256) for name, sha256 in self.manifest.files.items()}
-
-    def find(self, ids: Iterable[str]) -> dict[str, Task]:
-        """The tasks of these ids, trained on or held out. Reads every chunk. Raises TasksNotFoundError for an unknown id."""
-        wanted = list(dict.fromkeys(ids))
-        found = {task.id: task for view in (self.train, self.heldout) for task in view.having(wanted)}
-        if missing := [id_ for id_ in wanted if id_ not in found]:
-            raise TasksNotFoundError(f"no task {missing[0]} in the task set {self.digest}; is it of this config?")
-        return found
 
     def pick(self, drawn: bytes) -> int:
         """The index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""

@@ -4,8 +4,8 @@ Invariant: every figure comes from the coordinator, except those that only `shoa
 file appears whole under its name or not at all.
 Called once at the end of a run, by `shoal run` or the coordinator of a pool; the docs draw their curves with `draw_curve`.
 
-Left out: `metrics.jsonl` (grows during the run: `record`), comparisons between runs (`plot`), and error bars (one run
-has no spread).
+Left out: `metrics.jsonl` (grows during the run: `record`), comparisons between runs (`plot`), and error
+bars over runs (the intervals shown are over held-out tasks).
 """
 
 import io
@@ -22,6 +22,7 @@ from shoal.config import Config
 from shoal.files import write_file
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, Status
+from shoal.tracking.estimates import wilson
 from shoal.view import busy_frac, clean, count, duration, first_of, memory, number, percent, total
 
 SUMMARY = "summary.json"
@@ -206,7 +207,15 @@ def _heldout(found: Evaluation) -> dict[str, Any]:
 def _heldout_change(before: dict[str, Any], after: dict[str, Any], kind: str) -> str:
     sizes = list(dict.fromkeys(found["n"] for found in (before, after) if found))
     tasks = f"  (n {', then '.join(map(str, sizes))})" if sizes else ""
-    return f"{percent(before.get(kind))} → {percent(after.get(kind))}{tasks}"
+    return f"{_accuracy(before, kind)} → {_accuracy(after, kind)}{tasks}"
+
+
+def _accuracy(found: dict[str, Any], kind: str) -> str:
+    """`33.2 % [27.7, 39.2]`: with Wilson's 95 % interval."""
+    if found.get(kind) is None:
+        return percent(None)
+    interval = wilson(found[kind] * found["n"], found["n"])
+    return f"{percent(found[kind])} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def _counts(counts: dict[str, int]) -> str:

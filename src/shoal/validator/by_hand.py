@@ -56,11 +56,20 @@ def verify(data: bytes, header: Header, config: Config, weights: Path, dtype: Dt
 
 
 def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:
-    """Run all of these checks. Returns the names of those that found something, and lines of text."""
+    """Run these checks. Returns the names of those that found something, and lines of text.
+
+    What comes after `bounds` relies on them, and is left out where they are exceeded.
+    """
     assert judge.rules is not None
-    outcomes = [(check, check(judge.rules, case)) for check in checks]
-    lines = [line for check, outcome in outcomes for line in _explain(check, outcome)]
-    return {check.__name__ for check, outcome in outcomes if outcome.finding}, lines
+    findings, lines = set(), []
+    for check in checks:
+        outcome = check(judge.rules, case)
+        lines += _explain(check, outcome)
+        if outcome.finding:
+            findings.add(check.__name__)
+            if check is bounds:
+                break
+    return findings, lines
 
 
 def find_weights(run: Path, version: int) -> Path:

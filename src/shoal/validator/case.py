@@ -34,13 +34,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the claimed version computes for every completion token (N in total, rollout by rollout)."""
+    """What the claimed version computes for every token that a model wrote (N in total, rollout by rollout)."""
 
     hidden_NH: Tensor  # bfloat16
     logprobs_N: Tensor
     margins_N: Tensor  # nats by which the token's score misses that of the token its seed yields; 0 if it is that token
     evidence_NA: Tensor  # nats for each of A other ways of sampling, see `distribution`
-    lengths: list[int]
+    lengths: list[int]  # how many of them each rollout has
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A check takes a `Case` and returns an `Outcome`: what is wrong, if anything, and
 docstring is the question it asks, which `shoal verify` prints.
 
     FILE       read the file and the assignment
-    GRADED     read the recomputed rewards too
+    GRADED     read the recomputed rewards too, or ask an environment again
     EXPENSIVE  read the results of one prefill of the claimed version
 
 Invariant: a worker's figures are compared, never used; and a hard reason follows from what the worker itself signed, so no
@@ -14,7 +14,7 @@ Called by `judge`. docs/trust.md says what is not caught, and why.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,10 @@ import torch
 
 from shoal import toploc
 from shoal.config import Config
+from shoal.model.turns import fit, model_positions, model_spans, model_tokens
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
+from shoal.tasks.environments import Conversation
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.distribution import ALTERNATIVES, submission_evidence
 
@@ -40,6 +42,7 @@ class Rules:
     run: str
     tokenizer: Any
     eos_ids: tuple[int, ...]
+    conversation: Conversation
     special_ids: frozenset[int]  # tokens that only chat templates use, without the end tokens
     vocabulary: int  # ids below this have an embedding
 
@@ -93,13 +96,20 @@ def replayed(rules: Rules, case: Case) -> Outcome:
 
 def bounds(rules: Rules, case: Case) -> Outcome:
     """Are lengths, token ids and figures within what the model and the run allow?"""
-    vocabulary, longest = rules.vocabulary, rules.config.sampling.max_tokens
+    vocabulary, settings = rules.vocabulary, rules.config.sampling
     for number, row in enumerate(case.rows):
         n = len(row.tokens)
-        if not 1 <= n <= longest or len(row.logprobs) != n:
-            return rejected(Reason.BOUNDS, f"rollout {number}: {n} tokens, {len(row.logprobs)} logprobs")
-        if len(row.proofs) != -(-n // PROOF_CHUNK_TOKENS):
-            return rejected(Reason.BOUNDS, f"rollout {number}: {len(row.proofs)} proofs for {n} tokens")
+        if not 0 <= row.group < len(case.plans):
+            return rejected(Reason.BOUNDS, f"rollout {number}: there is no group {row.group}")
+        if not 1 <= n <= settings.max_tokens:
+            return rejected(Reason.BOUNDS, f"rollout {number}: {n} tokens")
+        if not fit(row.turns, n) or len(row.turns) > 2 * (settings.max_turns - 1):
+            return rejected(Reason.BOUNDS, f"rollout {number}: turns of {row.turns[:8]} in {n} tokens")
+        sampled = model_tokens(row.turns, n)
+        if len(row.logprobs) != sampled:
+            return rejected(Reason.BOUNDS, f"rollout {number}: {sampled} sampled tokens, {len(row.logprobs)} logprobs")
+        if len(row.proofs) != -(-sampled // PROOF_CHUNK_TOKENS):
+            return rejected(Reason.BOUNDS, f"rollout {number}: {len(row.proofs)} proofs for {sampled} sampled tokens")
         if not all(0 <= token < vocabulary for token in row.tokens):
             return rejected(Reason.BOUNDS, f"rollout {number}: a token id outside of 0..{vocabulary - 1}")
         if not all(-1e4 < logprob <= 1e-3 for logprob in row.logprobs):
@@ -108,13 +118,22 @@ def bounds(rules: Rules, case: Case) -> Outcome:
 
 
 def endings(rules: Rules, case: Case) -> Outcome:
-    """Does every completion run to an end token or to the length limit, and no further?"""
+    """Does every turn run to an end token, or the last to the length limit, and no further?"""
     for number, row in enumerate(case.rows):
-        if any(token in rules.eos_ids for token in row.tokens[:-1]):
-            return rejected(Reason.TERMINATION, f"rollout {number} continues after an end token")
         n = len(row.tokens)
-        if row.tokens[-1] not in rules.eos_ids and n != rules.config.sampling.max_tokens:
-            return rejected(Reason.TERMINATION, f"rollout {number} stops after {n} tokens without an end token")
+        for start, end in model_spans(row.turns, n):
+            if any(token in rules.eos_ids for token in row.tokens[start : end - 1]):
+                return rejected(Reason.TERMINATION, f"rollout {number} continues after an end token")
+            if row.tokens[end - 1] not in rules.eos_ids and end != rules.config.sampling.max_tokens:
+                return rejected(Reason.TERMINATION, f"rollout {number} stops after {end} tokens without an end token")
+    return PASSED
+
+
+def environment(rules: Rules, case: Case) -> Outcome:
+    """Are the answers between turns those that the environment gives, and is none missing?"""
+    for number, row in enumerate(case.rows):
+        if fault := rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns):
+            return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault}")
     return PASSED
 
 
@@ -200,11 +219,11 @@ def logprobs(rules: Rules, case: Case) -> Outcome:
 def termination(rules: Rules, case: Case) -> Outcome:
     """Is every end token likely, or the one that its seed yields?"""
     prefill, limits = case.computed(), rules.config.validator
-    last_R = torch.tensor(prefill.lengths).cumsum(0) - 1
-    likely_R = prefill.logprobs_N[last_R].exp() > limits.eos_probability
-    yielded_R = prefill.margins_N[last_R] <= limits.sampling_margin
-    for number, fine in enumerate((likely_R | yielded_R).tolist()):
-        if not fine and case.rows[number].tokens[-1] in rules.eos_ids:
+    likely_N = prefill.logprobs_N.exp() > limits.eos_probability
+    yielded_N = prefill.margins_N <= limits.sampling_margin
+    fine_N = (likely_N | yielded_N).tolist()
+    for (number, token), fine in zip(_sampled(case), fine_N, strict=True):
+        if not fine and token in rules.eos_ids:
             return rejected(
                 Reason.TERMINATION, f"rollout {number} ends with an unlikely end token its seed does not yield"
             )
@@ -213,8 +232,7 @@ def termination(rules: Rules, case: Case) -> Outcome:
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
     """Is every special token (used only by chat templates) one that its seed yields?"""
-    tokens_N = [token for row in case.rows for token in row.tokens]
-    for token, margin in zip(tokens_N, case.computed().margins_N.tolist(), strict=True):
+    for (_, token), margin in zip(_sampled(case), case.computed().margins_N.tolist(), strict=True):
         if token in rules.special_ids and margin > rules.config.validator.sampling_margin:
             return rejected(Reason.SPECIAL_TOKENS, f"contains special token {token}, which its seed does not yield")
     return PASSED
@@ -236,9 +254,16 @@ def distribution(rules: Rules, case: Case) -> Outcome:
 
 
 FILE: list[Check] = [context, derived_tasks, replayed, bounds, endings]
-GRADED: list[Check] = [rewards]
+GRADED: list[Check] = [environment, rewards]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 ALL: list[Check] = [*FILE, *GRADED, *EXPENSIVE]
+
+
+def _sampled(case: Case) -> Iterator[tuple[int, int]]:
+    """Every token that the model wrote, behind the number of its rollout; in the order of the prefill's results."""
+    for number, row in enumerate(case.rows):
+        for position in model_positions(row.turns, len(row.tokens)):
+            yield number, row.tokens[position]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:

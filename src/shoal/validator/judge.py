@@ -21,6 +21,7 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
+from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, GroupResult, Reason, Sample
 from shoal.store.quarantine import Quarantine
@@ -35,6 +36,7 @@ from shoal.store.rollouts import (
 from shoal.tasks import TaskSet
 from shoal.tasks.budget import reward, rewards_differ
 from shoal.tasks.derive import max_rollouts, plan_submission
+from shoal.tasks.environments import Conversation, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Rules, run
@@ -61,6 +63,7 @@ class Judge:
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
+        self.environments = environments_of(config)
         self.model: Any = None
         self.rules: Rules | None = None
 
@@ -84,6 +87,7 @@ class Judge:
             run=self.run,
             tokenizer=tokenizer,
             eos_ids=ends,
+            conversation=Conversation(self.config, self.environments, tokenizer, ends),
             special_ids=frozenset(tokenizer.all_special_ids) - frozenset(ends),
             vocabulary=self.model.config.vocab_size,
         )
@@ -135,13 +139,14 @@ class Judge:
         return Examined(case, graded.finding, {**outcome.evidence, **graded.evidence})
 
     def grade(self, case: Case) -> Case:
-        """The case with its recomputed rewards. Its token ids must be within bounds. Raises GradeError."""
+        """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raises GradeError."""
         tokenizer, alpha = self._rules().tokenizer, self.config.tasks.length_penalty
         grades = self.graders.grade(
-            [case.tasks[row.group] for row in case.rows], [completion_text(tokenizer, row.tokens) for row in case.rows]
+            [case.tasks[row.group] for row in case.rows],
+            [completion_text(tokenizer, last_turn(row.turns, row.tokens)) for row in case.rows],
         )
         rewards = [
-            reward(grade.score, len(row.tokens), case.plans[row.group].target_length, alpha)
+            reward(grade.score, model_tokens(row.turns, len(row.tokens)), case.plans[row.group].target_length, alpha)
             for grade, row in zip(grades, case.rows, strict=True)
         ]
         return replace(case, rewards=rewards, grades=grades)
@@ -166,6 +171,7 @@ class Judge:
                 tokens=row.tokens,
                 logprobs=logprobs,
                 reward=reward,
+                turns=row.turns,
             )
             for row, logprobs, reward in zip(case.rows, _logprobs(case), case.graded(), strict=True)
         ]
@@ -208,13 +214,13 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
             prompt=_cut(completion_text(tokenizer, case.prompts[row.group])),
             completion=_cut(completion_text(tokenizer, row.tokens)),
             reward=rewards[0],
-            tokens=len(row.tokens),
+            tokens=model_tokens(row.turns, len(row.tokens)),
         )
         results.append(
             GroupResult(
                 reward_mean=sum(rewards) / size,
                 useful=rewards_differ(rewards),
-                tokens=sum(len(row.tokens) for row in case.rows[start : start + size]),
+                tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
                 sample=sample,
             )
         )

@@ -12,6 +12,8 @@ import torch
 
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
+from shoal.model.turns import model_positions
+from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case, Prefill
 from shoal.validator.distribution import token_evidence
 
@@ -23,10 +25,11 @@ CACHED_ROWS = 16  # of those, tokens scored together: a few MB of logits stay in
 def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> list[Prefill]:
     """The results for each case. All cases must be of the version that `model` holds."""
     hidden_NH = hidden_states(model, cases, row_tokens)
-    rows = [row for case in cases for row in case.rows]
-    tokens_N = torch.tensor([token for row in rows for token in row.tokens], device=hidden_NH.device)
-    seeds = [row.seed for row in rows for _ in row.tokens]
-    positions = [position for row in rows for position in range(len(row.tokens))]
+    sampled = [[(row, model_positions(row.turns, len(row.tokens))) for row in case.rows] for case in cases]
+    of_rows = [row for case in sampled for row in case]
+    tokens_N = torch.tensor([row.tokens[at] for row, own in of_rows for at in own], device=hidden_NH.device)
+    seeds = [row.seed for row, own in of_rows for _ in own]
+    positions = [position for _, own in of_rows for position in own]
     logprobs, margins, evidence = [], [], []
     for start in range(0, len(tokens_N), CACHED_ROWS):
         within = start % VOCABULARY_ROWS
@@ -38,29 +41,29 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens
         logp_C, evidence_CA = token_evidence(scaled_CV, tokens_N[span])
         logprobs.append(logp_C)
         evidence.append(evidence_CA)
-    sizes = [sum(len(row.tokens) for row in case.rows) for case in cases]
+    lengths = [[len(own) for _, own in case] for case in sampled]
     per_case = zip(
         *(
-            torch.split(tensor.cpu(), sizes)
+            torch.split(tensor.cpu(), [sum(of_case) for of_case in lengths])
             for tensor in (hidden_NH.to(torch.bfloat16), torch.cat(logprobs), torch.cat(margins), torch.cat(evidence))
         ),
         strict=True,
     )
     return [
-        Prefill(hidden, logprobs_N, margins_N, evidence_NA, [len(row.tokens) for row in case.rows])
-        for case, (hidden, logprobs_N, margins_N, evidence_NA) in zip(cases, per_case, strict=True)
+        Prefill(hidden, logprobs_N, margins_N, evidence_NA, of_case)
+        for of_case, (hidden, logprobs_N, margins_N, evidence_NA) in zip(lengths, per_case, strict=True)
     ]
 
 
 def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.Tensor:
-    """Final hidden states of every completion token, in order. Returns hidden_NH."""
+    """Final hidden states of every token that a model wrote, in order. Returns hidden_NH."""
     longest = max(len(case.prompts[row.group]) + len(row.tokens) for case in cases for row in case.rows)
     width = max(row_tokens, longest)  # every rollout within bounds must be checkable
     trees = [
         part
         for case in cases
         for group, prompt in enumerate(case.prompts)
-        for part in split(Tree(prompt, [row.tokens for row in case.rows if row.group == group]), width)
+        for part in split(_tree(prompt, [row for row in case.rows if row.group == group]), width)
     ]
     device = next(model.parameters()).device
     return torch.cat(
@@ -69,3 +72,7 @@ def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.T
             for row in assign_rows([tree.n_tokens for tree in trees], width, in_order=True)
         ]
     )
+
+
+def _tree(prompt: Sequence[int], rows: Sequence[Rollout]) -> Tree:
+    return Tree(prompt, [row.tokens for row in rows], [row.turns for row in rows])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
+from shoal.model.turns import model_tokens
 from shoal.protocol.messages import Claim, ClaimRequest, Claims, ContentOwner, Ok, Stored, Verdict
 from shoal.protocol.node import Node, RefusedError
 from shoal.shardcast import Client
@@ -82,7 +83,7 @@ class Validator:
         if examined.finding is not None:
             return verdict, None
         case = examined.case
-        self.node.tokens += sum(len(row.tokens) for row in case.rows)
+        self.node.tokens += sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows)
         groups = group_results(case, self.judge.tokenizer)
         return verdict.model_copy(update={"groups": groups}), self.judge.accepted_file(case, self.node.identity)
 

@@ -12,14 +12,24 @@ from typing import Self
 from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.sandbox import Limits, SandboxError
+from shoal.tasks.adapters import reasoning_gym, verifiers
+from shoal.tasks.rewards.choice import Choice
 from shoal.tasks.rewards.code import Code
+from shoal.tasks.rewards.instructions import Instructions
 from shoal.tasks.rewards.math import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.rewards.own import Own
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 
-REWARDS: dict[str, Callable[[], Reward]] = {"number": Number, "math": Math}
+REWARDS: dict[str, Callable[[], Reward]] = {
+    "number": Number,
+    "math": Math,
+    "choice": Choice,
+    "instructions": Instructions,
+    "reasoning_gym": reasoning_gym.reward,
+    "verifiers": verifiers.reward,
+}
 SANDBOXED: dict[str, Callable[[Limits, str | None], Reward]] = {
     "code": Code,
     "code_fraction": lambda limits, tier: Code(limits, tier, fraction=True),
@@ -61,10 +71,11 @@ class Graders:
         self.rewards.clear()
 
     def start(self) -> None:
-        """Start what the sources name, to learn now that it cannot start here. Raises GradeError."""
+        """Start the sandboxes that the sources need, to learn now that one cannot start here. Raises GradeError."""
         for source in self.section.sources:
             for name in weights_of(source):
-                self._reward(source, name)
+                if name not in REWARDS:
+                    self._reward(source, name)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """One grade per completion, in order. Raises GradeError for a score outside of [0, 1], and if this machine fails."""

@@ -30,8 +30,8 @@ TRUNK = Path(__file__).with_name("killable_trunk.py")
 START_S = 120.0
 SPARE_S = 30.0  # on top of wall_s, before a silent trunk is taken for broken
 MAX_FRAME_BYTES = 2 << 20
-# The same hashes, and with that the same order of sets, on every machine.
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+# The same hashes, and with that the same order of sets, and one time zone on every machine.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
 
 Ending = Literal["answered", "raised", "cpu", "wall", "died"]
 
@@ -54,10 +54,10 @@ class Result:
 class Trunk:
     """One process that serves calls. Not for several threads at once."""
 
-    def __init__(self, command: Sequence[str], wall_s: float) -> None:
+    def __init__(self, python: str, command: Sequence[str], wall_s: float) -> None:
         self.name, self.wall_s = command[0], wall_s
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(TRUNK), *command],
+            [python, "-P", str(TRUNK), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ENVIRONMENT,
@@ -124,7 +124,8 @@ class Trunk:
 class Killable:
     """A pool for `function` of the Python file `file`. Its processes start with the first `run`, or with `start`.
 
-    cpu_s and wall_s bound one call; memory_bytes is what one call may take beyond the imports.
+    cpu_s and wall_s bound one call; memory_bytes is what one call may take beyond the imports. `arguments` go to the
+    file's function `prepare`; `python` is the interpreter, which needs nothing of Shoal.
     """
 
     def __init__(
@@ -136,8 +137,11 @@ class Killable:
         cpu_s: float = 1.0,
         wall_s: float = 60.0,
         memory_bytes: int = 512 << 20,
+        arguments: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
-        self.command = [str(file), function, str(cpu_s), str(wall_s), str(memory_bytes)]
+        self.command = [str(file), function, str(cpu_s), str(wall_s), str(memory_bytes), *arguments]
+        self.python = python
         self.size, self.wall_s = size, wall_s
         self.idle: SimpleQueue[Trunk] = SimpleQueue()
         self.lock = threading.Lock()
@@ -154,7 +158,7 @@ class Killable:
         with self.lock:
             if self.threads is not None:
                 return
-            trunks = [Trunk(self.command, self.wall_s) for _ in range(self.size)]
+            trunks = [Trunk(self.python, self.command, self.wall_s) for _ in range(self.size)]
             try:
                 for trunk in trunks:
                     trunk.await_ready()
@@ -189,7 +193,7 @@ class Killable:
                 found = trunk.call(value)
                 if found is not None:
                     return found
-                trunk = Trunk(self.command, self.wall_s)
+                trunk = Trunk(self.python, self.command, self.wall_s)
                 trunk.await_ready()
         finally:
             self.idle.put(trunk)

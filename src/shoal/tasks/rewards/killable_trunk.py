@@ -1,7 +1,7 @@
 """The far side of `killable.py`: a process that imports a grader once and forks a child for each value.
 
-Run as a file (`python -P killable_trunk.py FILE FUNCTION CPU_S WALL_S MEMORY_BYTES`), so that it imports nothing of Shoal
-and starts fast. It reads frames from stdin and writes frames to stdout: four bytes of length, then JSON.
+Run as a file (`python -P killable_trunk.py FILE FUNCTION CPU_S WALL_S MEMORY_BYTES [ARGUMENT ...]`), so that it imports
+nothing of Shoal and starts fast. It reads frames from stdin and writes frames to stdout: four bytes of length, then JSON.
 Invariants: only children compute on values. Every child starts from the same state, so what one value does to the grader's
 caches cannot change the score of the next one. The kernel ends a child that passes its limits: ITIMER_PROF for CPU time,
 ITIMER_REAL for the clock, RLIMIT_AS for memory. The trunk ends when stdin closes or its parent is gone.
@@ -17,7 +17,7 @@ import select
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ ENDINGS = {signal.SIGPROF: "cpu", signal.SIGALRM: "wall"}
 
 
 def main() -> None:
-    file, name, cpu_s, wall_s, memory_bytes = sys.argv[1:]
+    file, name, cpu_s, wall_s, memory_bytes, *arguments = sys.argv[1:]
     stdout = os.dup(1)
     os.dup2(2, 1)  # what a grader prints must not land between frames
-    function = load(Path(file), name)
+    function = load(Path(file), name, arguments)
     bound_memory(int(memory_bytes))
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
@@ -43,15 +43,15 @@ def main() -> None:
         write_frame(stdout, result)
 
 
-def load(file: Path, name: str) -> Callable[[Any], Any]:
-    """The function of a file. A function `prepare` in it, if there is one, runs first: to fill caches before the fork."""
+def load(file: Path, name: str, arguments: Sequence[str]) -> Callable[[Any], Any]:
+    """The function of a file. A function `prepare` in it, if there is one, runs first: what it makes, all children have."""
     spec = importlib.util.spec_from_file_location(file.stem + "_killable", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     if hasattr(module, "prepare"):
-        module.prepare()
+        module.prepare(*arguments)
     function: Callable[[Any], Any] = getattr(module, name)
     return function
 

@@ -1,0 +1,35 @@
+"""Lies about what an environment answered. The model's own tokens, their proofs and logprobs are honest.
+
+An environment's tokens are neither sampled nor proven, so whoever chooses them chooses what the model reads.
+Called by `attacks`, for configs whose tasks have an environment.
+"""
+
+from collections.abc import Sequence
+
+from shoal.adversary.cheats import ForgedTool, hint
+from shoal.adversary.lab import Attack
+from shoal.tasks.derive import GroupPlan
+
+
+class ForgedAnswer(ForgedTool, Attack):
+    """Makes the environment name the task's answer, which the model then only has to repeat."""
+
+
+class SkippedAnswer(Attack):
+    """Ends the conversation where the environment would answer."""
+
+    def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        return None
+
+
+class InventedAnswer(Attack):
+    """Names the task's answer where the environment would be silent, so that the model may answer again."""
+
+    def reply(self, plan: GroupPlan, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        honest = super().reply(plan, seed, tokens, turns)
+        assert self.conversation is not None
+        last = len(turns) // 2 + 1 == self.config.sampling.max_turns
+        if honest is not None or last or self.conversation.frame is None:
+            return honest
+        invented = self.conversation.frame.tokens(hint(self.tasks.train[plan.task_index]))
+        return invented if len(tokens) + len(invented) < self.sampling.max_tokens else None

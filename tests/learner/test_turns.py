@@ -1,0 +1,107 @@
+"""A file in several turns on its whole way: a worker makes it, a validator accepts it, the learner trains on it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.learner.batch import micro_batches
+from shoal.learner.groups import Group, implausible_value
+from shoal.learner.loss import denominator
+from shoal.store.rollouts import read_accepted
+
+from ..turns import MAX_TOKENS, config, register
+from ..validator.support import ASKED, checked, claim, make_producer, make_validator
+from .support import make_policy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def groups(talkative_folder: Path) -> list[Group]:
+    """As the learner reads them from the accepted file."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        register(monkeypatch)
+        validator = make_validator(talkative_folder, config())
+        verdict, data = checked(validator, claim(), make_producer(talkative_folder, config()).submission(ASKED))
+        validator.judge.quarantine.close()
+    assert data is not None, verdict.detail
+    rows = read_accepted(data, max_rows=8, max_tokens=512).rows
+    return [
+        Group(
+            submission="s",
+            policy_version=0,
+            prompt=part[0].prompt,
+            completions=[row.tokens for row in part],
+            behaviour=[row.logprobs for row in part],
+            rewards=[float(n) for n in range(len(part))],
+            turns=[row.turns for row in part],
+        )
+        for part in (rows[:4], rows[4:])
+    ]
+
+
+def test_the_learners_logprobs_are_those_of_the_file(talkative_folder: Path, groups: list[Group]) -> None:
+    """Token by token: behaviour and target of a row are of the same token."""
+    policy = make_policy(talkative_folder)
+    assert any(turns for group in groups for turns in group.turns)
+    assert [implausible_value(group) for group in groups] == ["", ""]
+    for row_tokens in (64, 512):
+        batches = micro_batches(groups, row_tokens=row_tokens, normalize_std=False)
+        assert sum(len(micro.behaviour_N) for micro in batches) == sum(group.n_tokens for group in groups)
+        for micro in batches:
+            with torch.no_grad():
+                logp_N, _ = policy.logprobs(micro.pack)
+            torch.testing.assert_close(logp_N, micro.behaviour_N, atol=2e-3, rtol=0)
+
+
+def test_an_update_is_of_the_models_tokens_alone(talkative_folder: Path, groups: list[Group]) -> None:
+    """With the ratio at 1, the gradient of grpo is that of sum(advantage * logp) over the model's tokens."""
+    n_tokens = sum(group.n_tokens for group in groups)
+    assert n_tokens < sum(len(tokens) for group in groups for tokens in group.completions)
+    over = denominator("grpo", n_tokens, 8, MAX_TOKENS)
+    policy = make_policy(talkative_folder)
+    packed = micro_batches(groups, row_tokens=512, normalize_std=False)
+    for micro in policy.recompute_behaviour(packed):
+        policy._loss(micro, over)[0].backward()
+    parameters = list(policy.model.parameters())
+    got = [parameter.grad.clone() for parameter in parameters]
+    policy.model.zero_grad()
+    for group in groups:
+        mean = sum(group.rewards) / len(group.rewards)
+        for tokens, turns, reward in zip(group.completions, group.turns, group.rewards, strict=True):
+            whole = torch.tensor([[*group.prompt, *tokens]])
+            logp_TV = policy.model(whole).logits[0].float().log_softmax(-1)
+            at = 0
+            for number, length in enumerate([*turns, len(tokens) - sum(turns)]):
+                if number % 2 == 0:
+                    here = torch.arange(at, at + length)
+                    logp = logp_TV[here + len(group.prompt) - 1, torch.tensor(tokens)[here]]
+                    (-(reward - mean) * logp.sum() / over).backward(retain_graph=True)
+                at += length
+    for mine, parameter in zip(got, parameters, strict=True):
+        assert float((mine - parameter.grad).norm()) <= 1e-3 * float(parameter.grad.norm()) + 1e-7
+
+
+def test_another_answer_trains_the_same_tokens(groups: list[Group]) -> None:
+    """What the environment wrote is no target, whatever it is."""
+    changed = []
+    for group in groups:
+        completions = [list(tokens) for tokens in group.completions]
+        for tokens, turns in zip(completions, group.turns, strict=True):
+            at = 0
+            for number, length in enumerate(turns):
+                if number % 2:
+                    tokens[at : at + length] = [5] * length
+                at += length
+        changed.append(replace(group, completions=completions))
+    assert changed != groups
+    for one, other in zip(
+        micro_batches(groups, row_tokens=512, normalize_std=False),
+        micro_batches(changed, row_tokens=512, normalize_std=False),
+        strict=True,
+    ):
+        assert not torch.equal(one.pack.tokens_T, other.pack.tokens_T)
+        assert torch.equal(one.pack.target_N, other.pack.target_N)
+        assert torch.equal(one.pack.predictor_N, other.pack.predictor_N)

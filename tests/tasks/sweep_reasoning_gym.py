@@ -1,0 +1,59 @@
+"""Lists and scores every data set of reasoning-gym in one process: `python -P sweep_reasoning_gym.py FAR_FILE`. JSON lines.
+
+The tests of the adapter read it. `evaluated` says whether the library, without the adapter, compiles an answer as code.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+SIZE = 3
+MARK = "918273"
+
+
+def main() -> None:
+    spec = importlib.util.spec_from_file_location("gym", Path(sys.argv[1]))
+    assert spec is not None and spec.loader is not None
+    gym = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gym)
+    compiled: list[str] = []
+    sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if event == "compile" and args[0] else None)
+    out = sys.stdout
+    sys.stdout = sys.stderr  # some data sets print
+    for name in sorted(gym.DATASETS):
+        options: dict[str, Any] = {"dataset": name, "size": SIZE}
+        if name == "composite":
+            options["datasets"] = [{"name": "chain_sum"}, {"name": "countdown", "weight": 2.0}]
+        rows = list(gym.rows(options))
+        values = [json.loads(row["metadata"]) | {"question": row["question"]} for row in rows]
+        gym.prepare(json.dumps(values[0]["setting"]))
+        entries = [gym.decode(value["entry"]) | {"question": value["question"]} for value in values]
+        again = [gym.encode({**gym.dataset[n], "question": ""}) for n in range(SIZE)]
+        compiled.clear()
+        for answer in (MARK, f"{MARK} + 1", f"[{MARK}]"):
+            with contextlib.suppress(Exception):  # only what was compiled counts
+                gym.dataset.score_answer(answer, entries[0])
+        line = {
+            "name": name,
+            "evaluated": any(MARK in text for text in compiled),
+            "kept": again == [gym.encode({**entry, "question": ""}) for entry in entries],
+            "gold": [scored(gym, value, row["answer"]) for value, row in zip(values, rows, strict=True)],
+            "tagged": [
+                scored(gym, value, f"<think>hm</think> It is <answer> {row['answer']} </answer>.")
+                for value, row in zip(values, rows, strict=True)
+            ],
+            "wrong": [scored(gym, value, "wrong 7") for value in values],
+        }
+        print(json.dumps(line), file=out)  # noqa: T201
+
+
+def scored(gym: Any, value: dict[str, Any], completion: str) -> tuple[float, str]:
+    found = gym.score(value | {"completion": completion})
+    return found["score"], found["outcome"]
+
+
+if __name__ == "__main__":
+    main()

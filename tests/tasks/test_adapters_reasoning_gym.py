@@ -1,0 +1,160 @@
+"""reasoning-gym as a source: every data set, what scores 1, and answers that would run as code."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config.recipe import SourceSection, TaskSection
+from shoal.tasks import Graders, load
+from shoal.tasks.adapters import reasoning_gym
+from shoal.tasks.task import Grade, Task, TasksNotFoundError
+
+if importlib.util.find_spec("reasoning_gym") is None:
+    pytest.skip("needs the extra reasoning-gym", allow_module_level=True)
+
+SWEEP = Path(__file__).with_name("sweep_reasoning_gym.py")
+EVALUATED = {
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+    *("simple_integration", "spiral_matrix", "string_insertion"),
+}
+NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # many answers are right
+ANY_TEXT = {"game_of_life_halting"}  # takes every text for "False"
+UNSEEDED = {"codeio"}  # its shipped programs draw random numbers of their own
+
+
+@pytest.fixture(scope="module")
+def swept() -> dict[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-P", str(SWEEP), str(reasoning_gym.LIBRARY.file)],
+        env=os.environ | {"PYTHONHASHSEED": "0", "TZ": "UTC"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def rows(**options: Any) -> list[Task]:
+    listed = reasoning_gym.reasoning_gym(options)
+    return [Task(id=f"gym/{n}", source="gym", **row) for n, row in enumerate(listed)]
+
+
+def graded(tasks: list[Task], completions: list[str], cpu_s: float = 10.0) -> list[Grade]:
+    reward = reasoning_gym.reward()
+    reward.cpu_s = cpu_s
+    try:
+        return reward.grade(tasks, completions)
+    finally:
+        reward.close()
+
+
+def test_gold_answers_of_all_data_sets_score_1(swept: dict[str, dict[str, Any]]) -> None:
+    assert len(swept) >= 100
+    full = [[1.0, "graded"]] * 3
+    assert {name for name, line in swept.items() if line["gold"] != full} == NO_GOLD
+    assert {name for name, line in swept.items() if line["tagged"] != full} == NO_GOLD
+
+
+def test_a_wrong_answer_scores_less_in_all_data_sets_but_one(swept: dict[str, dict[str, Any]]) -> None:
+    assert {name for name, line in swept.items() if any(score >= 0.5 for score, _ in line["wrong"])} == ANY_TEXT
+    assert {outcome for line in swept.values() for _, outcome in line["wrong"]} == {"graded", "wrong_format"}
+
+
+def test_entries_survive_json_with_tuples_and_integer_keys(swept: dict[str, dict[str, Any]]) -> None:
+    assert {name for name, line in swept.items() if not line["kept"]} <= UNSEEDED
+
+
+def test_the_data_sets_that_evaluate_answers_are_those_that_are_guarded(swept: dict[str, dict[str, Any]]) -> None:
+    assert {name for name, line in swept.items() if line["evaluated"]} - {"composite"} == EVALUATED
+
+
+@pytest.mark.parametrize("name", sorted(EVALUATED))
+def test_no_answer_runs_as_code(name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    run = f"__import__('pathlib').Path({str(mark)!r}).mkdir()"
+    answers = [
+        run,
+        f"[{run}]",
+        f"sin({run!r})",
+        f"[x for x in [{run}]]",
+        f"{run}!",
+        f"(lambda: {run})()",
+        f"f'{{{run}}}'",
+    ]
+    (task,) = rows(dataset=name, size=1)
+    grades = graded([task] * len(answers), answers)
+    assert not mark.exists()
+    assert all(grade.score < 0.5 and grade.outcome == "graded" for grade in grades), grades
+
+
+def test_no_answer_names_the_grader_s_variables() -> None:
+    (task,) = rows(dataset="string_insertion", size=1)
+    grades = graded([task] * 2, ["oracle_answer", str(list(task.answer))])
+    assert [grade.score for grade in grades] == [0.0, 0.1]  # 0.1: the library's, for the answer as a list
+
+
+def test_an_answer_that_computes_for_ever_is_a_grader_error() -> None:
+    (task,) = rows(dataset="countdown", size=1)
+    grades = graded([task] * 2, ["9**9**9**9", task.answer], cpu_s=2.0)
+    assert [(grade.score, grade.outcome) for grade in grades] == [(0.0, "grader_error"), (1.0, "graded")]
+
+
+def test_rows_follow_from_the_options_and_not_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    first = rows(dataset="word_ladder", size=3, seed=5)  # it walks through sets of strings
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert rows(dataset="word_ladder", size=3, seed=5) == first
+    assert rows(dataset="word_ladder", size=3, seed=6) != first
+
+
+def test_a_question_that_is_drawn_twice_is_listed_once() -> None:
+    questions = [task.question for task in rows(dataset="coin_flip", size=50, min_trials=2, max_trials=2)]
+    assert 0 < len(questions) < 50 and len(set(questions)) == len(questions)
+
+
+def test_a_task_of_another_version_is_a_grader_error() -> None:
+    (task,) = rows(dataset="chain_sum", size=1)
+    metadata = json.loads(task.metadata)
+    old = Task(task.id, task.question, task.answer, "gym", metadata=json.dumps(metadata | {"version": "0.1.0"}))
+    (grade,) = graded([old], [task.answer])
+    assert grade.outcome == "grader_error" and "0.1.0" in grade.detail
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "options.dataset is None; reasoning-gym .* has ab, acre"),
+        ({"dataset": "chain_sums"}, "'chain_sums'"),
+        ({"dataset": "chain_sum", "terms": 2}, "no option terms; it has .*max_digits"),
+        ({"dataset": "chain_sum", "min_terms": 5, "max_terms": 2}, "refuses its options"),
+        ({"dataset": "chain_sum", "size": 0}, "size must be a positive integer"),
+        ({"dataset": "chain_sum", "seed": "now"}, "seed an integer"),
+        ({"dataset": "spell_backward", "data_file": "../../secret.txt"}, "without a path"),
+        ({"dataset": "composite", "datasets": [{"name": "no_such"}]}, "refuses its options"),
+    ],
+)
+def test_wrong_options_are_one_clear_message(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TasksNotFoundError, match=message):
+        reasoning_gym.reasoning_gym(options)
+
+
+def test_a_config_with_this_source_has_its_tasks_and_its_reward() -> None:
+    options = {"dataset": "chain_sum", "size": 60, "max_terms": 2, "max_digits": 2}
+    section = TaskSection(sources=[SourceSection(generator="reasoning_gym", options=options)], heldout=8)
+    tasks = load(section)
+    other = section.model_copy(
+        update={"sources": [SourceSection(generator="reasoning_gym", options=options | {"seed": 7})]}
+    )
+    assert load(other).digest != tasks.digest
+    with Graders(section) as graders:
+        grades = graders.grade(tasks.heldout, [task.answer for task in tasks.heldout])
+        (empty,) = graders.grade(tasks.heldout[:1], ["<answer></answer>"])
+    assert [grade.score for grade in grades] == [1.0] * 8
+    assert (empty.score, empty.outcome) == (0.0, "wrong_format")

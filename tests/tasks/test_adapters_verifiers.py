@@ -1,0 +1,296 @@
+"""verifiers environments as sources: scored by their own rewards, or refused by name.
+
+The library and its hundred packages may be in an environment of its own: SHOAL_VERIFIERS_PYTHON=/path/bin/python pytest ...
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config.recipe import SourceSection, TaskSection
+from shoal.tasks import Graders, load
+from shoal.tasks.adapters import verifiers
+from shoal.tasks.task import Grade, Task
+
+INTERPRETER = os.environ.get(verifiers.PYTHON) or sys.executable
+if subprocess.run([INTERPRETER, "-P", "-c", "import verifiers.v1"], capture_output=True).returncode:
+    pytest.skip("needs the extra verifiers, here or in SHOAL_VERIFIERS_PYTHON", allow_module_level=True)
+
+PARTS = {
+    "head": "import verifiers.v1 as vf\n__all__ = ['Sums']",
+    "data": "class Data(vf.TaskData):\n    answer: int",
+    "task": "class Sum(vf.Task[Data]):",
+    "reward": """
+    @vf.reward
+    async def correct(self, task, trace) -> float:
+        return float(trace.last_reply.strip() == str(task.answer))""",
+    "more": "",
+    "config": "class Config(vf.TasksetConfig):\n    top: int = 6",
+    "set": """
+class Sums(vf.Taskset[Sum, Config]):
+    def load(self):
+        for a in range(self.config.top):
+            for b in range(self.config.top):
+                yield self.made(a, b)""",
+    "made": """
+    def made(self, a, b):
+        return Sum(Data(prompt=f"{a} + {b}?", answer=a + b), self.config.task)""",
+    "end": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def _path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def written(folder: Path, name: str = "sums", **parts: str) -> Path:
+    """An environment, with some of its parts replaced."""
+    file = folder / f"{name}.py"
+    file.write_text("\n".join((PARTS | parts).values()))
+    return file
+
+
+def rows(**options: Any) -> list[Task]:
+    listed = verifiers.verifiers({"environment": "sums"} | options)
+    return [Task(id=f"sums/{n}", source="sums", **row) for n, row in enumerate(listed)]
+
+
+def graded(tasks: list[Task], completions: list[str]) -> list[Grade]:
+    reward = verifiers.reward()
+    try:
+        return reward.grade(tasks, completions)
+    finally:
+        reward.close()
+
+
+def member(text: str) -> str:
+    return textwrap.indent(textwrap.dedent(text), "    ")
+
+
+def test_tasks_are_those_of_the_taskset_and_scores_those_of_its_rewards(tmp_path: Path) -> None:
+    written(
+        tmp_path,
+        more=member("""
+            @vf.reward(weight=0.5)
+            async def short(self, trace) -> float:
+                return float(len(trace.last_reply) < 3)"""),
+    )
+    tasks = rows(config={"top": 3}, max_reward=1.5)
+    assert [task.question for task in tasks[:4]] == ["0 + 0?", "0 + 1?", "0 + 2?", "1 + 0?"] and len(tasks) == 9
+    assert [task.answer for task in tasks[:4]] == ["0", "1", "2", "1"]
+    grades = graded([tasks[3]] * 3, ["1", "7", ""])
+    assert [round(grade.score, 9) for grade in grades] == [1.0, round(0.5 / 1.5, 9), 0.0]
+    assert grades[0].parts == {"correct": 1.0, "short": 1.0}
+    assert [grade.outcome for grade in grades] == ["graded", "graded", "wrong_format"]
+    assert len(rows(size=5, max_reward=1.5)) == 5
+
+
+def test_prompts_of_a_system_and_a_user_message_become_one_question(tmp_path: Path) -> None:
+    written(
+        tmp_path,
+        made=member("""
+            def made(self, a, b):
+                messages = [vf.SystemMessage(content="Add."), vf.UserMessage(content=f"{a} + {b}?")]
+                return Sum(Data(prompt=messages, answer=a + b), self.config.task)"""),
+    )
+    tasks = rows()
+    assert tasks[1].question == "Add.\n\n0 + 1?"
+    assert [grade.score for grade in graded(tasks[1:2], ["1"])] == [1.0]
+
+
+def test_a_config_with_this_source_has_its_tasks_and_its_reward_and_an_edit_changes_the_digest(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    section = TaskSection(sources=[SourceSection(generator="verifiers", options={"environment": "sums"})], heldout=8)
+    tasks = load(section)
+    with Graders(section) as graders:
+        assert [grade.score for grade in graders.grade(tasks.heldout, [t.answer for t in tasks.heldout])] == [1.0] * 8
+        file.write_text(file.read_text() + "\n# edited\n")
+    assert load(section).digest != tasks.digest
+    (grade,) = graded(tasks.heldout[:1], [tasks.heldout[0].answer])
+    assert grade.outcome == "grader_error" and "install the same" in grade.detail
+
+
+REFUSED = {
+    "judge": (
+        {
+            "more": member("""
+                @vf.reward
+                async def liked(self, trace) -> float:
+                    return float((await Taste(vf.JudgeConfig()).evaluate(trace=trace)).text == "yes")"""),
+            "data": PARTS["data"] + "\nclass Taste(vf.Judge[bool]):\n    prompt = 'Good?'",
+        },
+        r"its rubric asks a judge model \(.*Taste",
+    ),
+    "judge_in_config": (
+        {
+            "head": PARTS["head"] + "\nclass Knobs(vf.TaskConfig):\n    liking: vf.JudgeConfig = vf.JudgeConfig()",
+            "task": "class Sum(vf.Task[Data, vf.State, Knobs]):",
+            "config": "class Config(vf.TasksetConfig):\n    top: int = 6\n    task: Knobs = Knobs()",
+        },
+        r"judge model \(config.task.liking\)",
+    ),
+    "sandbox": (
+        {"more": member("@vf.reward\nasync def passes(self, trace, runtime) -> float:\n    return 1.0")},
+        "reward passes needs a sandbox",
+    ),
+    "container": ({"more": "    NEEDS_CONTAINER = True"}, "Sum needs a container"),
+    "setup": (
+        {"more": "    async def setup(self, trace, runtime):\n        pass"},
+        "Sum.setup works in a sandbox",
+    ),
+    "image": (
+        {"made": PARTS["made"].replace("answer=", "image='python:3', answer=")},
+        "task 0 needs a sandbox .its `image` is set",
+    ),
+    "tools": (
+        {
+            "task": "class Calculator(vf.Toolset): pass\n" + PARTS["task"],
+            "more": "    @classmethod\n    def toolsets(cls, config):\n        return [Calculator]",
+        },
+        "gives the model tools",
+    ),
+    "stop": (
+        {"more": member("@vf.stop\nasync def enough(self, trace) -> bool:\n    return True")},
+        "between the turns of a conversation .@vf.stop enough",
+    ),
+    "episode": (
+        {
+            "head": "import verifiers.v1 as vf\n__all__ = ['Sums', 'Debate']",
+            "end": "class Debate(vf.Env[vf.EnvConfig]):\n    async def run(self, task, agents): pass",
+        },
+        "its episodes are played by Debate",
+    ),
+    "several_messages": (
+        {
+            "made": PARTS["made"].replace(
+                'prompt=f"{a} + {b}?"', 'prompt=[vf.UserMessage(content="Hi"), vf.AssistantMessage(content="Hi")]'
+            )
+        },
+        "its prompt is not one message of text .user, assistant",
+    ),
+    "no_prompt": ({"made": PARTS["made"].replace('prompt=f"{a} + {b}?", ', "")}, "not one message of text .none"),
+    "no_reward": ({"reward": "    pass"}, "it has no reward"),
+    "weights": (
+        {"more": member("@vf.reward(weight=0.25)\nasync def polite(self, trace) -> float:\n    return 1.0")},
+        r"weigh 1.25 together: set options.max_reward = 1.25",
+    ),
+    "more_than_data": (
+        {
+            "made": PARTS["made"].replace("return Sum(", "task = Sum(")
+            + "\n        task.secret = 4\n        return task"
+        },
+        "task 0 is more than its data",
+    ),
+    "endless": (
+        {"config": PARTS["config"], "set": PARTS["set"].replace("def load", "INFINITE = True\n    def load")},
+        "has tasks without end: give options.size",
+    ),
+    "network": (
+        {
+            "head": PARTS["head"] + "\nimport socket",
+            "more": member("""
+                @vf.metric
+                async def asks(self, trace) -> float:
+                    try:
+                        socket.create_connection(("127.0.0.1", 9), timeout=1)
+                    except OSError:
+                        return 0.0
+                    return 1.0"""),
+        },
+        "a reward asks for the network",
+    ),
+}
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"environment": "no_such_one"}, "no_such_one does not load"),
+    ({"environment": "json"}, "json does not load .*: taskset module 'json'"),
+    ({"environment": "os; rm"}, "must be the name of an installed environment"),
+    ({"config": {"bottom": 3}}, "bottom"),
+    ({"config": {"system_prompt": "/etc/hostname"}}, "names a file of this machine"),
+    ({"config": {"task": {"rewards": {"mine": {"fn": "os:getpid"}}}}}, "names functions to call"),
+    ({"max_reward": 0}, "max_reward must be a positive number"),
+    ({"size": 0}, "size must be a positive integer"),
+    ({"python": "/bin/true"}, "no option python"),
+]
+# One process for all of them: the library takes seconds to import.
+ASK = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("far", sys.argv[1])
+far = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(far)
+for options in json.load(sys.stdin):
+    try:
+        said = f"{len(list(far.rows(options)))} tasks"
+    except far.RefusedError as error:
+        said = str(error)
+    print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What is said of each environment in REFUSED, of the plain one, and of each of WRONG_OPTIONS."""
+    folder = tmp_path_factory.mktemp("environments")
+    written(folder)
+    for name, (parts, _) in REFUSED.items():
+        written(folder, f"sums_{name}", **parts)
+    asked = [{"environment": f"sums_{name}"} for name in REFUSED]
+    asked += [{"environment": "sums"} | options for options in [{}, *(options for options, _ in WRONG_OPTIONS)]]
+    done = subprocess.run(
+        [INTERPRETER, "-P", "-c", ASK, str(verifiers.library().file)],
+        input=json.dumps(asked),
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_environment_that_needs_more_than_a_reply_is_refused(name: str, said: list[str]) -> None:
+    assert re.search(f"environment sums_{name}.*{REFUSED[name][1]}", said[list(REFUSED).index(name)])
+
+
+@pytest.mark.parametrize("number", range(len(WRONG_OPTIONS)))
+def test_wrong_options_are_one_clear_message(number: int, said: list[str]) -> None:
+    assert said[len(REFUSED)] == "36 tasks"
+    assert re.search(WRONG_OPTIONS[number][1], said[len(REFUSED) + 1 + number])
+
+
+def test_a_reward_that_fails_or_asks_outside_later_is_a_grader_error_and_never_0(tmp_path: Path) -> None:
+    written(
+        tmp_path,
+        head=PARTS["head"] + "\nimport subprocess",
+        reward=member("""
+            @vf.reward
+            async def correct(self, trace) -> float:
+                match trace.last_reply:
+                    case "raise": raise ValueError("no such answer")
+                    case "program":
+                        try: subprocess.run(["true"])
+                        except OSError: return 0.0
+                    case "much": return 3.0
+                    case "nothing": return float("nan")
+                return 1.0"""),
+    )
+    tasks = rows(size=1) * 5
+    grades = graded(tasks, ["raise", "program", "much", "nothing", "fine"])
+    assert [grade.outcome for grade in grades] == ["grader_error"] * 4 + ["graded"]
+    for grade, text in zip(grades, ["no such answer", "another program", "max_reward", "nan"], strict=False):
+        assert text in grade.detail
+
+
+def test_metadata_is_json_with_versions(tmp_path: Path) -> None:
+    written(tmp_path)
+    metadata = json.loads(rows(size=1)[0].metadata)
+    assert metadata["version"].startswith("verifiers 0.") and "sums without a version, source " in metadata["version"]

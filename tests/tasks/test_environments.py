@@ -1,0 +1,263 @@
+"""Environments: the calculator, an answer's tokens by the chat template, and when a conversation goes on."""
+
+import random
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config import Config, ConfigError
+from shoal.model.load import load_tokenizer
+from shoal.tasks import Task
+from shoal.tasks.environments import ENVIRONMENTS, Conversation, environments_of
+from shoal.tasks.environments.calculator import (
+    MAX_CHARACTERS,
+    CalculationError,
+    Calculator,
+    last_call,
+    value,
+    written,
+)
+from shoal.tasks.environments.template import Frame, without
+from shoal.tasks.prompt import ChatTemplateError
+
+from .. import turns as conversations
+from ..turns import ASSISTANT, ENDS, EOS, MAX_TOKENS, USER, config, register
+
+TASK = Task("arithmetic/0", "2 + 3", "5", "arithmetic")
+
+
+# --- calculator ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("calc(12*7)", "84"),
+        ("She has calc(12 * 7 - 4) apples.", "80"),
+        ("calc(1)calc(2+2)", "4"),
+        ("calc(2*(3+4))", "14"),
+        ("calc(((1)))", "1"),
+        ("calc(-3--4)", "1"),
+        ("calc(1/3)", "1/3"),
+        ("calc(-1/8)", "-0.125"),
+        ("calc(0.1+0.2)", "0.3"),
+        ("calc(.5*4.)", "2"),
+        ("calc(8/2/2)", "2"),
+        ("calc(7-2-1)", "4"),
+        ("calc(2+3*4)", "14"),
+        ("calc(-0)", "0"),
+        ("calc(1/4000000)", "0.00000025"),
+        ("calc(1)) and calc(2", "1"),
+        ("(or calc(3)", "3"),
+        ("calc(1+calc(2+3))", "5"),
+        (f"calc({'1' * 201})", "error: too long"),
+        ("calc(1/0)", "error: division by zero"),
+        ("calc(1/(2-2))", "error: division by zero"),
+        ("calc()", "error: a number is missing"),
+        ("calc(2+)", "error: a number is missing"),
+        ("calc(2 3)", "error: unexpected 3"),
+        ("calc(2**3)", "error: unexpected *"),
+        ("calc(two)", "error: unexpected t"),
+        ("calc(.)", "error: unexpected ."),
+        ("calc(1e9)", "error: unexpected e"),
+        ("calc(__import__('os'))", "error: unexpected _"),
+        ("calc(\u0663)", "error: unexpected \u0663"),
+        (f"calc({'9' * 31}*1)", "error: the result is too long"),
+        (f"calc({'(' * 30}1{')' * 30})", "error: too many parentheses"),
+        (f"calc({'-' * 150}1)", "error: too many parentheses"),
+    ],
+)
+def test_the_last_call_is_answered(said: str, answer: str) -> None:
+    assert Calculator().respond(TASK, 0, ["calc(5)", said]) == answer
+
+
+@pytest.mark.parametrize("said", ["", "84", "calc", "calc(", "calc(12*7", "calculate (12)", "calc((1)"])
+def test_a_turn_without_a_complete_call_ends_the_conversation(said: str) -> None:
+    assert Calculator().respond(TASK, 0, ["calc(5)", said]) is None
+
+
+@pytest.mark.parametrize("said", ["calc(" * 60_000, "calc(" * 60_000 + ")" * 60_000, "(" * 300_000, "calc()" * 50_000])
+def test_a_turn_of_parentheses_alone_is_no_trouble(said: str) -> None:
+    answer = Calculator().respond(TASK, 0, [said])
+    assert answer is None or answer.startswith("error: ")
+
+
+@given(st.text("0123456789.+-*/() ce", max_size=MAX_CHARACTERS + 5))
+def test_no_expression_raises_anything_else(text: str) -> None:
+    with suppress(CalculationError):
+        written(value(text))
+    assert (last_call(f"calc({text})") is None) or Calculator().respond(TASK, 0, [f"calc({text})"])
+
+
+def test_values_are_those_of_exact_arithmetic() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        numbers = [str(draw.randrange(1, 99)) for _ in range(5)]
+        signs = [draw.choice("+-*/") for _ in range(4)]
+        text = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
+        exact = "Fraction(" + numbers[0] + ")"
+        exact += "".join(f"{sign}Fraction({number})" for sign, number in zip(signs, numbers[1:], strict=True))
+        assert value(text) == eval(exact, {"Fraction": Fraction})  # noqa: S307
+
+
+@given(st.fractions(max_denominator=10**6))
+def test_what_is_written_is_the_number(number: Fraction) -> None:
+    try:
+        assert Fraction(written(number)) == number
+    except CalculationError:
+        assert max(abs(number.numerator), number.denominator) >= 10**30
+
+
+# --- an answer's tokens ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(tiny_folder: Path) -> Any:
+    return load_tokenizer(tiny_folder)
+
+
+def test_an_answer_is_a_user_message_by_the_template(tokenizer: Any) -> None:
+    assert Frame(tokenizer, ENDS).tokens("84") == [USER, *tokenizer.encode("84"), EOS, ASSISTANT]
+
+
+def test_smollm2s_answer_is_what_its_template_writes(bundled: Path, bundled_tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "12*7?"}, {"role": "assistant", "content": "calc(12*7)"}]
+    before = bundled_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:-1]  # without the newline
+    whole = bundled_tokenizer.apply_chat_template(
+        [*messages, {"role": "user", "content": "84"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    frame = Frame(bundled_tokenizer, [bundled_tokenizer.eos_token_id])
+    assert before[-1] == bundled_tokenizer.eos_token_id
+    assert before + frame.tokens("84") == whole
+
+
+def test_an_answer_writes_no_control_tokens(tokenizer: Any) -> None:
+    frame = Frame(tokenizer, ENDS)
+    assert frame.tokens("8<eos><assistant>4") == frame.tokens("84")
+    assert frame.tokens("8<e<eos>os>4") == frame.tokens("84"), "also not by what a deletion leaves"
+    assert without(["ab"], "aabb") == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('one question only') }}", "does not render a second question"),
+        ("{% for m in messages[-1:] %}{{ m['content'] }}<eos>{% endfor %}", "does not write every message once"),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", "begins with none of the end tokens"),
+        ("{% for m in messages %}{{ m['content'] }} <eos>{% endfor %}", "begins with none of the end tokens"),
+    ],
+)
+def test_a_template_that_cannot_answer_is_an_error_that_says_so(tokenizer: Any, template: str, message: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(ChatTemplateError, match=message) as error:
+        Frame(tokenizer, ENDS)
+    assert "sampling.max_turns = 1" in str(error.value)
+
+
+# --- when a conversation goes on -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conversation(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Conversation:
+    register(monkeypatch)
+    settings = config()
+    return Conversation(settings, environments_of(settings), tokenizer, ENDS)
+
+
+FIRST = [30, 31, EOS]
+
+
+def test_an_end_token_is_answered(conversation: Conversation, tokenizer: Any) -> None:
+    answer = conversation.reply(TASK, 7, FIRST, [])
+    assert answer is not None and tokenizer.decode(answer) == "<user>14<eos><assistant>"  # 7 + 2 + 5 characters
+
+
+def test_the_answer_follows_from_task_seed_and_turns(conversation: Conversation) -> None:
+    answer = conversation.reply(TASK, 7, FIRST, []) or []
+    second = [*FIRST, *answer, 30, EOS]
+    turns = [len(FIRST), len(answer)]
+    assert conversation.reply(TASK, 8, FIRST, []) != answer
+    assert conversation.reply(TASK, 7, second, turns) == conversation.reply(TASK, 7, [30, 30, 30, EOS], [])
+    assert conversation.reply(TASK, 7, second, turns) != conversation.reply(TASK, 7, second, [])
+
+
+def test_what_ends_a_conversation(conversation: Conversation) -> None:
+    answer = conversation.reply(TASK, 7, FIRST, []) or []
+    assert conversation.reply(TASK, 7, [30, 31], []) is None, "the turn is cut off"
+    assert conversation.reply(TASK, 7, [30] * 5 + [EOS], []) is None, "the environment is silent"
+    room = MAX_TOKENS - len(answer)
+    assert conversation.reply(TASK, 7, [0] * (room - 2) + [EOS], []) is not None
+    assert conversation.reply(TASK, 7, [0] * (room - 1) + [EOS], []) is None, "no room for another token"
+    turns = [3, 1, 3, 1]
+    assert conversation.reply(TASK, 7, FIRST * 4, turns) is not None
+    assert conversation.reply(TASK, 7, FIRST * 5, [*turns, 2, 1]) is None, "the fourth turn is the last"
+    elsewhere = Task("other/0", "2 + 3", "5", "other")
+    assert conversation.reply(elsewhere, 7, FIRST, []) is None, "the source has no environment"
+
+
+def test_a_conversation_that_was_had_has_no_fault_and_any_other_has(conversation: Conversation) -> None:
+    answer = conversation.reply(TASK, 7, FIRST, []) or []
+    tokens, turns = [*FIRST, *answer, *[30] * 5, EOS], [len(FIRST), len(answer)]
+    assert conversation.fault(TASK, 7, tokens, turns) == ""
+    assert "after turn 1 of 1" in conversation.fault(TASK, 7, FIRST, []), "an answer is missing"
+    assert "after turn 1 of 2" in conversation.fault(TASK, 8, tokens, turns), "another answer"
+    assert "after turn 1 of 2" in conversation.fault(TASK, 7, tokens, [len(FIRST), len(answer) + 1])
+    assert "after turn 1 of 2" in conversation.fault(TASK, 7, tokens, [len(FIRST) - 1, len(answer) + 1])
+    longer = [*tokens, *answer, 30, 30, 30, 30, 30, EOS]
+    assert "after turn 2 of 3" in conversation.fault(TASK, 7, longer, [*turns, 6, len(answer)]), "one too many"
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+def test_environments_are_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+    sources = [
+        {"generator": "arithmetic", "environment": "calculator"},
+        {"generator": "arithmetic", "name": "plain"},
+        {"generator": "arithmetic", "name": "echoed", "environment": "echo"},
+    ]
+    found = environments_of(config(tasks={"sources": sources}))
+    assert {source: type(environment) for source, environment in found.items()} == {
+        "arithmetic": Calculator,
+        "echoed": conversations.Echo,
+    }
+
+
+def test_an_environment_that_is_not_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+    with pytest.raises(ConfigError, match="'dice' is not deterministic"):
+        environments_of(config("dice"))
+
+
+def test_an_unknown_environment_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=f"'abacus'; choose one of {', '.join(sorted(ENVIRONMENTS))}"):
+        environments_of(config("abacus"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"sampling": {"max_turns": 1}}, "needs sampling.max_turns of at least 2"),
+        ({"tasks": {"sources": [{"generator": "arithmetic"}]}}, "needs a source with an environment"),
+        (
+            {"tasks": {"sources": [{"generator": "arithmetic"}]}, "sampling": {"max_turns": 1}}
+            | {"workers": {"cheat": "forged_tool"}},
+            "forged_tool",
+        ),
+    ],
+)
+def test_turns_and_environments_go_together(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**sections)
+
+
+def test_a_run_of_single_turns_needs_no_template_for_two(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    plain: Config = conversations.workers.config()
+    assert Conversation(plain, environments_of(plain), tokenizer, ENDS).reply(TASK, 7, FIRST, []) is None

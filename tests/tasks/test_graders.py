@@ -1,0 +1,60 @@
+"""Which reward grades a task: its source's, or its own where the source names none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from shoal import tasks
+from shoal.config.recipe import SourceSection, TaskSection
+from shoal.tasks.rewards import graders
+from shoal.tasks.rewards.graders import GradeError, Graders
+
+TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
+
+
+class Fixed:
+    """A reward that gives one score."""
+
+    def __init__(self, score: float) -> None:
+        self.score = score
+
+    def grade(self, tasks_: Sequence[tasks.Task], completions: Sequence[str]) -> list[tasks.Grade]:
+        return [tasks.Grade(self.score) for _ in completions]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graders, "REWARDS", {"half": lambda: Fixed(0.5), "whole": lambda: Fixed(1.0)})
+
+
+def section(reward: str = "") -> TaskSection:
+    return TaskSection(sources=[SourceSection(name="some", path="some.jsonl", reward=reward)])
+
+
+def test_in_a_mixed_source_each_task_is_graded_by_its_own_reward() -> None:
+    asked = [replace(TASK, reward=reward) for reward in ("half", "whole", "half")]
+    with Graders(section()) as found:
+        assert [grade.score for grade in found.grade(asked, ["", "", ""])] == [0.5, 1.0, 0.5]
+
+
+def test_the_reward_that_a_source_names_grades_all_its_tasks() -> None:
+    asked = [replace(TASK, reward=reward) for reward in ("half", "whole", "")]
+    with Graders(section("whole")) as found:
+        assert [grade.score for grade in found.grade(asked, ["", "", ""])] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "own", "message"),
+    [
+        ("", "", "source some names no reward, and neither does its schema; set its reward"),
+        ("", "none", "source some: no reward 'none'; there are half, whole, code"),
+        ("none", "half", "source some: no reward 'none'; there are half, whole, code"),
+    ],
+)
+def test_no_reward_or_an_unknown_one_is_named(reward: str, own: str, message: str) -> None:
+    with pytest.raises(GradeError, match=message):
+        Graders(section(reward)).grade([replace(TASK, reward=own)], [""])

@@ -1,0 +1,58 @@
+"""Conversations on a tiny random llama: an environment that often answers, and a model that often ends its turn."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import Config
+from shoal.tasks import Task
+from shoal.tasks.environments import ENVIRONMENTS
+
+from . import workers
+
+EOS, USER, ASSISTANT = 1, 2, 3
+ENDS = (EOS, *range(20, 28))  # about one token in seven ends a turn
+MAX_TOKENS, MAX_TURNS = 48, 4
+
+
+class Echo:
+    """Answers with a number that depends on all it is given; silent once a turn has five or more characters."""
+
+    deterministic = True
+
+    def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
+        if len(turns[-1]) >= 5:
+            return None
+        return str((seed + sum(map(len, turns)) + len(task.question)) % 1000)
+
+
+class Dice(Echo):
+    deterministic = False
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs may name `echo` and `dice`."""
+    monkeypatch.setitem(ENVIRONMENTS, "echo", Echo)
+    monkeypatch.setitem(ENVIRONMENTS, "dice", Dice)
+
+
+def config(environment: str = "echo", **sections: Any) -> Config:
+    """As `workers.config`, in several turns."""
+    base: dict[str, Any] = {
+        "tasks": {"sources": [{"generator": "arithmetic", "environment": environment}], "length_targets": [8, 16]},
+        "sampling": {"max_tokens": MAX_TOKENS, "max_turns": MAX_TURNS, "group_size": 4},
+        "validator": {"row_tokens": 128},
+    }
+    return workers.config(**{name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
+
+
+def make_talkative(folder: Path, to: Path) -> Path:
+    """A copy of a tiny model's folder in which many tokens end a turn."""
+    shutil.copytree(folder, to)
+    path = to / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(ENDS)}))
+    return to

@@ -1,0 +1,332 @@
+"""Rollouts in several turns: honest ones are accepted, and whoever changes what the environment said is found out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.model.turns import model_positions, model_spans, model_tokens
+from shoal.protocol.messages import HARD, Reason, Verdict
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout, read_accepted, read_submission
+from shoal.tasks import Grade, Task
+from shoal.validator.by_hand import verify
+from shoal.validator.checks import FAR, endings, special_tokens, termination
+from shoal.validator.service import Validator
+
+from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config, register
+from ..workers import ALICE, produced, signed
+from .support import ASKED, assignment, case_of, checked, claim, judged, make_producer, make_validator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environments() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        register(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def worker(talkative_folder: Path, _environments: None) -> Producer:
+    return make_producer(talkative_folder, config())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def validator(talkative_folder: Path, _environments: None) -> Validator:
+    return make_validator(talkative_folder, config())
+
+
+@pytest.fixture(scope="module")
+def honest(worker: Producer) -> list[Rollout]:
+    return produced(worker, ASKED)
+
+
+@pytest.fixture(scope="module")
+def turned(honest: list[Rollout]) -> int:
+    """The number of a row of several turns whose last one is not cut off."""
+    return next(n for n, row in enumerate(honest) if row.turns and row.tokens[-1] in ENDS)
+
+
+def verdict_on(validator: Validator, worker: Producer, honest: list[Rollout], number: int, **changed: Any) -> Verdict:
+    rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
+    return judged(validator, ASKED, signed(worker, ASKED, rows))
+
+
+# --- honest ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_honest_conversations_are_accepted(worker: Producer, validator: Validator, number: int) -> None:
+    asked = assignment(number, step=number)
+    data = worker.submission(asked)
+    rows = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows
+    assert any(row.turns for row in rows) and any(USER in row.tokens for row in rows), "a special token is among them"
+    verdict = judged(validator, asked, data)
+    assert verdict.reason is None, verdict.detail
+    assert verdict.evidence["margin_max"] < 1e-3
+
+
+def test_the_test_data_has_every_kind_of_end(honest: list[Rollout], worker: Producer) -> None:
+    more = [row for number in range(1, 6) for row in produced(worker, assignment(number))]
+    rows = [*honest, *more]
+    assert {len(row.turns) // 2 + 1 for row in rows} == set(range(1, MAX_TURNS + 1))
+    assert any(len(row.tokens) == MAX_TOKENS for row in rows)
+    assert any(row.tokens[-1] in ENDS and len(row.turns) == 2 for row in rows), "the environment fell silent"
+
+
+def test_the_accepted_file_says_whose_tokens_are_whose(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
+    verdict, data = checked(validator, claim(), signed(worker, ASKED, honest))
+    assert data is not None, verdict.detail
+    rows = read_accepted(data, max_rows=8, max_tokens=512).rows  # prompts included
+    assert [(row.tokens, row.turns) for row in rows] == [(row.tokens, row.turns) for row in honest]
+    assert [len(row.logprobs) for row in rows] == [model_tokens(row.turns, len(row.tokens)) for row in rows]
+    for row, own in zip(rows, honest, strict=True):
+        assert row.logprobs == pytest.approx(own.logprobs, abs=1e-3)
+    sampled = sum(len(row.logprobs) for row in rows)
+    assert sum(group.tokens for group in verdict.groups) == sampled < sum(len(row.tokens) for row in rows)
+
+
+def test_results_do_not_depend_on_how_the_prefill_is_packed(
+    talkative_folder: Path, worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
+    data = signed(worker, ASKED, honest)
+    narrow = make_validator(talkative_folder, config(validator={"row_tokens": 16}))
+    one, other = (v.judge.prefill([case_of(v.judge, ASKED, data)])[0].computed() for v in (validator, narrow))
+    assert one.lengths == other.lengths
+    torch.testing.assert_close(one.logprobs_N, other.logprobs_N, atol=1e-4, rtol=0)
+
+
+def test_the_reward_is_of_the_last_turn_and_of_the_models_length(worker: Producer, honest: list[Rollout]) -> None:
+    for row in honest:
+        plan = worker.plan(ASKED)[row.group]
+        task = worker.tasks.train[plan.task_index]
+        last = worker.tokenizer.decode(row.tokens[sum(row.turns) :], skip_special_tokens=True)
+        [grade] = worker.graders.grade([task], [last])
+        length = len(model_positions(row.turns, len(row.tokens)))
+        assert row.reward == pytest.approx(grade.score - 0.0003 * abs(plan.target_length - length), abs=1e-6)
+
+
+def test_graders_read_the_last_turn_alone(
+    worker: Producer, validator: Validator, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random model answers no task, so a grader of the whole conversation would give the same rewards here."""
+    last = [worker.tokenizer.decode(row.tokens[sum(row.turns) :], skip_special_tokens=True) for row in honest]
+    read: list[str] = []
+
+    class Reader:
+        def grade(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Grade]:
+            read.extend(texts)
+            return [Grade(0.0) for _ in texts]
+
+    monkeypatch.setattr(worker, "graders", Reader())
+    assert [row.turns for row in produced(worker, ASKED)] == [row.turns for row in honest] and read == last
+    read.clear()
+    monkeypatch.setattr(validator.judge, "graders", Reader())
+    validator.judge.grade(case_of(validator.judge, ASKED, signed(worker, ASKED, honest)))
+    assert read == last
+
+
+# --- forged ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forged_answer(worker: Producer, validator: Validator, honest: list[Rollout], turned: int) -> None:
+    row = honest[turned]
+    for at in range(row.turns[0], row.turns[0] + row.turns[1]):
+        tokens = [*row.tokens[:at], 4 + (row.tokens[at] + 1) % 10, *row.tokens[at + 1 :]]
+        verdict = verdict_on(validator, worker, honest, turned, tokens=tokens)
+        assert verdict.reason is Reason.ENVIRONMENT and verdict.reason in HARD
+        assert f"rollout {turned}: after turn 1" in verdict.detail
+
+
+def test_a_claim_that_the_model_wrote_the_answer(
+    worker: Producer, validator: Validator, honest: list[Rollout], turned: int
+) -> None:
+    """With as many logprobs and proofs as that needs."""
+    row = honest[turned]
+    missing = len(row.tokens) - len(row.logprobs)
+    chunks = -(-len(row.tokens) // 32)
+    verdict = verdict_on(
+        validator,
+        worker,
+        honest,
+        turned,
+        turns=[],
+        logprobs=[*row.logprobs, *[-1.0] * missing],
+        proofs=[row.proofs[0]] * chunks,
+    )
+    assert verdict.reason is Reason.TERMINATION, "the end token of the first turn is within a turn now"
+
+
+def shifted(row: Rollout, by: int) -> dict[str, Any]:
+    """The first turn `by` tokens longer, with as many logprobs and proofs as that needs."""
+    own = len(row.logprobs) + by
+    return {
+        "turns": [row.turns[0] + by, row.turns[1] - by, *row.turns[2:]],
+        "logprobs": [*row.logprobs, *[-1.0] * by][:own],
+        "proofs": [row.proofs[0]] * -(-own // 32),
+    }
+
+
+@pytest.mark.parametrize(("by", "reason"), [(1, Reason.TERMINATION), (-1, Reason.TERMINATION)])
+def test_a_moved_border(worker: Producer, validator: Validator, honest: list[Rollout], by: int, reason: Reason) -> None:
+    number = next(n for n, row in enumerate(honest) if row.turns and row.turns[0] > 1)
+    assert verdict_on(validator, worker, honest, number, **shifted(honest[number], by)).reason is reason
+
+
+def test_a_turn_of_the_model_handed_to_the_environment(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
+    """So that nobody proves what stands there: everything between the first and the last turn is the environment's."""
+    number = next(n for n, row in enumerate(honest) if len(row.turns) >= 4)
+    row = honest[number]
+    spans = model_spans(row.turns, len(row.tokens))
+    own = spans[0][1] + spans[-1][1] - spans[-1][0]
+    verdict = verdict_on(
+        validator,
+        worker,
+        honest,
+        number,
+        turns=[row.turns[0], sum(row.turns[1:])],
+        logprobs=row.logprobs[:own],
+        proofs=[row.proofs[0]] * -(-own // 32),
+    )
+    assert verdict.reason is Reason.ENVIRONMENT
+
+
+def cut_to_turn(row: Rollout, turns: int) -> dict[str, Any]:
+    end = model_spans(row.turns, len(row.tokens))[turns - 1][1]
+    left = row.turns[: 2 * (turns - 1)]
+    own = model_tokens(left, end)
+    return {
+        "tokens": row.tokens[:end],
+        "turns": left,
+        "logprobs": row.logprobs[:own],
+        "proofs": row.proofs[: -(-own // 32)],
+    }
+
+
+def test_a_conversation_that_stops_where_the_environment_answers(
+    worker: Producer, validator: Validator, honest: list[Rollout], turned: int
+) -> None:
+    verdict = verdict_on(validator, worker, honest, turned, **cut_to_turn(honest[turned], 1))
+    assert verdict.reason is Reason.ENVIRONMENT
+    assert "after turn 1 of 1 the environment writes" in verdict.detail
+
+
+def test_a_conversation_that_goes_on_where_the_environment_is_silent(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
+    number, row = next(
+        (n, row) for n, row in enumerate(honest) if len(row.turns) <= 2 and len(row.tokens) < MAX_TOKENS - 6
+    )
+    last = len(row.tokens) - sum(row.turns)
+    own = len(row.logprobs) + 1
+    verdict = verdict_on(
+        validator,
+        worker,
+        honest,
+        number,
+        tokens=[*row.tokens, USER, 10, EOS, 3, EOS],
+        turns=[*row.turns, last, 4],
+        logprobs=[*row.logprobs, -1.0],
+        proofs=[row.proofs[0]] * -(-own // 32),
+    )
+    assert verdict.reason is Reason.ENVIRONMENT
+
+
+# --- hostile ---------------------------------------------------------------------------------------------------------
+
+MOST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [3],
+        [0, 1],
+        [1, 0],
+        [-1, 2],
+        [2, -1],
+        [MOST, MOST],
+        [-MOST, MOST],
+        [1, MAX_TOKENS],
+        [1, 1] * MAX_TURNS,
+        [1] * MAX_TOKENS,
+    ],
+)
+def test_turns_out_of_bounds(
+    worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
+) -> None:
+    data = signed(worker, ASKED, [replace(r, turns=turns) if n == turned else r for n, r in enumerate(honest)])
+    verdict = judged(validator, ASKED, data)
+    assert verdict.reason is Reason.BOUNDS and f"rollout {turned}: turns" in verdict.detail
+
+
+@pytest.mark.parametrize("turns", [[3], [-1, 2], [MOST, MOST]])
+def test_turns_out_of_bounds_are_no_traceback_by_hand(
+    worker: Producer, talkative_folder: Path, honest: list[Rollout], turns: list[int]
+) -> None:
+    data = signed(worker, ASKED, [replace(row, turns=turns) for row in honest])
+    header = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).header
+    status, lines = verify(data, header, config(), talkative_folder, "float32")
+    assert status == 1 and any(line.startswith("NO   bounds") for line in lines)
+
+
+def test_more_turns_than_tokens_are_unreadable(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
+    data = signed(worker, ASKED, [replace(row, turns=[1] * (MAX_TOKENS + 1)) for row in honest])
+    assert judged(validator, ASKED, data).reason is Reason.UNREADABLE
+
+
+def test_turns_in_a_run_of_single_turns(talkative_folder: Path, honest: list[Rollout]) -> None:
+    from .support import config as single
+
+    settings = single(sampling={"max_tokens": MAX_TOKENS})
+    plain = make_producer(talkative_folder, settings)
+    rows = produced(plain, ASKED)
+    row = next(row for row in rows if len(row.tokens) > 3)
+    changed = [
+        replace(r, turns=[1, 1], logprobs=r.logprobs[1:], proofs=r.proofs[: -(-(len(r.tokens) - 1) // 32)])
+        if r is row
+        else r
+        for r in rows
+    ]
+    verdict = judged(make_validator(talkative_folder, settings), ASKED, signed(plain, ASKED, changed))
+    assert verdict.reason is Reason.BOUNDS
+
+
+# --- checks of the model's tokens alone ------------------------------------------------------------------------------
+
+
+def test_ends_are_checked_turn_by_turn(
+    worker: Producer, validator: Validator, honest: list[Rollout], turned: int
+) -> None:
+    """An end token of a middle turn that its seed does not yield; what the environment writes may hold any token."""
+    judge = validator.judge
+    assert judge.rules is not None
+    case = judge.prefill([case_of(judge, ASKED, signed(worker, ASKED, honest))])[0]
+    assert endings(judge.rules, case).finding is None and special_tokens(judge.rules, case).finding is None
+    before = sum(len(row.logprobs) for row in honest[:turned])
+    at = before + honest[turned].turns[0] - 1
+    prefill = case.computed()
+    margins_N, logprobs_N = prefill.margins_N.clone(), prefill.logprobs_N.clone()
+    margins_N[at], logprobs_N[at] = FAR, -9.0
+    odd = replace(case, prefill=replace(prefill, margins_N=margins_N, logprobs_N=logprobs_N))
+    finding = termination(judge.rules, odd).finding
+    assert finding is not None and finding.reason is Reason.TERMINATION and f"rollout {turned} " in finding.detail
+
+
+def test_someone_elses_seed_gives_other_answers(worker: Producer, honest: list[Rollout], turned: int) -> None:
+    """The environment gets the rollout's own seed."""
+    row = honest[turned]
+    assert worker.conversation is not None
+    task = worker.tasks.train[worker.plan(ASKED)[row.group].task_index]
+    assert worker.conversation.fault(task, row.seed, row.tokens, row.turns) == ""
+    assert worker.conversation.fault(task, row.seed + 1, row.tokens, row.turns) != ""
+    assert ALICE.public == worker.identity.public
