@@ -4,8 +4,8 @@
 
 Every program is graded several times in three conditions that stand for machines: as it is; with twice as many busy
 processes as cores; and with two thirds of the limit, as on a machine 1.5 times slower. A program of share s needs s of the
-limit where nothing else runs, by a calibration at the start. Every grade is paired, as a worker's, with every other one, as a
-validator's. A pair that differs is a lie in the validator's eyes unless its own grade says that it is not repeatable.
+limit where nothing else runs, by a calibration at the start. Every grade is paired, as a worker's, with every other one,
+as a validator's. A pair that differs is a lie in the validator's eyes unless its own grade says that it is not repeatable.
 
 Writes benchmarks/results/code_repeatability.json: for each program the passes and the grades that are not repeatable per
 condition, the pairs that differ, and how many of those would be taken for a lie. That number must be 0.
