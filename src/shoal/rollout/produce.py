@@ -1,7 +1,7 @@
 """Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Called by the worker's loop; it does no network requests. Each method is one place where a worker could lie, and the
+Called by the worker's loop; it does no network requests itself. Each method is one place where a worker could lie, and the
 lying workers of the tests override one each.
 """
 
@@ -19,6 +19,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import TaskSet, budget
+from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.environments import Conversation, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -26,15 +27,22 @@ from shoal.tasks.prompt import completion_text, prompt_tokens
 
 class Producer:
     def __init__(
-        self, config: Config, run: str, identity: Identity, engine: Engine, task_set: TaskSet | None = None
+        self,
+        config: Config,
+        run: str,
+        identity: Identity,
+        engine: Engine,
+        task_set: TaskSet | None = None,
+        page: Fetch = no_pages,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources."""
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
         self.config = config
         self.run = run
         self.identity = identity
         self.engine = engine
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
+        self.curriculum = Curriculum(page)
         self.environments = environments_of(config)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
@@ -63,7 +71,7 @@ class Producer:
         return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
-        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks)
+        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks, self.curriculum)
 
     def prompt(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -116,7 +124,7 @@ class Producer:
         text = completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
         [grade] = self.graders.grade([task], [text])
         length = model_tokens(completion.turns, len(completion.tokens))
-        return budget.reward(grade.score, length, plan.target_length, self.config.tasks.length_penalty)
+        return budget.reward(grade.score, length, plan.target_length, self.config.tasks)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""

@@ -14,6 +14,7 @@ from shoal.tasks.adapters.reasoning_gym import reasoning_gym
 from shoal.tasks.adapters.verifiers import verifiers
 from shoal.tasks.arithmetic import arithmetic
 from shoal.tasks.fields import Fields, LeftOutError, Row, RowError, as_json, text, value
+from shoal.tasks.functions import functions
 from shoal.tasks.locate import locate
 from shoal.tasks.rows import Rows
 from shoal.tasks.schemas import Schema
@@ -21,6 +22,7 @@ from shoal.tasks.task import TasksNotFoundError
 
 GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] = {
     "arithmetic": arithmetic,
+    "functions": functions,
     "reasoning_gym": reasoning_gym,
     "verifiers": verifiers,
 }
