@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Protocol
 
-from shoal.sandbox import Limits, Program, Sandbox, SandboxError
+from shoal.sandbox import Limits, Program, Sandbox
 from shoal.tasks.rewards.inside import RUN, modules
 from shoal.tasks.rewards.trusted import RaisedError, RewardError, TrustedFunction
 from shoal.tasks.rewards.wire import WireError, pack, unpack
@@ -57,11 +57,12 @@ class Own:
         self.batched: bool | None = None  # known after the first call
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        """Raises SandboxError if this machine fails, which says nothing of any completion."""
         pairs = list(zip(tasks, completions, strict=True))
         try:
             if self.batched is None and pairs:
                 self.batched = self.function.ask(None)[0] == b"R1"
-        except (RewardError, SandboxError) as error:
+        except RewardError as error:
             return [self._error(error)] * len(pairs)
         size = BATCH if self.batched else 1
         calls = [pairs[n : n + size] for n in range(0, len(pairs), size)]
@@ -80,7 +81,7 @@ class Own:
             if len(pairs) > 1:  # one completion must not cost the others their grades
                 return [grade for pair in pairs for grade in self._call([pair])]
             return [self._error(error)]
-        except (RewardError, SandboxError, WireError) as error:
+        except (RewardError, WireError) as error:
             return [self._error(error)] * len(pairs)
 
     def _grade(self, score: float, early: bool) -> Grade:
