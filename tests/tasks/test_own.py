@@ -10,8 +10,8 @@ from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
 from shoal.sandbox import Limits, SandboxError, best_tier
 from shoal.tasks import Grade, Graders, Task
 from shoal.tasks.rewards.graders import TRUST, GradeError
-from shoal.tasks.rewards.own import Own, SandboxedFunction
-from shoal.tasks.rewards.own_file import check_function
+from shoal.tasks.rewards.own.file import check_function
+from shoal.tasks.rewards.own.reward import Own, SandboxedFunction
 
 SOURCE = """
 import json, math, os, random, time

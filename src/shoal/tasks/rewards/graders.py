@@ -16,9 +16,9 @@ from shoal.tasks.adapters import reasoning_gym, verifiers
 from shoal.tasks.rewards.choice import Choice
 from shoal.tasks.rewards.code import Code
 from shoal.tasks.rewards.instructions import Instructions
-from shoal.tasks.rewards.math import Math
+from shoal.tasks.rewards.math.reward import Math
 from shoal.tasks.rewards.number import Number
-from shoal.tasks.rewards.own import Own
+from shoal.tasks.rewards.own.reward import Own
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 

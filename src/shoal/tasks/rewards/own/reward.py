@@ -16,7 +16,7 @@ from typing import Protocol
 
 from shoal.sandbox import Limits, Program, Sandbox
 from shoal.tasks.rewards.inside import RUN, modules
-from shoal.tasks.rewards.trusted import RaisedError, RewardError, TrustedFunction
+from shoal.tasks.rewards.own.trusted import RaisedError, RewardError, TrustedFunction
 from shoal.tasks.rewards.wire import WireError, pack, unpack
 from shoal.tasks.task import Grade, Task
 
@@ -31,7 +31,7 @@ ADVICE = {
 
 
 class Function(Protocol):
-    """A process that runs `own_inside`."""
+    """A process that runs `inside`."""
 
     def ask(self, call: bytes | None) -> tuple[bytes, bool]:
         """The answer to a call, or to the setup alone; and whether it came within half of the limits. Raises RewardError."""
@@ -51,7 +51,7 @@ class Own:
         size = 1 if trusted else size or min(8, len(os.sched_getaffinity(0)))
         self.tier, self.function = "", _plain(setup, limits)
         if not trusted:
-            sandbox = Sandbox(tier, limits, size, preloaded=modules("own_inside"))
+            sandbox = Sandbox(tier, limits, size, preloaded=modules("own/inside"))
             self.tier, self.function = sandbox.tier, SandboxedFunction(sandbox, setup)
         self.threads = ThreadPoolExecutor(size, "reward")
         self.batched: bool | None = None  # known after the first call
@@ -117,7 +117,7 @@ class SandboxedFunction:
 
 
 def _plain(setup: bytes, limits: Limits) -> Function:
-    return TrustedFunction(modules("own_inside"), setup, limits.wall_s)
+    return TrustedFunction(modules("own/inside"), setup, limits.wall_s)
 
 
 def _scores(answer: bytes, count: int) -> list[float]:
