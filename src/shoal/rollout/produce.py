@@ -95,8 +95,10 @@ class Producer:
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
         """Every row of the file, group by group, with rewards and proofs."""
         proofs = iter(self.prove([completion for group in groups for completion in group]))
+        pairs = [(plan, completion) for plan, group in zip(plans, groups, strict=True) for completion in group]
+        rewards = iter(self.rewards(pairs))
         return [
-            self.rollout(number, plan, seed, completion, next(proofs))
+            self.rollout(number, plan, seed, completion, next(rewards), next(proofs))
             for number, (plan, group) in enumerate(zip(plans, groups, strict=True))
             for seed, completion in zip(plan.seeds, group, strict=True)
         ]
@@ -104,7 +106,19 @@ class Producer:
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
 
-    def rollout(self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]) -> Rollout:
+    def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
+        """Of each last turn's text, and of the length of all that the model wrote."""
+        texts = [completion_text(self.tokenizer, last_turn(one.turns, one.tokens)) for _, one in pairs]
+        grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
+        lengths = [model_tokens(one.turns, len(one.tokens)) for _, one in pairs]
+        return [
+            budget.reward(grade.score, length, plan.target_length, self.config.tasks)
+            for grade, length, (plan, _) in zip(grades, lengths, pairs, strict=True)
+        ]
+
+    def rollout(
+        self, group: int, plan: GroupPlan, seed: int, completion: Completion, reward: float, proofs: list[bytes]
+    ) -> Rollout:
         task = self.tasks.train[plan.task_index]
         return Rollout(
             group=group,
@@ -113,18 +127,10 @@ class Producer:
             seed=seed,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
-            reward=self.reward(plan, completion),
+            reward=reward,
             proofs=proofs,
             turns=completion.turns,
         )
-
-    def reward(self, plan: GroupPlan, completion: Completion) -> float:
-        """Of the last turn's text, and of the length of all that the model wrote."""
-        task = self.tasks.train[plan.task_index]
-        text = completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
-        [grade] = self.graders.grade([task], [text])
-        length = model_tokens(completion.turns, len(completion.tokens))
-        return budget.reward(grade.score, length, plan.target_length, self.config.tasks)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""
