@@ -2,13 +2,13 @@
 
     python benchmarks/code_repeatability.py HumanEval.jsonl.gz
 
-Every program is graded several times in three conditions that stand for machines: as it is; with twice as many busy processes as cores;
-and with two thirds of the limit, as on a machine 1.5 times slower. A program of share s needs s of the limit where nothing else runs,
-by a calibration at the start. Every grade of one condition is paired, as a worker's, with every grade of another one, as a
-validator's. A pair that differs is a lie in the validator's eyes unless its own grade says that it is not repeatable.
+Every program is graded several times in three conditions that stand for machines: as it is; with twice as many busy
+processes as cores; and with two thirds of the limit, as on a machine 1.5 times slower. A program of share s needs s of the
+limit where nothing else runs, by a calibration at the start. Every grade is paired, as a worker's, with every other one,
+as a validator's. A pair that differs is a lie in the validator's eyes unless its own grade says that it is not repeatable.
 
-Writes benchmarks/results/code_repeatability.json: for each program the passes and the grades that say "not repeatable" per condition, the
-pairs that differ, and how many of those would be taken for a lie. That number must be 0.
+Writes benchmarks/results/code_repeatability.json: for each program the passes and the grades that are not repeatable per
+condition, the pairs that differ, and how many of those would be taken for a lie. That number must be 0.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SLOWER = 1.5
 def main() -> None:
     parser = argparse.ArgumentParser(description="Do two machines give a program the same score?")
     parser.add_argument("data", type=Path, help="HumanEval.jsonl.gz")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=4)
     arguments = parser.parse_args()
     rate = calibrate()
     programs: dict[str, tuple[Task, str]] = {

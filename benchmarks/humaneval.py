@@ -8,8 +8,9 @@ tried in the order of the source, and the first that bare Python finds to fail t
 known to be different. One that does not end within 3 s is not taken.
 
 Speed, all on one core, in turns: the 164 canonical solutions through the pool, where each takes two sandboxed processes (the
-model's code, and the tests); and the same programs with their tests in one `python -c` and one `python -I -S -c` each, without
-a sandbox. CPU time is that of this process and all it started, so it says more than wall time where others use the machine.
+model's code, and the tests); and the same programs with their tests in one `python -c` and one `python -I -S -c` each,
+without a sandbox. CPU time is that of this process and all it started, so it says more than wall time where others use the
+machine.
 Writes benchmarks/results/humaneval.json.
 """
 

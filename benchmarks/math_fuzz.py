@@ -17,9 +17,9 @@ from typing import Any
 
 from machine import describe
 
-from shoal.tasks.rewards.final_answer import final_answer
-from shoal.tasks.rewards.killable import Killable, Result
-from shoal.tasks.rewards.math import CPU_S, EQUALITY, MEMORY_BYTES, Math
+from shoal.tasks.rewards.killable.pool import Killable, Result
+from shoal.tasks.rewards.math.final_answer import final_answer
+from shoal.tasks.rewards.math.reward import CPU_S, EQUALITY, MEMORY_BYTES, Math
 from shoal.tasks.task import Grade, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the fuzzers are test code

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from shoal.cli.main import command_line
-from shoal.tasks.schemas import SCHEMAS
+from shoal.tasks.sources.schemas import SCHEMAS
 from shoal.validator import checks
 
 ROOT = Path(__file__).parent.parent

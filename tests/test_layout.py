@@ -41,8 +41,8 @@ ROOMS = {
         "view",
     ],
     "cli": [
-        "config", "coordinator", "errors", "evals", "launch", "model", "protocol", "roles", "sft", "shardcast", "store",
-        "tasks", "tracking", "validator", "view",
+        "config", "coordinator", "engine", "errors", "evals", "launch", "model", "protocol", "roles", "sft",
+        "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

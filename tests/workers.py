@@ -11,7 +11,7 @@ from shoal.config import Config, parse
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment
+from shoal.protocol.messages import Assignment, CurriculumPage
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Access
 from shoal.store.rollouts import Rollout
@@ -44,6 +44,9 @@ class FakeNode:
         return Access(publisher, self.invite.run)
 
     def doing(self, what: str, *, waiting: bool = False) -> None: ...
+
+    def curriculum_page(self, digest: str) -> CurriculumPage:
+        raise AssertionError(f"page {digest} is not expected to be asked for")
 
     def put(self, path: str, data: bytes, answer: Any) -> Any:
         self.uploads[path] = data

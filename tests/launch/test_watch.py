@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config import Config, parse
 from shoal.launch.disk import RESERVE_BYTES, DiskFullError
-from shoal.launch.watch import StalledError, Watch
+from shoal.launch.watch import GraderFailsError, StalledError, Watch
 from shoal.protocol.messages import History
 from shoal.protocol.watch import PoolWatch
 
@@ -107,3 +107,44 @@ def test_a_full_disk_stops_the_run_and_names_the_file_system(tmp_path: Path) -> 
     site.free = RESERVE_BYTES - 1
     with pytest.raises(DiskFullError, match=r"the file system /\S* is full: 63 MiB are left"):
         site.watch.check()
+
+
+def grading(total: int, errors: int, recent: int | None = None) -> dict[str, Any]:
+    newest = min(total, 512) if recent is None else recent
+    return {"grading": {"total": total, "recent": newest, "errors": errors, "error": "no module named numpy"}}
+
+
+class Graded(Site):
+    """The limit is one in ten."""
+
+    def __init__(self, folder: Path, **run: Any) -> None:
+        super().__init__(folder, **run)
+        self.watch.config = parse({"tasks": {"grader_error_limit": 0.1}})
+
+
+def test_a_run_whose_grader_fails_too_often_is_stopped_with_why_and_what_to_do(tmp_path: Path) -> None:
+    site = Graded(tmp_path)
+    site.at(0, **grading(0, 0))
+    site.at(1, **grading(63, 63))  # too few to tell
+    site.at(2, **grading(600, 51))  # 51 of 512: within the limit
+    message = (
+        r"the grader failed for 52 of the newest 512 completions \(last: no module named numpy\), more than "
+        r"tasks\.grader_error_limit = 0\.1; .*shoal grade .*config\.toml"
+    )
+    with pytest.raises(GraderFailsError, match=message):
+        site.at(3, **grading(601, 52))
+
+
+def test_a_resumed_run_forgives_the_grader_errors_of_before(tmp_path: Path) -> None:
+    site = Graded(tmp_path)
+    site.at(0, **grading(2000, 512))
+    site.at(1, **grading(2511, 500))
+    with pytest.raises(GraderFailsError):
+        site.at(2, **grading(2512, 500))
+
+
+def test_a_limit_of_one_never_stops(tmp_path: Path) -> None:
+    site = Graded(tmp_path)
+    site.watch.config = parse({"tasks": {"grader_error_limit": 1}})
+    site.at(0, **grading(0, 0))
+    site.at(1, **grading(512, 512))

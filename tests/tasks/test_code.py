@@ -271,6 +271,17 @@ def test_a_right_answer_near_a_limit_is_not_repeatable() -> None:
         code.close()
 
 
+def test_tests_that_reach_a_limit_are_not_repeatable() -> None:
+    code = Code(Limits(cpu_s=1.0, wall_s=4.0), best_tier(), size=1)
+    try:
+        tests = {"kind": "asserts", "entry": "f", "code": "while candidate(1) and True:\n    while True: pass"}
+        found = grade(code, tests, "def f(x): return x")
+        assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
+        assert "the tests do not end" in found.detail
+    finally:
+        code.close()
+
+
 def test_a_fraction_of_the_cases(code: Code) -> None:
     fraction = Code(Limits(), best_tier(), size=1, fraction=True)
     try:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks.rewards import math
-from shoal.tasks.rewards.killable import Result
-from shoal.tasks.rewards.math import Math
+from shoal.tasks.rewards.killable.pool import Result
+from shoal.tasks.rewards.math.reward import CPU_S, Math
 from shoal.tasks.task import Grade, Task
 from tests.fuzzing.answers import answers
 
@@ -164,7 +163,7 @@ def fuzz(count: int) -> None:
     grades = [grade(reward, gold, completion) for gold, completion in answers(0, count)]
     reward.close()
     assert len(grades) == count
-    assert max(result.cpu_s for result in results) < 1.5 * math.CPU_S
+    assert max(result.cpu_s for result in results) < 1.5 * CPU_S
     assert {one.score for one in grades} <= {0, 1} and {result.ending for result in results} <= {
         "answered",
         "cpu",

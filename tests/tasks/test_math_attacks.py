@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks.rewards.equality import Refused, harmless, refuse
-from shoal.tasks.rewards.killable import Killable
-from shoal.tasks.rewards.math import EQUALITY, Math
+from shoal.tasks.rewards.killable.pool import Killable
+from shoal.tasks.rewards.math.equality import Refused, harmless, refuse
+from shoal.tasks.rewards.math.reward import EQUALITY, Math
 from shoal.tasks.task import Task
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks.rewards.killable import GraderStartError, Killable
+from shoal.tasks.rewards.killable.pool import GraderStartError, Killable
 
 GRADER = """
 import os, signal, sys, time
@@ -142,7 +142,7 @@ def test_the_processes_end_with_their_owner(file: Path, busy: bool) -> None:
     script = f"""
         import os, signal, sys, threading, time
         from pathlib import Path
-        from shoal.tasks.rewards.killable import Killable
+        from shoal.tasks.rewards.killable.pool import Killable
         pool = Killable(Path({str(file)!r}), "act", cpu_s=60, wall_s=60)
         print(pool.run([["state"]])[0].value[4], flush=True)
         if {busy}:

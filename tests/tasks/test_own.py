@@ -7,11 +7,11 @@ import pytest
 
 from shoal.config import ConfigError
 from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
-from shoal.sandbox import Limits, best_tier
+from shoal.sandbox import Limits, SandboxError, best_tier
 from shoal.tasks import Grade, Graders, Task
 from shoal.tasks.rewards.graders import TRUST, GradeError
-from shoal.tasks.rewards.own import Own
-from shoal.tasks.rewards.own_file import check_function
+from shoal.tasks.rewards.own.file import check_function
+from shoal.tasks.rewards.own.reward import Own, SandboxedFunction
 
 SOURCE = """
 import json, math, os, random, time
@@ -230,3 +230,38 @@ def test_bare_limits_need_the_word_of_the_machines_owner(monkeypatch: pytest.Mon
         grade("code", "x", tier="rlimits")  # type: ignore[arg-type]
     monkeypatch.setenv(TRUST, "1")
     assert grade("code", "x", tier="rlimits")[0].tier == "rlimits"  # type: ignore[arg-type]
+
+
+def test_what_cannot_start_here_is_known_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.tasks.rewards.own.Sandbox", no_sandbox)
+    with (
+        graders("mine.py:exact") as graded,
+        pytest.raises(GradeError, match=r"no sandbox here; .*tasks\.sandbox\.tier") as error,
+    ):
+        graded.start()
+    assert "\n" not in str(error.value)
+    with graders("number") as graded:
+        graded.start()
+
+
+def no_sandbox(*_: object, **__: object) -> None:
+    raise SandboxError("no sandbox here\nfor two reasons")
+
+
+def test_a_failing_machine_gives_no_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that claimed 0 because its own sandbox is broken would be taken for a liar."""
+    failures = [1, 2]
+
+    def ask(self: object, call: object) -> object:
+        if failures:
+            failures.pop()
+            raise SandboxError("no memory")
+        return real(self, call)  # type: ignore[arg-type]
+
+    real = SandboxedFunction.ask
+    monkeypatch.setattr(SandboxedFunction, "ask", ask)
+    with graders("mine.py:exact") as graded:
+        with pytest.raises(GradeError, match="cannot grade: no memory"):
+            graded.grade([TASK], ["4"])
+        failures.append(1)
+        assert graded.grade([TASK], ["4"])[0].score == 1.0  # once is mended by another try

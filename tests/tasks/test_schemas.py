@@ -13,8 +13,8 @@ from pyarrow import parquet
 
 from shoal import tasks
 from shoal.config.recipe import SourceSection, TaskSection
-from shoal.tasks import schemas
-from shoal.tasks.fields import Fields, LeftOutError, RowError
+from shoal.tasks.sources import schemas
+from shoal.tasks.sources.fields import Fields, LeftOutError, RowError
 
 Row = dict[str, Any]
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from shoal import tasks
 from shoal.config import ConfigError, load, parse
 from shoal.config.recipe import SourceSection, TaskSection
-from shoal.tasks.locate import of_split
+from shoal.tasks.sources.locate import of_split
 from shoal.tasks.task import TasksNotFoundError
 
 DATA = Path(os.environ.get("SHOAL_DATA") or Path(__file__).parents[3] / "shared" / "data")
@@ -221,7 +221,7 @@ def test_a_wrong_setting_is_named(folder: Path, more: Row, message: str) -> None
     [
         ("some.parquet", b"PAR1 no", r"some.parquet, after row 0, is not readable as Parquet .*; copy or download"),
         ("some.jsonl.gz", b"no gzip", r"is not a whole gzip file .*; copy or download it again"),
-        ("some.jsonl.gz", gzip.compress(GOOD.encode() * 9)[:-9], r"is not a whole gzip file"),
+        ("some.jsonl.gz", gzip.compress(GOOD.encode() * 9, mtime=0)[:-9], r"is not a whole gzip file"),
         ("some.csv", b"question,answer\n", r"is neither of .jsonl, .jsonl.gz, .parquet; convert it"),
     ],
 )

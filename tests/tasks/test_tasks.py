@@ -12,7 +12,7 @@ from shoal import tasks
 from shoal.config import parse
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.errors import ShoalError
-from shoal.tasks.budget import reward
+from shoal.tasks.curriculum import Curriculum
 from shoal.tasks.derive import GroupPlan, max_rollouts, plan_groups, plan_submission
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
@@ -156,7 +156,7 @@ def test_worker_and_validator_plan_by_the_same_call() -> None:
     )
     asked = assignment(5, step=3).model_copy(update={"policy_digest": "ab" * 32, "groups": 4})
     task_set = tasks.load(config.tasks)
-    plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set)
+    plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set, Curriculum())
     assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
     assert sum(len(plan.seeds) for plan in plans) == max_rollouts(config) == 8
 
@@ -194,18 +194,6 @@ def test_a_system_message_comes_first_and_only_where_there_is_one(tokenizer: Any
     assert text_of(tokenizer, prompt_tokens(Fixed(), TaskSection(), TASK, 0)) == "[u]2 + 3"
 
 
-def test_a_length_target_is_said_in_the_prompt() -> None:
-    seen = {}
-
-    class Listening:
-        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            seen["content"] = messages[-1]["content"]
-            return {"input_ids": [1]}
-
-    prompt_tokens(Listening(), TaskSection(), TASK, 2000)
-    assert seen["content"] == "2 + 3\nThink for 2000 tokens before giving the answer."
-
-
 def test_other_braces_in_a_prompt_are_its_own() -> None:
     class Listening:
         def apply_chat_template(self, messages: Any, **options: Any) -> Any:
@@ -218,16 +206,6 @@ def test_other_braces_in_a_prompt_are_its_own() -> None:
 def test_the_text_of_a_completion_is_without_special_tokens(tokenizer: Any) -> None:
     tokens = tokenizer("5", add_special_tokens=False)["input_ids"]
     assert completion_text(tokenizer, [*tokens, tokenizer.eos_token_id]) == "5"
-
-
-@pytest.mark.parametrize(
-    ("grade", "length", "target", "expected"),
-    [(1.0, 500, 0, 1.0), (1.0, 500, 500, 1.0), (1.0, 300, 500, 0.94), (1.0, 700, 500, 0.94), (0.0, 0, 1000, -0.3)],
-)
-def test_a_reward_is_the_grade_less_the_distance_to_the_target(
-    grade: float, length: int, target: int, expected: float
-) -> None:
-    assert reward(grade, length, target, 0.0003) == pytest.approx(expected)
 
 
 class OneScore:

@@ -11,9 +11,9 @@ import pytest
 
 from shoal import tasks
 from shoal.config.recipe import SourceSection, TaskSection
-from shoal.tasks import compiling, table
-from shoal.tasks.fields import Fields
-from shoal.tasks.spool import content_id
+from shoal.tasks.compiled import compiling, table
+from shoal.tasks.compiled.spool import content_id
+from shoal.tasks.sources.fields import Fields
 from shoal.tasks.task import Task, TasksNotFoundError
 
 # Digests cover Arrow's bytes. If a new pyarrow writes others, this one changes: say so in the release notes, because

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from shoal.cli.main import FAILED, main
-from shoal.tracking.plot import COLORS, PlotError, RunLog, draw_panel, names_of, plot, read_run, unit_of
+from shoal.tracking.plot import COLORS, LENGTHS, PlotError, RunLog, draw_panel, names_of, plot, read_run, unit_of
 
 from .test_report import has_color, png_size
 
@@ -112,3 +112,30 @@ def test_every_measured_value_is_a_point_and_axes_have_units(tmp_path: Path) -> 
 )
 def test_a_unit_follows_from_the_name(metric: str, unit: str) -> None:
     assert unit_of(metric) == unit
+
+
+def test_target_lengths_share_a_panel_and_several_sources_have_one_each(tmp_path: Path) -> None:
+    both = {"reward/a/mean": 0.5, "reward/b/mean": 0.5}
+    lengths = {"length/100/mean": 90.0, "length/200/mean": 150.0, "length/100/penalty": 0.1, "length_penalty/mean": 0.1}
+    run = make_run(tmp_path / "a", 3, **{"score/mean": 0.5}, **both, **lengths)
+    expected = ["reward/mean", "reward/a/mean", "reward/b/mean", "score/mean", "length_penalty/mean", LENGTHS]
+    assert plot([run], [], tmp_path / "plot.png") == expected
+    assert plot([run], [LENGTHS], tmp_path / "plot.png") == [LENGTHS]
+    plain = make_run(tmp_path / "b", 3, **{"score/mean": 0.5, "reward/a/mean": 0.5})
+    assert plot([plain], [], tmp_path / "plot.png") == ["reward/mean"], "one source, no target"
+    with pytest.raises(PlotError, match="no run has the metric"):
+        plot([plain], [LENGTHS], tmp_path / "plot.png")
+
+
+def test_produced_lengths_are_drawn_with_a_line_at_their_target() -> None:
+    panel = Figure().subplots()
+    produced = {
+        "length/100/mean": [(1, 90.0), (2, 95.0)],
+        "length/200/mean": [(1, 150.0)],
+        "length/100/score": [(1, 0.5)],
+    }
+    draw_panel(panel, [RunLog("a", produced)], LENGTHS)
+    points = [list(line.get_ydata()) for line in panel.lines if line.get_marker() == "o"]
+    dashed = sorted(line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--")
+    assert points == [[90.0, 95.0], [150.0]] and dashed == [100.0, 200.0]
+    assert sorted(text.get_text() for text in panel.texts) == ["100", "200"]

@@ -9,12 +9,14 @@ import torch
 
 from shoal.adversary.cheats import QuantizedWeights
 from shoal.model.sampling import LOWEST_LOGPROB
-from shoal.protocol.messages import Reason
+from shoal.protocol.messages import MILLION, CurriculumPage, Outcomes, Reason
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
+from shoal.tasks import Grade
+from shoal.tasks.curriculum import Curriculum
 from shoal.validator.case import Case
 from shoal.validator.checks import ALL, rewards
-from shoal.validator.judge import Examined, Judge
+from shoal.validator.judge import Examined, Judge, group_results
 from shoal.validator.service import Validator
 
 from ..workers import RUN, VALIDATOR, produced, signed
@@ -145,3 +147,41 @@ def test_cheap_lies_are_found_without_weights_running(
 def test_a_judge_without_weights_says_so(files: list[bytes]) -> None:
     with Judge(SETTINGS, RUN, "float32") as judge, pytest.raises(RuntimeError, match="load"):
         judge.open(ASKED, "a" * 64, files[0])
+
+
+def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Judge, files: list[bytes]) -> None:
+    case = judge.grade(opened(judge, files)[0])
+    grades = [
+        Grade(1.0),
+        Grade(1 / 3),
+        Grade(0.0, "wrong_format", "no number"),
+        Grade(0.0, "grader_error", "x" * 600),
+        *([Grade(0.5)] * 4),
+    ]
+    first, second = group_results(replace(case, grades=grades), judge.tokenizer)
+    assert (first.task, first.target_length) == (case.plans[0].task_index, case.plans[0].target_length)
+    assert first.source == second.source == "arithmetic"
+    assert first.score_millionths == MILLION + 333_333
+    assert first.outcomes == Outcomes(graded=2, wrong_format=1, grader_error=1) and first.error == "x" * 500
+    assert second.outcomes == Outcomes(graded=4) and second.error == "" and second.score_millionths == 2 * MILLION
+    assert first.reward_mean == pytest.approx(sum(case.rewards[:4]) / 4)
+
+
+def test_a_worker_that_draws_by_another_page_is_rejected(
+    judge: Judge, worker: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uniform draws, or those of an older page, in place of the assignment's."""
+    older = CurriculumPage(step=1, tasks=[(task, 8, 0) for task in range(400)])
+    newest = CurriculumPage(
+        step=2, previous=older.digest(), tasks=[(task, 8, 4 * MILLION) for task in range(0, 400, 2)]
+    )
+    pages = {page.digest(): page for page in (older, newest)}
+    for one in (judge, worker):
+        monkeypatch.setattr(one, "curriculum", Curriculum(pages.__getitem__))
+    asked = ASKED.model_copy(update={"curriculum": newest.digest()})
+    assert reasons(judge.examine([case_of(judge, asked, worker.submission(asked))])) == [None]
+    for digest in ("", older.digest()):
+        lie = ASKED.model_copy(update={"curriculum": digest})
+        rows = produced(worker, lie)
+        assert reasons(judge.examine([case_of(judge, asked, signed(worker, asked, rows))])) == [Reason.TASKS]
+        assert reasons(judge.examine([case_of(judge, asked, worker.submission(lie))])) == [Reason.CONTEXT]

@@ -10,7 +10,7 @@ from shoal.protocol.messages import Signal, WorkerSample
 from shoal.view import LiveView
 from shoal.view.keys import Keys
 
-from .support import Seen, finished, mid_run, node, status
+from .support import Seen, finished, mid_run, node, status, step
 
 
 def plain_lines(*shown: Seen) -> list[str]:
@@ -172,3 +172,22 @@ def test_the_terminal_is_restored_and_keys_come_one_by_one() -> None:
 def test_where_stdin_is_no_terminal_no_key_is_read() -> None:
     with Keys(io.StringIO("s")) as keys:
         assert not keys.works and keys.pressed() == ""
+
+
+def test_a_step_with_length_targets_says_what_they_cost() -> None:
+    def told(**more: float) -> str:
+        [line] = [line for line in plain_lines(status(metrics=[step(0, 0.5) | more])) if line.startswith("step 1 ")]
+        return line
+
+    assert "tokens, length penalty 0.250, rollout" in told(**{"length_penalty/mean": 0.25})
+    assert "length" not in told()
+
+
+def test_grader_errors_are_reported_once_and_again_when_doubled() -> None:
+    def graded(errors: int) -> Seen:
+        return status(grading={"total": 99, "recent": 99, "errors": errors, "error": "no module named numpy"})
+
+    lines = plain_lines(*(graded(n) for n in (0, 1, 1, 2, 3, 4)))
+    told = [line for line in lines if "the grader failed" in line]
+    assert [line.partition("failed for ")[2][:2] for line in told] == ["1 ", "2 ", "4 "]
+    assert "(last: no module named numpy)" in told[0]

@@ -199,3 +199,27 @@ def test_the_screen_says_that_all_groups_have_equal_rewards() -> None:
     assert "39 of the newest 39 groups had equal rewards, all 0.0: nothing to learn from" in text
     assert "0 % of 39 useful" in text
     assert "no signal" not in screen(mid_run(signal=Signal(groups=20, useful=4, flat=16, lowest=0, highest=1)), 160)
+
+
+def test_sources_and_target_lengths_have_a_line_where_there_are_any() -> None:
+    targets = {"length/100/mean": 90.4, "length/2000/mean": 800.0, "length_penalty/mean": 0.25}
+    figures = step(0, 0.5) | {"reward/sums/mean": 0.25, "reward/code/mean": 0.5, "filtered/code": 3.0} | targets
+    text = screen(status(metrics=[figures]), 100)
+    assert "sums 0.250   code 0.500 (3 left out)" in row(text, "sources")
+    assert "penalty 0.250   100 → 90   2000 → 800" in row(text, "length")
+    alone = screen(status(metrics=[step(0, 0.5) | {"reward/sums/mean": 0.25}]), 100)
+    assert "sources" not in alone and "│ length" not in alone
+
+
+def test_sources_beyond_the_width_are_counted() -> None:
+    many = {f"reward/source-{n}/mean": 0.5 for n in range(20)}
+    text = screen(status(metrics=[step(0, 0.5) | many]), 70)
+    shown = len(re.findall(r"source-\d+ 0.500", text))
+    assert 0 < shown < 20 and f"and {20 - shown} more" in row(text, "sources")
+
+
+def test_the_screen_says_that_the_grader_fails() -> None:
+    grading = {"total": 40, "recent": 40, "errors": 3, "error": "no module named \x1b[31mnumpy"}
+    text = screen(status(grading=grading), 160)
+    assert "the grader failed for 3 of the newest 40 completions (last: no module named ?[31mnumpy)" in text
+    assert "grader" not in screen(mid_run(), 160)

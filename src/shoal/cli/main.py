@@ -8,6 +8,7 @@
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal grade CONFIG COMPLETIONS       score completions as a run would
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
+    shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
 
 Exit status: 0 done, 1 failed (verify: rejected), 2 wrong usage or configuration (verify: unreadable), 3 evicted,
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import evals, grade, nodes, pool, run, sft, shardcast, tools
+from shoal.cli import evals, filter, grade, nodes, pool, run, sft, shardcast, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -47,6 +48,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "calibrate": tools.calibrate,
     "plot": tools.plot,
     "grade": grade.grade,
+    "filter": filter.run_filter,
     "sft": sft.run_sft,
     "eval": evals.run_eval,
 }
@@ -71,7 +73,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, grade, evals):
+    for family in (run, pool, nodes, tools, grade, evals, filter):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))

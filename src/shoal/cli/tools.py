@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from shoal import config as config_module
 from shoal.cli.arguments import Commands, UsageError, read_config, takes_config, whole
@@ -73,7 +74,8 @@ def verify(arguments: argparse.Namespace) -> int:
         header = by_hand.read_header(data, settings)
         weights = arguments.weights or _weights(arguments.run or path.parent, header.policy_version)
         picked, _ = dtype.pick(settings.model.dtype, settings.model.device)
-        status, lines = by_hand.verify(data, header, settings, weights, picked)
+        drawn_by = _curriculum(arguments.run, header.step) if settings.tasks.curriculum == "pass_rate" else {}
+        status, lines = by_hand.verify(data, header, settings, weights, picked, **drawn_by)
     except RolloutFileError as error:
         sys.stdout.write(f"unreadable: {error}\n")
         return by_hand.UNREADABLE
@@ -88,6 +90,16 @@ def _weights(run: Path, version: int) -> Path:
         return by_hand.find_weights(run, version)
     except FileNotFoundError as error:  # nothing was checked, which is not a rejection
         raise UsageError(str(error)) from error
+
+
+def _curriculum(run: Path | None, step: int) -> dict[str, Any]:
+    """The pages that a step's tasks were drawn by, from the coordinator's folder in a run's folder."""
+    from shoal.coordinator.curriculum import open_pages, read_page
+
+    if run is None:
+        raise UsageError("this run draws tasks by their pass rates, which are in its folder: name it with --run")
+    pages = open_pages(run / "coordinator")
+    return {"curriculum": pages.digest(step), "page": lambda digest: read_page(pages, digest)}
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

@@ -134,14 +134,33 @@ class TaskSection(Section):
     prompt: str = Field(default="{question}", description="user message; {question} is replaced by the task's question")
     system: str = Field(default="", description="system message; empty: none")
     heldout: int = Field(default=256, ge=1, description="tasks reserved for evaluation and never trained on")
+    length_mode: Literal["target", "max", "off"] = Field(
+        default="target",
+        description="what a target length is; target: a completion loses reward for every token of distance; max: for "
+        "every token beyond it; off: targets are not used",
+        json_schema_extra=PAPER,
+    )
     length_targets: list[Tokens] = Field(
-        default=[], description="target completion lengths in tokens, one drawn per group; empty: no length reward"
+        default=[],
+        max_length=64,
+        description="target completion lengths in tokens, one drawn per group; empty: no length reward",
     )
     length_penalty: float = Field(
         default=0.0003,
         ge=0,
         description="alpha: reward lost per token of distance from the target length",
         json_schema_extra=PAPER,
+    )
+    grader_error_limit: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="largest share of grader errors among the newest 512 rollouts; beyond it `shoal run` stops; 1: never",
+    )
+    curriculum: Literal["uniform", "pass_rate"] = Field(
+        default="uniform",
+        description="how tasks of a source are drawn; uniform: all alike; pass_rate: those solved about half of the time "
+        "more often",
     )
     sandbox: SandboxSection = SandboxSection()
 
@@ -153,6 +172,11 @@ class TaskSection(Section):
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"two sources are named {twice[0]}; give one of them another name")
         return self
+
+    @property
+    def targets(self) -> list[int]:
+        """The target lengths that groups get."""
+        return [] if self.length_mode == "off" else self.length_targets
 
     def source(self, label: str) -> SourceSection:
         """The source of this name."""

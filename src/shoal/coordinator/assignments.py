@@ -7,6 +7,7 @@ chosen here. Left out: more work for faster workers.
 """
 
 from shoal.config import Config
+from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
 from shoal.coordinator.tables.submissions import Submission
 from shoal.protocol.messages import Assignment
@@ -16,9 +17,10 @@ LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that qu
 
 
 class Assignments:
-    def __init__(self, db: Database, config: Config) -> None:
+    def __init__(self, db: Database, config: Config, curriculum: Curriculum) -> None:
         self.db = db
         self.config = config
+        self.curriculum = curriculum
 
     def assign(self, worker: str, loaded: int | None) -> Assignment | str:
         """The next task of a worker that has loaded this version, or what it has to wait for."""
@@ -38,7 +40,7 @@ class Assignments:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
             mine = self.db.submissions.open_of(worker)
             if mine is not None and mine.version == loaded:
-                return to_assignment(mine, self.config)  # the worker restarted: a new task would let it choose
+                return self.describe(mine)  # the worker restarted: a new task would let it choose
             if mine is not None and loaded < mine.version:
                 return f"this worker to load version {mine.version}"  # switching versions would let it choose
             if mine is not None:
@@ -52,7 +54,22 @@ class Assignments:
         number = self.db.submissions.next_number(worker)
         id, deadline_s = f"{worker[:16]}-{number:06d}", now_s + self.config.coordinator.task_deadline_s
         added = self.db.submissions.add(id, worker, number, step, version, digest, deadline_s)
-        return to_assignment(added, self.config)
+        return self.describe(added)
+
+    def describe(self, submission: Submission) -> Assignment:
+        """The message that describes a submission's task to its worker and to its validator."""
+        return Assignment(
+            id=submission.id,
+            number=submission.number,
+            step=submission.step,
+            policy_version=submission.version,
+            policy_digest=submission.digest,
+            groups=self.config.workers.groups_per_submission,
+            curriculum=self.curriculum.digest(submission.step),
+            deadline_s=submission.deadline_s,
+            upload_path=f"/v1/submissions/{submission.id}",
+            max_bytes=self.config.coordinator.max_submission_bytes,
+        )
 
     def _enough_under_way(self) -> bool:
         """Whether the submissions without a verdict will fill the open batch, at the recent share of useful groups.
@@ -64,18 +81,3 @@ class Assignments:
         share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
         expected = self.db.groups.count_waiting() + share * under_way * self.config.workers.groups_per_submission
         return expected >= self.config.coordinator.prompts_per_step
-
-
-def to_assignment(submission: Submission, config: Config) -> Assignment:
-    """The message that describes a submission's task to its worker and to its validator."""
-    return Assignment(
-        id=submission.id,
-        number=submission.number,
-        step=submission.step,
-        policy_version=submission.version,
-        policy_digest=submission.digest,
-        groups=config.workers.groups_per_submission,
-        deadline_s=submission.deadline_s,
-        upload_path=f"/v1/submissions/{submission.id}",
-        max_bytes=config.coordinator.max_submission_bytes,
-    )

@@ -1,6 +1,7 @@
 """Online filtering: accepted groups are credited, and useful ones of allowed age fill the steps' batches.
 
-A group is useful if its rewards differ, or always with `coordinator.online_filter = false`.
+A group is useful if its rewards differ, or always with `coordinator.online_filter = false`; but never if the grader failed
+for one of its completions, because that one's reward says nothing of it.
 
 Invariant: a full batch never changes, so a learner that restarts trains on the same groups; and no group is in two
 batches.
@@ -28,11 +29,9 @@ class Batches:
                 self.db.groups.add(
                     submission,
                     index,
+                    group,
                     version=version,
-                    reward=group.reward_mean,
-                    useful=group.useful or not self.config.coordinator.online_filter,
-                    flat=not group.useful,
-                    tokens=group.tokens,
+                    useful=self._is_useful(group),
                     accepted_during=step,
                 )
             return self._fill()
@@ -45,6 +44,9 @@ class Batches:
             return Batch(step=step, ready=False, have=self.db.groups.count_waiting(), need=need)
         groups = [BatchGroup(submission=submission, group=group) for submission, group in found]
         return Batch(step=step, ready=True, have=need, need=need, groups=groups)
+
+    def _is_useful(self, group: GroupResult) -> bool:
+        return not group.outcomes.grader_error and (group.useful or not self.config.coordinator.online_filter)
 
     def _fill(self) -> list[int]:
         """Fill batches while enough useful groups of allowed age are waiting, oldest first."""

@@ -9,13 +9,14 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from shoal.coordinator.tables import groups, history, nodes, policies, runs, submissions
+from shoal.coordinator.tables import curricula, grades, groups, history, nodes, policies, runs, submissions
 from shoal.coordinator.tables.connection import Connection
 from shoal.errors import ShoalError
 from shoal.ledger.interface import Ledger
 
-FORMAT = 3  # of a run's tables, manifests and submissions; a run in another format is not resumed
-SCHEMA = [*nodes.SCHEMA, *submissions.SCHEMA, *groups.SCHEMA, *policies.SCHEMA, *history.SCHEMA, *runs.SCHEMA]
+FORMAT = 4  # of a run's tables, manifests and submissions; a run in another format is not resumed
+TABLES = (nodes, submissions, groups, curricula, policies, history, runs)
+SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
 
 
 class PoolError(ShoalError):
@@ -35,6 +36,8 @@ class Database:
         self.nodes = nodes.Nodes(self.connection)
         self.submissions = submissions.Submissions(self.connection)
         self.groups = groups.Groups(self.connection)
+        self.grades = grades.Grades(self.connection)
+        self.curricula = curricula.Curricula(self.connection)
         self.policies = policies.Policies(self.connection)
         self.history = history.HistoryTable(self.connection)
         self.run = runs.Run(self.connection)

@@ -10,6 +10,7 @@ import logging
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.step_metrics import judged
 from shoal.protocol.messages import Evaluation, Policy, StepReport
 
 log = logging.getLogger(__name__)
@@ -36,18 +37,15 @@ class Learning:
         )
 
     def trained(self, report: StepReport) -> None:
-        """Record one step's metrics, with the rewards of all groups accepted while it was open, useless ones included."""
-        rewards = self.db.groups.rewards_during(report.step)
-        judged = {}
-        if rewards is not None:  # None if groups left over from the step before filled this one at once
-            judged = {"reward/mean": rewards[0], "reward/zero_std_frac": rewards[1]}
-        metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | judged
+        """Record one step's metrics, with those of all groups accepted while it was open, useless ones included."""
+        figures = judged(self.db, report.step)
+        metrics = {"step": float(report.step), "time_s": self.db.clock()} | report.metrics | figures
         with self.db.transaction():
             is_first = self.history.put("step", str(report.step), json.dumps(metrics))
             if is_first:
                 self.db.ledger.append("trained", {"step": report.step, "submissions": sorted(set(report.trained))})
         if is_first:
-            reward = f", mean reward {rewards[0]:.3f}" if rewards else ""
+            reward = f", mean reward {figures['reward/mean']:.3f}" if figures else ""
             log.info("step %d of %d trained%s", report.step + 1, self.config.run.steps, reward)
 
     def evaluated(self, evaluation: Evaluation) -> None:

@@ -16,14 +16,14 @@ from prometheus_client.registry import Collector
 from shoal.coordinator.database import Database
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.tables.submissions import State
-from shoal.protocol.messages import Stats
+from shoal.protocol.messages import Outcomes, Stats
 
 Samples = Iterable[tuple[Mapping[str, str], float]]  # labels, value
 
 
 def read_metrics(db: Database, history: HistoryLog) -> str:
     registry = CollectorRegistry()
-    registry.register(_Figures([*_submissions(db), *_training(db, history), *_nodes(db)]))
+    registry.register(_Figures([*_submissions(db), *_grades(db), *_training(db, history), *_nodes(db)]))
     return generate_latest(registry).decode()
 
 
@@ -50,6 +50,32 @@ def _submissions(db: Database) -> Iterator[Metric]:
     yield _counter("accepted_tokens", "Completion tokens accepted.", [({}, db.groups.totals().tokens)])
 
 
+def _grades(db: Database) -> Iterator[Metric]:
+    sources = db.grades.by_source().items()
+    yield _counter(
+        "graded_rollouts",
+        "Accepted rollouts by source of their task and outcome of grading.",
+        [
+            ({"source": source, "outcome": outcome}, getattr(scored, outcome))
+            for source, scored in sources
+            for outcome in Outcomes.model_fields
+        ],
+    )
+    yield _counter(
+        "filtered_groups",
+        "Groups with equal rewards that the online filter left out, by source and by what their rollouts scored.",
+        [
+            ({"source": source, "scores": scores}, number)
+            for source, scored in sources
+            for scores, number in {
+                "all_right": scored.all_right,
+                "all_wrong": scored.all_wrong,
+                "other": scored.filtered - scored.all_right - scored.all_wrong,
+            }.items()
+        ],
+    )
+
+
 def _training(db: Database, history: HistoryLog) -> Iterator[Metric]:
     version, step, evaluation = db.policies.newest(), history.newest_step() or {}, history.newest_evaluation()
     reward = step.get("reward/mean")
@@ -65,6 +91,15 @@ def _training(db: Database, history: HistoryLog) -> Iterator[Metric]:
         "reward_mean",
         "Mean reward of all groups accepted during the newest trained step.",
         [] if reward is None else [({}, reward)],
+    )
+    yield _gauge(
+        "source_reward_mean",
+        "Mean reward of the groups of one source, accepted during the newest trained step.",
+        [
+            ({"source": parts[1]}, step[name])
+            for name in step
+            if len(parts := name.split("/")) == 3 and parts[0] == "reward"
+        ],
     )
     yield _gauge(
         "heldout_accuracy",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
+from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
@@ -33,11 +34,13 @@ class Pool:
         self.config = config
         self.run = run
         self.db = Database(connection, ledger, clock)
-        self.members = Members(self.db, config, Assignments(self.db, config))
+        self.curriculum = Curriculum(self.db, config)
+        assignments = Assignments(self.db, config, self.curriculum)
+        self.members = Members(self.db, config, assignments)
         self.batches = Batches(self.db, config)
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)
-        self.submissions = Submissions(self.db, config, self.batches, trust, self.history)
+        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history)
         self.learning = Learning(self.db, config, self.history)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
 

@@ -86,6 +86,7 @@ class Coordinator:
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
                 web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
                 web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
+                web.get("/v1/curricula/{digest}", self._signed(self._curriculum, ["worker", "validator"])),
                 web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
@@ -202,6 +203,9 @@ class Coordinator:
 
     async def _content(self, request: Request) -> Answer:
         return self.pool.submissions.content_owner(request.match["digest"])
+
+    async def _curriculum(self, request: Request) -> Answer:
+        return self.pool.curriculum.page(request.match["digest"])
 
     async def _judge(self, request: Request) -> Answer:
         self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))

@@ -8,7 +8,9 @@ from dataclasses import asdict
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.protocol.messages import NodeStatus, Signal, Stats, Status
+from shoal.protocol.messages import Grading, NodeStatus, Signal, Stats, Status
+
+RECENT_ROLLOUTS = 512  # grader errors are counted among these
 
 
 def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) -> Status:
@@ -32,7 +34,13 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         stale_groups=totals.stale,
         tokens_generated=totals.tokens,
         signal=Signal(**asdict(db.groups.signal(db.open_step()))),
+        grading=_grading(db, -(-RECENT_ROLLOUTS // config.sampling.group_size)),
     )
+
+
+def _grading(db: Database, groups: int) -> Grading:
+    recent, errors = db.grades.recent(groups)
+    return Grading(total=db.grades.total(), recent=recent, errors=errors, error=db.grades.newest_error())
 
 
 def _nodes(db: Database) -> list[NodeStatus]:

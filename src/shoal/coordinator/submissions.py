@@ -12,7 +12,7 @@ import logging
 from typing import NoReturn
 
 from shoal.config import Config
-from shoal.coordinator.assignments import to_assignment
+from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.history import HistoryLog
@@ -24,9 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class Submissions:
-    def __init__(self, db: Database, config: Config, batches: Batches, trust: Trust, history: HistoryLog) -> None:
+    def __init__(
+        self,
+        db: Database,
+        config: Config,
+        assignments: Assignments,
+        batches: Batches,
+        trust: Trust,
+        history: HistoryLog,
+    ) -> None:
         self.db = db
         self.config = config
+        self.assignments = assignments
+        self.curriculum = assignments.curriculum
         self.batches = batches
         self.trust = trust
         self.history = history
@@ -73,7 +83,7 @@ class Submissions:
             for one in found:
                 full = self.trust.draw(one.worker) if one.full_check is None else one.full_check
                 self.db.submissions.set_claimed(one.id, validator, lease_s, full)
-                assignment = to_assignment(one, self.config)
+                assignment = self.assignments.describe(one)
                 claims.append(Claim(assignment=assignment, worker=one.worker, lease_s=lease_s, full=full))
         for one in gone:
             log.info(
@@ -138,7 +148,10 @@ class Submissions:
         filled = self.batches.credit(found.id, found.version, verdict.groups)
         self.history.put_samples(self._samples(found, verdict))
         tokens = sum(group.tokens for group in verdict.groups)
-        self.db.ledger.append("accepted", _entry(found) | {"tokens": tokens, "groups": len(verdict.groups)})
+        counts = {"tokens": tokens, "groups": len(verdict.groups)}
+        self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
+        if filled:
+            self.curriculum.close(self.db.open_step())
         return filled
 
     def _reject(self, found: Submission, reason: Reason, detail: str) -> bool:

@@ -1,7 +1,7 @@
 r"""The public benchmarks that `shoal eval` knows: where each is from, how it is asked, graded and sampled.
 
 Invariant: a suite is data: a source of tasks, a prompt with {question}, a reward by name, and defaults. Rows become tasks as
-everywhere (`tasks/schemas.py`), so what is measured here can be trained on with the same words in a config.
+everywhere (`tasks/sources/schemas.py`), so what is measured here can be trained on with the same words in a config.
 Called by `evaluate` and the command line. To add a suite, add an entry.
 
 Sampling: temperature 0.6 and 32,768 tokens are DeepSeek-R1's (arXiv 2501.12948, section 3), whose top-p of 0.95 is left out:
@@ -16,8 +16,8 @@ from typing import Any
 
 from shoal.config.recipe import SourceSection
 from shoal.evals.completions import EvalError
-from shoal.tasks.sources import Reading
-from shoal.tasks.spool import content_id
+from shoal.tasks.compiled.spool import content_id
+from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import Task
 
 # The README of DeepSeek-R1 and of Qwen2.5-Math.

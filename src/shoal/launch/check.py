@@ -54,7 +54,8 @@ def _model(config: Config) -> Iterator[str]:
 def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
     try:
         loaded = tasks.load(config.tasks)
-        tasks.Graders(config.tasks, files=loaded.files)  # starts nothing, but knows the rewards' names
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.start()
         close(environments_of(config))
     except (ValueError, ConfigError, GradeError) as error:
         yield str(error)

@@ -23,14 +23,16 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, fetch, convert or train the model and pick the dtype.
 
     Returns the model's folder and size, the dtype and the GFLOP/s, the task set's digest and what is in it. The set is kept
-    in `task_folder`, if one is given. Raises ConfigError, DeviceError, ModelNotFoundError, ChatTemplateError.
+    in `task_folder`, if one is given. Raises ConfigError, DeviceError, GradeError, ModelNotFoundError,
+    ChatTemplateError.
     """
     dtype.check_device(config.model.device)
     try:
         if task_folder is not None:
             config, _ = build_tasks(config, task_folder)
         loaded = tasks.load(config.tasks, task_folder)
-        tasks.Graders(config.tasks, files=loaded.files)  # starts nothing, but knows the rewards' names
+        with tasks.Graders(config.tasks, files=loaded.files) as graders:
+            graders.start()
     except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)

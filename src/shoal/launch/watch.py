@@ -1,7 +1,7 @@
 """Watches a running run: its state, its progress, and the reasons to stop it.
 
 Invariant: a run that cannot get anywhere is stopped with the reason. It stalls (`run.stall_s`), its groups teach nothing
-(`run.no_signal_groups`), or its disk is full. Called by `swarm`.
+(`run.no_signal_groups`), its grader fails too often (`tasks.grader_error_limit`), or its disk is full. Called by `swarm`.
 """
 
 import math
@@ -12,9 +12,16 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.launch.disk import check_left, free_bytes
-from shoal.protocol.messages import Status
+from shoal.protocol.messages import Grading, Status
 from shoal.protocol.watch import PoolWatch, UnreachableError
-from shoal.view import no_signal
+from shoal.view import grader_errors, no_signal
+
+LEAST_GRADED = 64  # rollouts before grader errors are judged
+RECENT_GRADED = 512  # of an earlier leg, whose grader may have been another, fewer are ignored
+
+
+class GraderFailsError(ShoalError):
+    """Rewards fail too often to train on what they say."""
 
 
 class StalledError(ShoalError):
@@ -39,6 +46,7 @@ class Watch:
         self.status: Status | None = None  # the newest
         self._progress = (-1, -1)
         self._progress_s = clock()
+        self._graded_before = math.inf  # rollouts at the first look: of an earlier leg
         self._flat_before = math.inf  # groups in a row without a signal at the first look: of an earlier leg
 
     def look(self) -> Status | None:
@@ -48,6 +56,7 @@ class Watch:
         except UnreachableError:
             return None
         self._flat_before = min(self._flat_before, self.status.signal.flat)
+        self._graded_before = min(self._graded_before, self.status.grading.total)
         known = len(self.pool.history.metrics) + len(self.pool.history.evaluations)
         progress = (known, sum(node.accepted for node in self.status.nodes))
         if progress != self._progress:
@@ -55,7 +64,7 @@ class Watch:
         return self.status
 
     def check(self) -> None:
-        """Raise StalledError or DiskFullError if the run cannot continue."""
+        """Raise StalledError, GraderFailsError or DiskFullError if the run cannot continue."""
         check_left(self.folder, self.free(self.folder))
         stalled_s = self.clock() - self._progress_s
         if stalled_s > self.config.run.stall_s:
@@ -67,6 +76,20 @@ class Watch:
                 f"{no_signal(self.status.signal)}; see what the model writes in {self.folder / 'rollouts.jsonl'}, then try "
                 "easier or harder tasks, or more completions per group (sampling.group_size)"
             )
+
+        if words := self._grader_fails(self.status.grading):
+            raise GraderFailsError(
+                f"{words}; grade some completions by hand with `shoal grade {self.folder / 'config.toml'} FILE`, then "
+                "mend the reward or the tasks, or raise tasks.grader_error_limit"
+            )
+
+    def _grader_fails(self, grading: Grading) -> str:
+        """What is wrong with the newest rollouts' grading; "" if not too much."""
+        limit, graded = self.config.tasks.grader_error_limit, grading.total - self._graded_before
+        enough = RECENT_GRADED if self._graded_before else LEAST_GRADED
+        if graded < enough or grading.errors <= limit * grading.recent:
+            return ""
+        return grader_errors(grading) + f", more than tasks.grader_error_limit = {limit:g}"
 
     def _who_waits(self) -> str:
         nodes = self.status.nodes if self.status else []

@@ -14,6 +14,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
+    these two     GET  /v1/curricula/{digest}           -> CurriculumPage (what an assignment's tasks are drawn by)
     origin        POST /v1/policies                     Policy -> Ok
     learner       GET  /v1/batches/{step}               -> Batch
     learner       GET  /v1/accepted/{id}                -> Parquet
@@ -24,10 +25,12 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     anyone        GET  /metrics                         -> the pool's metrics, in Prometheus' text format
 """
 
+import hashlib
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST = 2**53 - 1  # integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # of one version, in each node's report
@@ -36,7 +39,12 @@ VERSION = 1  # of this protocol; a descriptor with another one is refused
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+MaybeHex64 = Field(default="", pattern=r"^([0-9a-f]{64})?$")
 SubmissionId = Field(pattern=r"^[0-9a-f]{16}-[0-9]{6}$")
+SourceName = Field(default="", max_length=60)
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+MILLION = 1_000_000  # scores are summed in millionths, as whole numbers: sums are exact and the same everywhere
+MOST_ROLLOUTS = 1 << 16  # of one group
 Url = Field(max_length=200, pattern=r"^https?://[^\s]+$")
 
 
@@ -116,6 +124,7 @@ class Assignment(Message):
     policy_version: int = Field(ge=0)
     policy_digest: str = Hex64
     groups: int = Field(ge=1)
+    curriculum: str = MaybeHex64  # the newest CurriculumPage it is drawn by; "": none
     deadline_s: float  # unix time after which the task expires
     upload_path: str
     max_bytes: int
@@ -197,13 +206,37 @@ class Sample(Message):
     tokens: int = Field(ge=0, le=LARGEST)
 
 
+class Outcomes(Message):
+    """How many completions of a group the reward graded, and how many not."""
+
+    graded: int = Field(default=0, ge=0, le=MOST_ROLLOUTS)
+    wrong_format: int = Field(default=0, ge=0, le=MOST_ROLLOUTS)  # no answer found in the completion
+    grader_error: int = Field(default=0, ge=0, le=MOST_ROLLOUTS)  # the reward failed
+
+    @property
+    def total(self) -> int:
+        return self.graded + self.wrong_format + self.grader_error
+
+
 class GroupResult(Message):
     """One accepted group as the validator recomputed it."""
 
+    task: int = Field(default=0, ge=0, le=LARGEST)  # index into the training tasks
+    source: str = SourceName
+    target_length: int = Field(default=0, ge=0, le=LARGEST)  # tokens; 0: none
     reward_mean: float
+    score_millionths: int = Field(default=0, ge=0, le=MOST_ROLLOUTS * MILLION)  # summed over its completions
+    outcomes: Outcomes = Outcomes()
+    error: str = Field(default="", max_length=500)  # of a completion with a grader error
     useful: bool  # rewards differ, so that advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
     sample: Sample | None = None  # its first completion
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "GroupResult":
+        if self.score_millionths > self.outcomes.total * MILLION:
+            raise ValueError("score_millionths exceeds one per completion")
+        return self
 
 
 class Verdict(Message):
@@ -214,6 +247,30 @@ class Verdict(Message):
     content: str | None = None  # digest of the rollouts; None where unreadable
     accepted_hash: str | None = None
     groups: list[GroupResult] = []
+
+
+class CurriculumPage(Message):
+    """What became known of training tasks before `step` opened: a link in a chain from the run's first page.
+
+    Its SHA-256 names it. `tasks` follows from the run's accepted verdicts, whoever computes it.
+    """
+
+    step: int = Field(ge=0, le=LARGEST)
+    previous: str = MaybeHex64  # digest of the page before it; "": this is the first
+    tasks: list[
+        tuple[Count, Count, Count]
+    ] = []  # task index, rollouts, their scores in millionths; by index, each once
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CurriculumPage":
+        if any(later[0] <= task[0] for task, later in pairwise(self.tasks)):
+            raise ValueError("tasks must be in order of their index, each once")
+        if any(score > rollouts * MILLION for _, rollouts, score in self.tasks):
+            raise ValueError("a task's score exceeds one per rollout")
+        return self
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"shoal/curriculum\n{self.model_dump_json()}".encode()).hexdigest()
 
 
 # --- learning --------------------------------------------------------------------------------------------------------
@@ -279,6 +336,15 @@ class Signal(Message):
     highest: float | None = None
 
 
+class Grading(Message):
+    """How the reward fared with the newest accepted rollouts."""
+
+    total: int = Field(default=0, ge=0)  # rollouts accepted in the whole run
+    recent: int = Field(default=0, ge=0)  # the newest of them, which the next figure is about
+    errors: int = Field(default=0, ge=0)  # grader errors
+    error: str = ""  # of the newest one
+
+
 class Status(Message):
     run: str
     state: Literal["running", "finished"]
@@ -297,6 +363,7 @@ class Status(Message):
     stale_groups: int  # useful groups that became too old before they got into a batch
     tokens_generated: int  # accepted tokens, counted by the validators
     signal: Signal = Signal()
+    grading: Grading = Grading()
 
 
 class WorkerSample(Sample):

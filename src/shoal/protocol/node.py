@@ -31,6 +31,7 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (
     MAX_SENDERS,
     VERSION,
+    CurriculumPage,
     Heartbeat,
     HeartbeatAnswer,
     Intake,
@@ -237,6 +238,10 @@ class Node:
     def reader_token(self) -> str:
         """The token that relays and the origin ask for; each heartbeat's answer renews it."""
         return self.answer.reader_token if self.answer else ""
+
+    def curriculum_page(self, digest: str) -> CurriculumPage:
+        """A page of the run's curriculum, as the coordinator has it; the caller checks its digest."""
+        return self.get(f"/v1/curricula/{digest}", CurriculumPage)
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
         """Report what this node does, or waits for, from now on. The time since the last call counts as busy or waiting."""

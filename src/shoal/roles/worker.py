@@ -23,7 +23,12 @@ def run_worker(
         publisher = node.wait_for_key("origin", stop)
         engine = TorchEngine(dtype, config.model.device)
         producer = (producer_type or Producer)(
-            config, node.invite.run, node.identity, engine, task_set(node, config, folder)
+            config,
+            node.invite.run,
+            node.identity,
+            engine,
+            task_set(node, config, folder),
+            node.curriculum_page,
         )
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer).run(follower, stop)

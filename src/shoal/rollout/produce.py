@@ -1,7 +1,7 @@
 """Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Called by the worker's loop; it does no network requests. Each method is one place where a worker could lie, and the
+Called by the worker's loop; it does no network requests itself. Each method is one place where a worker could lie, and the
 lying workers of the tests override one each.
 """
 
@@ -19,6 +19,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rollout, prompts_digest, write_submission
 from shoal.tasks import TaskSet, budget
+from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import GroupPlan, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -26,15 +27,22 @@ from shoal.tasks.prompt import completion_text, prompt_tokens
 
 class Producer:
     def __init__(
-        self, config: Config, run: str, identity: Identity, engine: Engine, task_set: TaskSet | None = None
+        self,
+        config: Config,
+        run: str,
+        identity: Identity,
+        engine: Engine,
+        task_set: TaskSet | None = None,
+        page: Fetch = no_pages,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources."""
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
         self.config = config
         self.run = run
         self.identity = identity
         self.engine = engine
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
+        self.curriculum = Curriculum(page)
         self.environments = environments_of(config)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
@@ -68,7 +76,7 @@ class Producer:
         return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
-        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks)
+        return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks, self.curriculum)
 
     def prompt(self, plan: GroupPlan) -> list[int]:
         task = self.tasks.train[plan.task_index]
@@ -92,8 +100,10 @@ class Producer:
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
         """Every row of the file, group by group, with rewards and proofs."""
         proofs = iter(self.prove([completion for group in groups for completion in group]))
+        pairs = [(plan, completion) for plan, group in zip(plans, groups, strict=True) for completion in group]
+        rewards = iter(self.rewards(pairs))
         return [
-            self.rollout(number, plan, seed, completion, next(proofs))
+            self.rollout(number, plan, seed, completion, next(rewards), next(proofs))
             for number, (plan, group) in enumerate(zip(plans, groups, strict=True))
             for seed, completion in zip(plan.seeds, group, strict=True)
         ]
@@ -101,7 +111,19 @@ class Producer:
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
 
-    def rollout(self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]) -> Rollout:
+    def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
+        """Of each last turn's text, and of the length of all that the model wrote."""
+        texts = [completion_text(self.tokenizer, last_turn(one.turns, one.tokens)) for _, one in pairs]
+        grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
+        lengths = [model_tokens(one.turns, len(one.tokens)) for _, one in pairs]
+        return [
+            budget.reward(grade.score, length, plan.target_length, self.config.tasks)
+            for grade, length, (plan, _) in zip(grades, lengths, pairs, strict=True)
+        ]
+
+    def rollout(
+        self, group: int, plan: GroupPlan, seed: int, completion: Completion, reward: float, proofs: list[bytes]
+    ) -> Rollout:
         task = self.tasks.train[plan.task_index]
         return Rollout(
             group=group,
@@ -110,18 +132,10 @@ class Producer:
             seed=seed,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
-            reward=self.reward(plan, completion),
+            reward=reward,
             proofs=proofs,
             turns=completion.turns,
         )
-
-    def reward(self, plan: GroupPlan, completion: Completion) -> float:
-        """Of the last turn's text, and of the length of all that the model wrote."""
-        task = self.tasks.train[plan.task_index]
-        text = completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
-        [grade] = self.graders.grade([task], [text])
-        length = model_tokens(completion.turns, len(completion.tokens))
-        return budget.reward(grade.score, length, plan.target_length, self.config.tasks.length_penalty)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from shoal.config.recipe import TaskSection
 from shoal.model.sources import cache_dir
-from shoal.tasks.compiling import compile_tasks
-from shoal.tasks.rewards.graders import Graders
-from shoal.tasks.table import Fetch, Store
+from shoal.tasks.compiled.compiling import compile_tasks
+from shoal.tasks.compiled.table import Fetch, Store
+from shoal.tasks.rewards.graders import GradeError, Graders
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 from shoal.tasks.taskset import TaskSet
 
-__all__ = ["Grade", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load"]
+__all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load"]
 
 
 def load(section: TaskSection, folder: Path | None = None) -> TaskSet:

@@ -1,16 +1,19 @@
 """Which tasks a submission must contain: a hash of public numbers, so that nobody chooses them.
 
-Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call.
+Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call. With a
+curriculum they also need its pages, which the assignment names by their hash.
 Called by worker (`rollout.produce`) and validator (`validator.judge`).
 """
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.config import Config
 from shoal.model.sampling import rollout_seed
 from shoal.protocol.messages import Assignment
+from shoal.tasks.curriculum import Curriculum, draw
 from shoal.tasks.taskset import TaskSet
 
 
@@ -23,8 +26,11 @@ class GroupPlan:
     seeds: tuple[int, ...]  # one per completion
 
 
-def plan_submission(config: Config, run: str, assignment: Assignment, worker: str, tasks: TaskSet) -> list[GroupPlan]:
-    """The plan of the submission that `worker` owes for this assignment."""
+def plan_submission(
+    config: Config, run: str, assignment: Assignment, worker: str, tasks: TaskSet, curriculum: Curriculum
+) -> list[GroupPlan]:
+    """The plan of the submission that `worker` owes for this assignment. Raises CurriculumError."""
+    rates = curriculum.rates(assignment.curriculum)
     return plan_groups(
         run=run,
         step=assignment.step,
@@ -33,8 +39,9 @@ def plan_submission(config: Config, run: str, assignment: Assignment, worker: st
         submission=assignment.number,
         groups=assignment.groups,
         group_size=config.sampling.group_size,
-        pick=tasks.pick,
-        length_targets=config.tasks.length_targets,
+        pick=partial(draw, pick=tasks.pick, rates=rates) if assignment.curriculum else tasks.pick,
+        curriculum=assignment.curriculum,
+        length_targets=config.tasks.targets,
     )
 
 
@@ -54,12 +61,17 @@ def plan_groups(
     group_size: int,
     pick: Callable[[bytes], int],
     length_targets: list[int],
+    curriculum: str = "",
 ) -> list[GroupPlan]:
-    """The plan of every group of one submission. `pick` draws a task's index from 32 random bytes."""
+    """The plan of every group of one submission. `pick` draws a task's index from 32 random bytes.
+
+    `curriculum` names the page that `pick` goes by: with another page all draws are other ones.
+    """
     plans = []
+    page = f"\n{curriculum}" if curriculum else ""
     for group in range(groups):
-        name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}".encode()
-        drawn = hashlib.sha256(name).digest()
+        name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}{page}"
+        drawn = hashlib.sha256(name.encode()).digest()
         target_at = int.from_bytes(drawn[8:16], "big")
         plans.append(
             GroupPlan(

@@ -5,6 +5,7 @@ from typing import Any
 
 from shoal.config.recipe import TaskSection
 from shoal.errors import ShoalError
+from shoal.tasks.budget import instruction
 from shoal.tasks.task import Task
 
 
@@ -16,8 +17,8 @@ def prompt_tokens(tokenizer: Any, config: TaskSection, task: Task, target_length
     """The token ids of the prompt: the model's chat template around the question. Raises ChatTemplateError."""
     template = (config.source(task.source).prompt if task.source else "") or config.prompt
     content = template.replace("{question}", task.question)  # not str.format: other braces are literal
-    if target_length:
-        content += f"\nThink for {target_length} tokens before giving the answer."
+    if asked := instruction(config, target_length):
+        content += f"\n{asked}"
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": content})
     try:

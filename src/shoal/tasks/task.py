@@ -38,7 +38,10 @@ class Grade:
 
 class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """One grade per completion. A completion never raises; a grader that fails is a `grader_error`."""
+        """One grade per completion. A completion never raises; a grader that fails is a `grader_error`.
+
+        SandboxError: this machine fails, which is no grade.
+        """
         ...
 
     def close(self) -> None:

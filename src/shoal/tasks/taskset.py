@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from shoal.config.recipe import TaskSection
-from shoal.tasks.table import Manifest, Store, TaskView
+from shoal.tasks.compiled.table import Manifest, Store, TaskView
 from shoal.tasks.task import TasksNotFoundError
 
 

@@ -8,6 +8,7 @@ Left out: smoothing (it would hide spikes), means over seeds, and the curve of o
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ WATCHED = (
     "async/staleness_mean",
     "perf/tokens_per_s",
 )
+SOURCE_REWARDS = re.compile(r"reward/[^/]+/mean")  # drawn where there are several
+LENGTHS = "length/*/mean"  # one panel for all target lengths
+OF_TARGET = re.compile(r"length/(\d+)/mean")
 COLORS = ("#1f6fb4", "#d1495b", "#edae49", "#2a9d8f", "#7b5ea7", "#8d6e63", "#e377c2", "#555555")
 COLUMNS = 3
 SPARSE = ("heldout/greedy", "heldout/sampled")  # measured at a few versions: large points, faint lines
@@ -49,6 +53,12 @@ UNITS = {  # of the y axis, by metric or by the part before the slash; the rest 
     "async/staleness_max": "versions",
     "perf/tokens_per_s": "tokens/s",
     "perf/tokens": "tokens",
+    "reward": "reward",
+    "score": "score (0 to 1)",
+    "length": "tokens",
+    "length_penalty": "reward",
+    "filtered": "groups",
+    "outcome": "share of rollouts",
 }
 SUFFIXES = {"_s": "seconds", "_bytes": "bytes", "_frac": "share"}
 
@@ -66,22 +76,34 @@ class RunLog:
 
 
 def plot(folders: Sequence[Path], metrics: Sequence[str], out: Path) -> list[str]:
-    """Draw the runs in `folders` as a PNG at `out`. Returns the metrics drawn: `metrics`, or WATCHED if it is empty.
+    """Draw the runs in `folders` as a PNG at `out`. Returns the metrics drawn: `metrics`, or `watched` if it is empty.
 
     Metrics that no run has are left out, unless asked for by name. Raises PlotError, OSError.
     """
     runs = [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     known = sorted({name for run in runs for name in run.series})
     for name in metrics:
-        if name not in known:
+        if name not in known and not (name == LENGTHS and _has_targets(known)):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise PlotError(f"no run has the metric {name}; {hint}")
-    drawn = list(metrics) or [name for name in WATCHED if name in known]
+    drawn = list(metrics) or watched(known)
     if not drawn:
         raise PlotError(f"nothing to draw yet in {', '.join(map(str, folders))}: no step was trained")
     draw(runs, drawn, out)
     return drawn
+
+
+def watched(known: Sequence[str]) -> list[str]:
+    """What is drawn where nobody asks for anything else: WATCHED, rewards of several sources, and length budgets."""
+    sources = [name for name in known if SOURCE_REWARDS.fullmatch(name)]
+    lengths = ["score/mean", "length_penalty/mean", LENGTHS] if _has_targets(known) else []
+    essential = [name for name in WATCHED if name in known]
+    return [*essential[:1], *(sources if len(sources) > 1 else []), *lengths, *essential[1:]]
+
+
+def _has_targets(known: Sequence[str]) -> bool:
+    return any(OF_TARGET.fullmatch(name) for name in known)
 
 
 def read_run(folder: Path, name: str) -> RunLog:
@@ -129,16 +151,31 @@ def draw(runs: Sequence[RunLog], metrics: Sequence[str], out: Path) -> None:
 
 def draw_panel(panel: Any, runs: Sequence[RunLog], metric: str) -> None:
     for index, run in enumerate(runs):
-        if points := run.series.get(metric):
-            at, values = zip(*points, strict=True)
-            sparse = metric in SPARSE
-            color = COLORS[index % len(COLORS)]
-            panel.plot(at, values, color=color, linewidth=0.8, alpha=0.4, linestyle=":" if sparse else "-")
-            panel.plot(at, values, color=color, linestyle="none", marker="o", markersize=6 if sparse else 2.5)
+        names = sorted(filter(OF_TARGET.fullmatch, run.series)) if metric == LENGTHS else [metric]
+        for name in names:
+            draw_points(panel, run.series.get(name, ()), COLORS[index % len(COLORS)], sparse=metric in SPARSE)
+    if metric == LENGTHS:
+        mark_targets(panel, runs)
     panel.set_title(metric, loc="left", color=INK, fontsize=10)
     panel.set_xlabel("steps trained", color=INK, fontsize=8)
     panel.set_ylabel(unit_of(metric), color=INK, fontsize=8)
     plain(panel)
+
+
+def draw_points(panel: Any, points: Sequence[tuple[float, float]], color: str, *, sparse: bool) -> None:
+    if points:
+        at, values = zip(*points, strict=True)
+        panel.plot(at, values, color=color, linewidth=0.8, alpha=0.4, linestyle=":" if sparse else "-")
+        panel.plot(at, values, color=color, linestyle="none", marker="o", markersize=6 if sparse else 2.5)
+
+
+def mark_targets(panel: Any, runs: Sequence[RunLog]) -> None:
+    """A dashed line at each target, and the target at the end of the line of what was produced for it."""
+    found = {(name, points[-1]) for run in runs for name, points in run.series.items() if OF_TARGET.fullmatch(name)}
+    for name, last in found:
+        target = name.split("/")[1]
+        panel.axhline(float(target), color=INK, linewidth=0.6, linestyle="--", alpha=0.5)
+        panel.annotate(target, last, xytext=(3, 0), textcoords="offset points", fontsize=6, color=INK)
 
 
 def unit_of(metric: str) -> str:

@@ -14,6 +14,7 @@ from shoal.protocol.messages import Assignment
 from shoal.shardcast.format.names import version_name
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import Header, RolloutFileError
+from shoal.tasks.curriculum import Fetch, no_pages
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, bounds
@@ -28,9 +29,21 @@ def read_header(data: bytes, config: Config) -> Header:
         return quarantine.read(data).header
 
 
-def verify(data: bytes, header: Header, config: Config, weights: Path, dtype: DtypeName) -> tuple[int, list[str]]:
-    """The exit status, and lines of text for each check that ran."""
-    with Judge(config, header.run, dtype) as judge:
+def verify(
+    data: bytes,
+    header: Header,
+    config: Config,
+    weights: Path,
+    dtype: DtypeName,
+    *,
+    curriculum: str = "",
+    page: Fetch = no_pages,
+) -> tuple[int, list[str]]:
+    """The exit status, and lines of text for each check that ran.
+
+    `curriculum`: digest of the page that the step's tasks were drawn by; `page` gets it and those before it.
+    """
+    with Judge(config, header.run, dtype, page=page) as judge:
         judge.load(weights)
         asked = offline_assignment(
             config,
@@ -39,6 +52,7 @@ def verify(data: bytes, header: Header, config: Config, weights: Path, dtype: Dt
             step=header.step,
             version=header.policy_version,
             digest=header.policy_digest,
+            curriculum=curriculum,
         )
         case = judge.open(asked, header.worker, data)
         if isinstance(case, Finding):
@@ -84,7 +98,14 @@ def find_weights(run: Path, version: int) -> Path:
 
 
 def offline_assignment(
-    config: Config, worker: str, number: int, *, step: int = 0, version: int = 0, digest: str = "0" * 64
+    config: Config,
+    worker: str,
+    number: int,
+    *,
+    step: int = 0,
+    version: int = 0,
+    digest: str = "0" * 64,
+    curriculum: str = "",
 ) -> Assignment:
     """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
     id = f"{worker[:16]}-{number:06d}"
@@ -95,6 +116,7 @@ def offline_assignment(
         policy_version=version,
         policy_digest=digest,
         groups=config.workers.groups_per_submission,
+        curriculum=curriculum,
         deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",
         max_bytes=config.coordinator.max_submission_bytes,

@@ -8,6 +8,7 @@ exception: cases that are accepted without a prefill keep the worker's logprobs.
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, GroupResult, Reason, Sample
+from shoal.protocol.messages import MILLION, Assignment, GroupResult, Outcomes, Reason, Sample
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
@@ -33,8 +34,9 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
-from shoal.tasks import TaskSet
+from shoal.tasks import Grade, TaskSet
 from shoal.tasks.budget import reward, rewards_differ
+from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
@@ -55,13 +57,21 @@ class Examined:
 
 
 class Judge:
-    def __init__(self, config: Config, run: str, dtype: DtypeName, task_set: TaskSet | None = None) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources."""
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        dtype: DtypeName,
+        task_set: TaskSet | None = None,
+        page: Fetch = no_pages,
+    ) -> None:
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
         self.config = config
         self.run = run
         self.dtype = dtype
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
+        self.curriculum = Curriculum(page)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.environments = environments_of(config)
         self.model: Any = None
@@ -101,7 +111,7 @@ class Judge:
             return Finding(Reason.SIGNATURE, str(error))
         except RolloutFileError as error:
             return Finding(Reason.UNREADABLE, str(error))
-        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks)
+        plans = plan_submission(self.config, self.run, assignment, worker, self.tasks, self.curriculum)
         chosen = [self.tasks.train[plan.task_index] for plan in plans]
         tokenizer = self._rules().tokenizer
         return Case(
@@ -141,13 +151,18 @@ class Judge:
 
     def grade(self, case: Case) -> Case:
         """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raises GradeError."""
-        tokenizer, alpha = self._rules().tokenizer, self.config.tasks.length_penalty
+        tokenizer = self._rules().tokenizer
         grades = self.graders.grade(
             [case.tasks[row.group] for row in case.rows],
             [completion_text(tokenizer, last_turn(row.turns, row.tokens)) for row in case.rows],
         )
         rewards = [
-            reward(grade.score, model_tokens(row.turns, len(row.tokens)), case.plans[row.group].target_length, alpha)
+            reward(
+                grade.score,
+                model_tokens(row.turns, len(row.tokens)),
+                case.plans[row.group].target_length,
+                self.config.tasks,
+            )
             for grade, row in zip(grades, case.rows, strict=True)
         ]
         return replace(case, rewards=rewards, grades=grades)
@@ -208,7 +223,7 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
     size = case.group_size
     results = []
     for start in range(0, len(case.rows), size):
-        rewards = case.rewards[start : start + size]
+        rewards, grades = case.rewards[start : start + size], case.grades[start : start + size]
         row = case.rows[start]
         sample = Sample(
             task=row.task[:200],
@@ -219,13 +234,24 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
         )
         results.append(
             GroupResult(
+                task=case.plans[row.group].task_index,
+                source=case.tasks[row.group].source,
+                target_length=row.target_length,
                 reward_mean=sum(rewards) / size,
+                score_millionths=sum(round(grade.score * MILLION) for grade in grades),
+                outcomes=_outcomes(grades),
+                error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
                 useful=rewards_differ(rewards),
                 tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
                 sample=sample,
             )
         )
     return results
+
+
+def _outcomes(grades: Sequence[Grade]) -> Outcomes:
+    counts = Counter(grade.outcome for grade in grades)
+    return Outcomes(graded=counts["graded"], wrong_format=counts["wrong_format"], grader_error=counts["grader_error"])
 
 
 def _cut(text: str) -> str:

@@ -38,7 +38,7 @@ class Validator:
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
-        self.judge = Judge(config, node.invite.run, dtype, task_set)
+        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page)
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Returns which."""

@@ -16,6 +16,7 @@ from shoal.view.figures import (
     counted,
     duration,
     first_of,
+    grader_errors,
     no_signal,
     number,
     percent,
@@ -48,6 +49,7 @@ class Events:
         self._slashed: set[str] = set()
         self._noticed: set[str] = set()
         self._flat = 0  # groups with equal rewards when that was last said
+        self._grader_errors = 0  # when they were last said
         self._open: Open | None = None
         self._progress_s: float | None = None  # when a line last said how far the run is
         self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | evicted)
@@ -62,6 +64,7 @@ class Events:
             *self._slashes(status),
             *self._notices(status),
             *self._signal(status, history),
+            *self._grader(status),
             *self._progress(status),
         ]
 
@@ -96,7 +99,7 @@ class Events:
                 since = f" ({reward - first:+.3f} since step 1)"
             yield (
                 f"step {index + 1} of {status.steps}: reward {number(reward)}{since}, "
-                f"{count(step.get('perf/tokens'))} tokens, "
+                f"{count(step.get('perf/tokens'))} tokens, {_length(step)}"
                 f"rollout age mean {number(step.get('async/staleness_mean'), 1)} "
                 f"max {number(step.get('async/staleness_max'), 0)}, "
                 f"entropy {number(step.get('policy/entropy'))}, busy {number(step.get('perf/busy_s'), 1)} s, "
@@ -143,6 +146,13 @@ class Events:
             yield words
             yield from sample_lines(history.samples[-SHOWN_SAMPLES:])
 
+    def _grader(self, status: Status) -> Iterator[str]:
+        """Grader errors are reported when their number has doubled."""
+        errors = status.grading.errors
+        if errors and errors >= 2 * self._grader_errors:
+            self._grader_errors = errors
+            yield grader_errors(status.grading)
+
     def _progress(self, status: Status) -> Iterator[str]:
         if self._open is None or self._open.step != status.step or status.have < self._open.have:
             self._open = Open(status.step, status.have, status.now_s)
@@ -161,6 +171,12 @@ class Events:
             f"progress: step {status.step + 1} of {status.steps}: {status.have} of {status.need} groups accepted, "
             f"{share}, expected in {duration(left_s)}"
         )
+
+
+def _length(step: dict[str, float]) -> str:
+    """What missing the target lengths cost; empty without targets."""
+    lost = step.get("length_penalty/mean")
+    return "" if lost is None else f"length penalty {number(lost)}, "
 
 
 def _risen(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:

@@ -5,7 +5,7 @@ Invariant: any number that a node may report gives a short text. Called by the v
 
 from collections.abc import Sequence
 
-from shoal.protocol.messages import Signal, Status
+from shoal.protocol.messages import Grading, Signal, Status
 
 SILENT_S = 30.0  # without a heartbeat for this long, a node is marked; the coordinator decides about its work
 ETA_STEPS = 10  # newest steps whose pace the rest is expected to have
@@ -34,6 +34,22 @@ def no_signal(signal: Signal) -> str:
     low, high = f"{signal.lowest:.4g}", f"{signal.highest:.4g}"
     values = f"all {signal.lowest:.4}" if low == high else f"from {low} to {high}"
     return f"{signal.flat} of the newest {signal.flat} groups had equal rewards, {values}: nothing to learn from"
+
+
+def grader_errors(grading: Grading) -> str:
+    """`the grader failed for 70 of the newest 512 completions (last: no module named numpy)`; empty if it did not."""
+    if not grading.errors:
+        return ""
+    last = f" (last: {clean(grading.error)[:100]})" if grading.error else ""
+    return f"the grader failed for {grading.errors} of the newest {grading.recent} completions{last}"
+
+
+def by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:
+    """The step's metrics `kind/NAME/last` by NAME: of each source, or of each target length."""
+    parts = {tuple(name.split("/")): value for name, value in metrics.items()}
+    return {
+        found[1]: value for found, value in parts.items() if len(found) == 3 and (found[0], found[2]) == (kind, last)
+    }
 
 
 def useful_share(signal: Signal) -> str:

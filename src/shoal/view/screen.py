@@ -23,12 +23,14 @@ from shoal.view.figures import (
     NONE,
     SILENT_S,
     busy_frac,
+    by_name,
     clamp,
     clean,
     count,
     counted,
     duration,
     eta_s,
+    grader_errors,
     memory,
     no_signal,
     number,
@@ -119,6 +121,13 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
     rows.add_row("reward", _reward(history, cells - 32))
+    last = history.metrics[-1] if history.metrics else {}
+    if len(sources := by_name(last, "reward", "mean")) > 1:
+        rows.add_row("sources", _one_line([_source(name, mean, last) for name, mean in sources.items()], cells))
+    if lengths := by_name(last, "length", "mean"):
+        lost = number(last.get("length_penalty/mean"))
+        each = [f"{clean(target)} → {number(mean, 0)}" for target, mean in lengths.items()]
+        rows.add_row("length", _one_line([f"penalty {lost}", *each], cells))
     rows.add_row("held-out", _heldout(history.evaluations, cells))
     rows.add_row("tokens/s", _tokens(status, history, cells))
     rows.add_row("rollout age", _age(status, history, cells))
@@ -126,7 +135,26 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     rows.add_row("next batch", _batch(status))
     if words := no_signal(status.signal):
         rows.add_row("no signal", Text(words, style="yellow"))
+    if words := grader_errors(status.grading):
+        rows.add_row("grader", Text(words, style="yellow"))
     return rows
+
+
+def _source(name: str, reward: float, step: dict[str, float]) -> str:
+    """Its mean reward, and how many of its groups the online filter left out."""
+    filtered = step.get(f"filtered/{name}", 0.0)
+    return f"{clean(name)} {number(reward)}" + (f" ({number(filtered, 0)} left out)" if filtered else "")
+
+
+def _one_line(items: Sequence[str], cells: int) -> Text:
+    """As many of the items as fit next to each other, and how many do not."""
+    kept = list(items)
+    while True:
+        hidden = len(items) - len(kept)
+        text = Text("   ".join([*kept, *([f"and {hidden} more"] if hidden else [])]))
+        if text.cell_len <= cells or not kept:
+            return text
+        kept.pop()
 
 
 def _reward(history: RunHistory, spark_cells: int) -> Text:

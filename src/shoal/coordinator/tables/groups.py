@@ -1,4 +1,4 @@
-"""The table of accepted groups, and which step's batch each one is in.
+"""The table of accepted groups, and which step's batch each one is in. `grades` counts what they scored.
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
@@ -9,13 +9,17 @@ Invariant: a group is in at most one batch, and stays in it. Called by `batches`
 from dataclasses import dataclass
 
 from shoal.coordinator.tables.connection import SERIAL, Connection
+from shoal.protocol.messages import GroupResult
 
 SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS groups (
     seq {SERIAL}, submission TEXT NOT NULL, grp BIGINT NOT NULL, version BIGINT NOT NULL, reward DOUBLE PRECISION NOT NULL,
     useful BOOLEAN NOT NULL, flat BOOLEAN NOT NULL, tokens BIGINT NOT NULL, accepted_during BIGINT NOT NULL, batch BIGINT,
-    stale BOOLEAN NOT NULL DEFAULT FALSE, UNIQUE (submission, grp))""",
+    stale BOOLEAN NOT NULL DEFAULT FALSE, task BIGINT NOT NULL, source TEXT NOT NULL, target BIGINT NOT NULL,
+    score BIGINT NOT NULL, graded BIGINT NOT NULL, wrong_format BIGINT NOT NULL, grader_error BIGINT NOT NULL,
+    error TEXT NOT NULL, UNIQUE (submission, grp))""",
     "CREATE INDEX IF NOT EXISTS groups_batch ON groups (batch, seq)",
+    "CREATE INDEX IF NOT EXISTS groups_accepted ON groups (accepted_during)",
 ]
 WAITING = "useful AND batch IS NULL AND NOT stale"
 
@@ -40,29 +44,17 @@ class Groups:
         self.connection = connection
 
     def add(
-        self,
-        submission: str,
-        group: int,
-        *,
-        version: int,
-        reward: float,
-        useful: bool,
-        flat: bool,
-        tokens: int,
-        accepted_during: int,
+        self, submission: str, group: int, found: GroupResult, *, version: int, useful: bool, accepted_during: int
     ) -> None:
-        """`useful`: may be trained on; `flat`: all rewards are equal; `accepted_during`: the step that was open."""
+        """`useful`: may be trained on; `accepted_during`: the step that was open."""
+        outcomes = found.outcomes
         self.connection.change(
-            "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            submission,
-            group,
-            version,
-            reward,
-            useful,
-            flat,
-            tokens,
-            accepted_during,
+            "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during,"
+            " task, source, target, score, graded, wrong_format, grader_error, error)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *(submission, group, version, found.reward_mean, useful, not found.useful, found.tokens, accepted_during),
+            *(found.task, found.source, found.target_length, found.score_millionths),
+            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, found.error),
         )
 
     def open_step(self) -> int:

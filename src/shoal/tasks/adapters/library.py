@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.tasks.rewards.killable import ENVIRONMENT, Killable, Result
+from shoal.tasks.rewards.killable.pool import ENVIRONMENT, Killable, Result
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 
 FAR = Path(__file__).parent / "far"

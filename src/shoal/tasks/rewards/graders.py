@@ -16,9 +16,9 @@ from shoal.tasks.adapters import reasoning_gym, verifiers
 from shoal.tasks.rewards.choice import Choice
 from shoal.tasks.rewards.code import Code
 from shoal.tasks.rewards.instructions import Instructions
-from shoal.tasks.rewards.math import Math
+from shoal.tasks.rewards.math.reward import Math
 from shoal.tasks.rewards.number import Number
-from shoal.tasks.rewards.own import Own
+from shoal.tasks.rewards.own.reward import Own
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 
@@ -39,6 +39,12 @@ TRUST = "SHOAL_TRUST_RUN"  # set to 1 by a person who trusts the author of the r
 
 class GradeError(ShoalError):
     """A reward that cannot start, or breaks its contract; the message names it."""
+
+
+class CannotGradeError(GradeError):
+    """The sandbox failed, and failed again."""
+
+    restart_helps = True
 
 
 class Graders:
@@ -64,8 +70,15 @@ class Graders:
             reward.close()
         self.rewards.clear()
 
+    def start(self) -> None:
+        """Start the sandboxes that the sources need, to learn now that one cannot start here. Raises GradeError."""
+        for source in self.section.sources:
+            for name in weights_of(source):
+                if name not in REWARDS:
+                    self._reward(source, name)
+
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """One grade per completion, in order. Raises GradeError for a score outside of [0, 1]."""
+        """One grade per completion, in order. Raises GradeError for a score outside of [0, 1], and if this machine fails."""
         grades: dict[int, Grade] = {}
         for label, own in dict.fromkeys((task.source, task.reward) for task in tasks):
             alike = [n for n, task in enumerate(tasks) if (task.source, task.reward) == (label, own)]
@@ -79,10 +92,24 @@ class Graders:
 
     def _grade(self, source: SourceSection, own: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         weights = weights_of(source) or {own: 1.0}
-        found = {name: self._reward(source, name).grade(tasks, completions) for name in weights}
+        found = {name: self._by_one(self._reward(source, name), name, tasks, completions) for name in weights}
         if not isinstance(source.reward, dict):
             return next(iter(found.values()))
         return [combine({name: found[name][n] for name in weights}, weights) for n in range(len(tasks))]
+
+    def _by_one(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        """A failure of this machine is no grade: a worker that claimed 0 for it would be taken for a liar."""
+        try:
+            return reward.grade(tasks, completions)
+        except SandboxError:  # its servers are replaced by now
+            pass
+        try:
+            return reward.grade(tasks, completions)
+        except SandboxError as error:
+            raise CannotGradeError(
+                f"reward {name}: the sandbox fails on this machine, so it cannot grade: {error}; look at its memory, "
+                "processes and disk, then start this node again"
+            ) from error
 
     def _reward(self, source: SourceSection, name: str) -> Reward:
         if name not in self.rewards:
@@ -112,7 +139,11 @@ class Graders:
                 return Own(name, source, limits_of(sandbox), tier, trusted=_trusted())
             return SANDBOXED[name](limits_of(sandbox), tier)
         except SandboxError as error:
-            raise GradeError(f"reward {name} needs a sandbox: {error}") from error
+            reason = "; ".join(str(error).splitlines())
+            raise GradeError(
+                f'reward {name} needs a sandbox: {reason} (in Shoal: tasks.sandbox.tier = "rlimits", with {TRUST}=1 on each '
+                "machine that grades)"
+            ) from error
 
 
 def weights_of(source: SourceSection) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Played here: one user message, one reply, no tools, no sandbox. Invariant: a taskset that needs more is refused when it is
 listed, and a reward that turns out to need the network or a program is an error, whatever it returns.
-Runs in a process of its own, without Shoal: see `listing.py` and `killable_trunk.py`.
+Runs in a process of its own, without Shoal: see `listing.py` and `trunk.py`.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 Invariants: an entry survives the way through JSON with its tuples and integer keys, because some data sets score by them.
 Nine data sets evaluate an answer as Python; such an answer is scored only if it is a plain literal or formula,
 and else as an empty one, so that a completion never runs as code.
-Runs in a process of its own, without Shoal: see `listing.py` and `killable_trunk.py`.
+Runs in a process of its own, without Shoal: see `listing.py` and `trunk.py`.
 """
 
 import ast

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from shoal.sandbox import Limits, Program, Result, Sandbox, SandboxError
+from shoal.sandbox import Limits, Program, Result, Sandbox
 from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.rewards.code.extract import program_of
-from shoal.tasks.rewards.code.talk import BadTestsError, Candidate, FailedError, raised, relay
+from shoal.tasks.rewards.code.talk import END_S, BadTestsError, Candidate, FailedError, raised, relay
 from shoal.tasks.rewards.code.tests import Asserts, Functional, Stdin, TestsError, read_tests
 from shoal.tasks.rewards.inside import RUN, modules
 from shoal.tasks.rewards.wire import WireError, pack, unpack
@@ -39,6 +39,7 @@ class Code:
         self.threads = ThreadPoolExecutor(size, "code")
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        """Raises SandboxError if this machine fails, which says nothing of any completion."""
         return list(self.threads.map(self._grade, tasks, completions))
 
     def close(self) -> None:
@@ -53,7 +54,7 @@ class Code:
             if not source.strip() or len(source) > LONGEST_PROGRAM:
                 return Grade(0.0, "wrong_format", f"a program of {len(source)} characters; 1 to {LONGEST_PROGRAM} run")
             grade = self._stdin(tests, source) if isinstance(tests, Stdin) else self._calls(tests, source)
-        except (TestsError, BadTestsError, SandboxError) as error:
+        except (TestsError, BadTestsError) as error:
             grade = Grade(0.0, "grader_error", str(error), repeatable=False)
         return replace(grade, tier=self.candidates.tier)
 
@@ -79,6 +80,7 @@ class Code:
         """One process for all cases."""
         cases = len(tests.cases) if isinstance(tests, Functional) else 1
         passed, detail, outcome = 0, "", "graded"
+        tested: list[Result] = []
         with self.candidates.open(Program(RUN)) as conversation:
             candidate = Candidate(conversation)
             try:
@@ -87,13 +89,17 @@ class Code:
                     passed, detail = self._functional(tests, candidate)
                 else:
                     with self.checkers.open(Program(RUN)) as checker:
-                        relay(checker, candidate, tests.code, tests.prompt, tests.entry)
+                        try:
+                            relay(checker, candidate, tests.code, tests.prompt, tests.entry)
+                        finally:
+                            tested.append(checker.close(END_S))
                     passed = 1
             except FailedError as error:
                 detail, outcome = str(error), error.outcome
                 passed = error.passed
             result = candidate.end()
-        repeatable = self._repeatable(result) if not candidate.ended_here else self._within_half(result)
+        repeatable = self._within_half(result) and (candidate.ended_here or result.outcome == "exited")
+        repeatable = repeatable and all(map(self._repeatable, tested))
         if outcome == "wrong_format":
             return Grade(0.0, "wrong_format", detail, repeatable=repeatable)
         return self._grade_of(passed, cases, detail, repeatable)

@@ -1,7 +1,7 @@
 """The unit tests of a code task, read from `Task.tests`.
 
 Invariant: either tests in one of three known shapes or a TestsError that says what is wrong; never a guess. Called
-by `reward.py`; `tasks.schemas` writes the JSON.
+by `reward.py`; `sources.schemas` writes the JSON.
 
     {"kind": "stdin", "cases": [{"input": text, "output": text}, ...]}
     {"kind": "functional", "entry": "f", "cases": [{"args": [...], "output": value}, ...]}

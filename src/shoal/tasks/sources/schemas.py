@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.tasks import code_tests
-from shoal.tasks.fields import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
 from shoal.tasks.rewards.number import last_number
+from shoal.tasks.sources import code_tests
+from shoal.tasks.sources.fields import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from shoal.tasks.fields import Fields
-from shoal.tasks.table import CHUNK_BYTES, CHUNK_ROWS, COLUMNS, SCHEMA
+from shoal.tasks.compiled.table import CHUNK_BYTES, CHUNK_ROWS, COLUMNS, SCHEMA
+from shoal.tasks.sources.fields import Fields
 
 Numbers = np.ndarray
 

@@ -1,6 +1,6 @@
 """Runs a trusted but slow Python function on values from strangers, with a limit on CPU time that nothing can outlast.
 
-A pool of `size` processes. Each has imported the function's file once and forks a child per value (`killable_trunk.py`).
+A pool of `size` processes. Each has imported the function's file once and forks a child per value (`trunk.py`).
 Values and answers are JSON.
 Invariants: `run` returns one result per value, in order, whatever the values do. The limit counts the CPU time of the child,
 so a busy machine changes no result; `wall_s` is only for a function that waits. A result depends on its own value alone.
@@ -24,9 +24,9 @@ from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 from shoal.errors import ShoalError
-from shoal.tasks.rewards.killable_trunk import LENGTH
+from shoal.tasks.rewards.killable.trunk import LENGTH
 
-TRUNK = Path(__file__).with_name("killable_trunk.py")
+TRUNK = Path(__file__).with_name("trunk.py")
 START_S = 120.0
 SPARE_S = 30.0  # on top of wall_s, before a silent trunk is taken for broken
 MAX_FRAME_BYTES = 2 << 20

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Protocol
 
-from shoal.sandbox import Limits, Program, Sandbox, SandboxError
+from shoal.sandbox import Limits, Program, Sandbox
 from shoal.tasks.rewards.inside import RUN, modules
-from shoal.tasks.rewards.trusted import RaisedError, RewardError, TrustedFunction
+from shoal.tasks.rewards.own.trusted import RaisedError, RewardError, TrustedFunction
 from shoal.tasks.rewards.wire import WireError, pack, unpack
 from shoal.tasks.task import Grade, Task
 
@@ -31,7 +31,7 @@ ADVICE = {
 
 
 class Function(Protocol):
-    """A process that runs `own_inside`."""
+    """A process that runs `inside`."""
 
     def ask(self, call: bytes | None) -> tuple[bytes, bool]:
         """The answer to a call, or to the setup alone; and whether it came within half of the limits. Raises RewardError."""
@@ -51,17 +51,18 @@ class Own:
         size = 1 if trusted else size or min(8, len(os.sched_getaffinity(0)))
         self.tier, self.function = "", _plain(setup, limits)
         if not trusted:
-            sandbox = Sandbox(tier, limits, size, preloaded=modules("own_inside"))
+            sandbox = Sandbox(tier, limits, size, preloaded=modules("own/inside"))
             self.tier, self.function = sandbox.tier, SandboxedFunction(sandbox, setup)
         self.threads = ThreadPoolExecutor(size, "reward")
         self.batched: bool | None = None  # known after the first call
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
+        """Raises SandboxError if this machine fails, which says nothing of any completion."""
         pairs = list(zip(tasks, completions, strict=True))
         try:
             if self.batched is None and pairs:
                 self.batched = self.function.ask(None)[0] == b"R1"
-        except (RewardError, SandboxError) as error:
+        except RewardError as error:
             return [self._error(error)] * len(pairs)
         size = BATCH if self.batched else 1
         calls = [pairs[n : n + size] for n in range(0, len(pairs), size)]
@@ -80,7 +81,7 @@ class Own:
             if len(pairs) > 1:  # one completion must not cost the others their grades
                 return [grade for pair in pairs for grade in self._call([pair])]
             return [self._error(error)]
-        except (RewardError, SandboxError, WireError) as error:
+        except (RewardError, WireError) as error:
             return [self._error(error)] * len(pairs)
 
     def _grade(self, score: float, early: bool) -> Grade:
@@ -116,7 +117,7 @@ class SandboxedFunction:
 
 
 def _plain(setup: bytes, limits: Limits) -> Function:
-    return TrustedFunction(modules("own_inside"), setup, limits.wall_s)
+    return TrustedFunction(modules("own/inside"), setup, limits.wall_s)
 
 
 def _scores(answer: bytes, count: int) -> list[float]:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.tasks.rewards.final_answer import final_answer, tidy
-from shoal.tasks.rewards.killable import Killable, Result
+from shoal.tasks.rewards.killable.pool import Killable, Result
+from shoal.tasks.rewards.math.final_answer import final_answer, tidy
 from shoal.tasks.task import Grade, Task
 
 EQUALITY = Path(__file__).with_name("equality.py")

@@ -39,7 +39,7 @@ class RaisedError(RewardError):
 
 
 class TrustedFunction:
-    """A process that runs `own_inside`; started by the first call and kept warm. For one thread at a time."""
+    """A process that runs `inside`; started by the first call and kept warm. For one thread at a time."""
 
     def __init__(self, modules: Mapping[str, str], setup: bytes, wall_s: float) -> None:
         self.text = BOOT.format(modules={"channel": Path(channel.__file__).read_text(), **modules}) + RUN

@@ -56,7 +56,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kinds: list[str] = list(KINDS)
-    largest: int = Field(default=20, ge=1, le=1000)  # constants are 1 to this
+    largest: int = Field(default=50, ge=1, le=1000)  # constants are 1 to this
 
 
 def functions(options: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -1,6 +1,6 @@
 """The far side of `killable.py`: a process that imports a grader once and forks a child for each value.
 
-Run as a file (`python -P killable_trunk.py FILE FUNCTION CPU_S WALL_S MEMORY_BYTES [ARGUMENT ...]`), so that it imports
+Run as a file (`python -P trunk.py FILE FUNCTION CPU_S WALL_S MEMORY_BYTES [ARGUMENT ...]`), so that it imports
 nothing of Shoal and starts fast. It reads frames from stdin and writes frames to stdout: four bytes of length, then JSON.
 Invariants: only children compute on values. Every child starts from the same state, so what one value does to the grader's
 caches cannot change the score of the next one. The kernel ends a child that passes its limits: ITIMER_PROF for CPU time,

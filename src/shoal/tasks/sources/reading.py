@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.config.recipe import SourceSection
-from shoal.tasks import schemas
 from shoal.tasks.adapters.reasoning_gym import reasoning_gym
 from shoal.tasks.adapters.verifiers import verifiers
-from shoal.tasks.arithmetic import arithmetic
-from shoal.tasks.fields import Fields, LeftOutError, Row, RowError, as_json, text, value
-from shoal.tasks.functions import functions
-from shoal.tasks.locate import locate
-from shoal.tasks.rows import Rows
-from shoal.tasks.schemas import Schema
+from shoal.tasks.sources import schemas
+from shoal.tasks.sources.arithmetic import arithmetic
+from shoal.tasks.sources.fields import Fields, LeftOutError, Row, RowError, as_json, text, value
+from shoal.tasks.sources.functions import functions
+from shoal.tasks.sources.locate import locate
+from shoal.tasks.sources.rows import Rows
+from shoal.tasks.sources.schemas import Schema
 from shoal.tasks.task import TasksNotFoundError
 
 GENERATORS: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, str]]]] = {

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.config.recipe import SourceSection
-from shoal.tasks.rows import SUFFIXES
+from shoal.tasks.sources.rows import SUFFIXES
 from shoal.tasks.task import TasksNotFoundError
 
 DEFAULT_SPLIT = "train"

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.tasks.fields import LeftOutError, RowError, parsed
+from shoal.tasks.sources.fields import LeftOutError, RowError, parsed
 
 MAX_UNPACKED_BYTES = 64 << 20
 STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}

@@ -21,10 +21,10 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.files import write_file
-from shoal.tasks.rewards.own_file import check_function
-from shoal.tasks.sources import Reading
-from shoal.tasks.spool import Numbers, Spool
-from shoal.tasks.table import CHUNK_BYTES, CHUNK_ROWS, Chunk, Manifest, SourceTasks, Store
+from shoal.tasks.compiled.spool import Numbers, Spool
+from shoal.tasks.compiled.table import CHUNK_BYTES, CHUNK_ROWS, Chunk, Manifest, SourceTasks, Store
+from shoal.tasks.rewards.own.file import check_function
+from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import TasksNotFoundError
 
 MIN_TRAIN = 16

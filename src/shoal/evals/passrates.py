@@ -1,0 +1,229 @@
+"""Pass rates of training tasks under one model: k sampled completions of each, graded. The file `results.jsonl`.
+
+Each line is one task, in the order of the task set; a batch of tasks is generated, graded, appended and synced.
+Invariant: whatever happens to the process, what was synced is not computed again, and the finished file is the same bytes
+as one that was never interrupted. So a file is continued only from the end of a whole batch, and only with settings
+(`settings.json`) under which it began.
+Called by `filter`. Left out: environments (several turns).
+"""
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from blake3 import blake3
+
+from shoal import tasks
+from shoal.config import Config
+from shoal.engine.protocol import Engine, Sampling
+from shoal.errors import ShoalError, disk_is_full
+from shoal.files import write_file
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.model.positions import check_max_tokens
+from shoal.model.sampling import rollout_seed
+from shoal.protocol.messages import MILLION
+from shoal.tasks.prompt import completion_text, prompt_tokens
+
+RESULTS, SETTINGS = "results.jsonl", "settings.json"
+LEAST_GRADED = 64  # completions before grader errors are judged
+
+
+class FilterError(ShoalError):
+    """Pass rates cannot be measured or used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the k completions of one task scored."""
+
+    task: str
+    source: str
+    n: int  # completions
+    score: int  # summed, in millionths
+    tokens: int
+    graded: int
+    wrong_format: int
+    grader_error: int
+
+    @property
+    def pass_rate(self) -> float:
+        return self.score / MILLION / self.n
+
+
+class PassRates:
+    """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`, into `out`."""
+
+    def __init__(self, config: Config, folder: Path, out: Path, k: int, n: int | None = None) -> None:
+        if several := [source.label for source in config.tasks.sources if source.environment]:
+            raise FilterError(f"source {several[0]} has an environment: pass rates are of single-turn tasks only")
+        check_max_tokens(folder, config.sampling.max_tokens)
+        self.config = config.model_copy(update={"tasks": _all_of(config.tasks)})
+        self.folder, self.out, self.k = folder, out, k
+        self.tasks = tasks.load(self.config.tasks)
+        self.total = min(n or len(self.tasks.train), len(self.tasks.train))
+        self.batch = max(1, config.evaluator.batch // k)  # tasks decoded together
+        self.settings = self._settings()
+        self.error = ""  # of the newest grader error
+
+    def measure(self, engine: Engine, stop: threading.Event, say: Callable[[int], None]) -> list[Result] | None:
+        """Every task's result, or None if `stop` came first. `say` gets how many are done, at first and per batch.
+
+        Raises FilterError: other settings than those of the results in `out`, a grader that fails, a full disk.
+        """
+        try:
+            with self._opened() as file:
+                results = self._kept(file)
+                say(len(results))
+                if len(results) < self.total:
+                    self._continue(file, results, engine, stop, say)
+                return results if len(results) == self.total else None
+        except OSError as error:
+            if not disk_is_full(error):
+                raise
+            raise FilterError(
+                f"the disk of {self.out} is full: free space there, then repeat the command, which goes on where it was"
+            ) from error
+
+    def _continue(
+        self,
+        file: BinaryIO,
+        results: list[Result],
+        engine: Engine,
+        stop: threading.Event,
+        say: Callable[[int], None],
+    ) -> None:
+        engine.load(self.folder)
+        tokenizer = load_tokenizer(self.folder)
+        settings = self.config.sampling
+        sampling = Sampling(settings.temperature, settings.max_tokens, eos_ids(self.folder))
+        with tasks.Graders(self.config.tasks, files=self.tasks.files) as graders:
+            while len(results) < self.total and not stop.is_set():
+                numbers = range(len(results), min(len(results) + self.batch, self.total))
+                found = self._batch(numbers, engine, tokenizer, sampling, graders)
+                append(file, found)
+                results += found
+                self._check_grader(results)
+                say(len(results))
+
+    def _batch(
+        self, numbers: range, engine: Engine, tokenizer: Any, sampling: Sampling, graders: tasks.Graders
+    ) -> list[Result]:
+        chosen = [self.tasks.train[number] for number in numbers]
+        prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chosen]
+        seeds = [[self._seed(number, completion) for completion in range(self.k)] for number in numbers]
+        groups = [[one.tokens for one in group] for group in engine.generate(prompts, seeds, sampling)]
+        grades = graders.grade(
+            [task for task in chosen for _ in range(self.k)],
+            [completion_text(tokenizer, tokens) for group in groups for tokens in group],
+        )
+        self.error = next((one.detail for one in reversed(grades) if one.outcome == "grader_error"), self.error)
+        of_task = [grades[start : start + self.k] for start in range(0, len(grades), self.k)]
+        return [_result(*one) for one in zip(chosen, groups, of_task, strict=True)]
+
+    def _seed(self, number: int, completion: int) -> int:
+        return rollout_seed(f"shoal/filter/{self.config.run.seed}", 0, "", 0, number * self.k + completion)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the results depend on, and must not change when they are continued."""
+        weights = blake3()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            weights.update_mmap(path)
+        texts = json.dumps(
+            [self.config.tasks.system, self.config.tasks.prompt]
+            + [[source.prompt, source.reward] for source in self.config.tasks.sources]
+        )
+        return {
+            "digest": self.tasks.digest,
+            "model": self.config.model.name,
+            "weights": weights.hexdigest(),
+            "k": self.k,
+            "temperature": self.config.sampling.temperature,
+            "max_tokens": self.config.sampling.max_tokens,
+            "seed": self.config.run.seed,
+            "prompts_and_rewards": sha256(texts.encode()).hexdigest(),
+        }
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """The results file, for this process alone, of these settings."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / RESULTS).open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FilterError(f"another process fills {self.out}: wait for it, or choose another --out") from error
+            path = self.out / SETTINGS
+            if path.exists():
+                self._check_settings(json.loads(path.read_text()))
+            else:
+                write_file(path, (json.dumps(self.settings, indent=2) + "\n").encode())
+            yield file
+
+    def _check_settings(self, before: dict[str, Any]) -> None:
+        changed = [name for name in self.settings if before.get(name) != self.settings[name]]
+        if changed:
+            name = changed[0]
+            what = "the tasks (their digest)" if name == "digest" else name
+            raise FilterError(
+                f"{self.out} holds results with another setting: {what} was {before.get(name)} and is now "
+                f"{self.settings[name]}; restore it to go on, or choose another --out"
+            )
+
+    def _kept(self, file: BinaryIO) -> list[Result]:
+        """The results that are there, up to the last whole batch; what is behind it is cut off."""
+        file.seek(0)
+        lines = file.read().split(b"\n")[:-1][: self.total]
+        whole = len(lines) if len(lines) == self.total else len(lines) // self.batch * self.batch
+        lines = lines[:whole]
+        try:
+            results = [Result(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError) as error:
+            raise FilterError(f"{self.out / RESULTS} is damaged ({error}): choose another --out") from error
+        if len(results) < self.total:
+            file.truncate(sum(len(line) + 1 for line in lines))
+        return results
+
+    def _check_grader(self, results: Sequence[Result]) -> None:
+        errors, n = sum(one.grader_error for one in results), sum(one.n for one in results)
+        limit = self.config.tasks.grader_error_limit
+        if n >= LEAST_GRADED and errors > limit * n:
+            raise FilterError(
+                f"the grader failed for {errors} of {n} completions, more than tasks.grader_error_limit = {limit:g} (last: "
+                f"{self.error[:200]}): mend the reward or the tasks, then choose another --out"
+            )
+
+
+def append(file: BinaryIO, results: Sequence[Result]) -> None:
+    """Raises OSError. Returns once the lines are on disk."""
+    file.write(b"".join(json.dumps(asdict(result)).encode() + b"\n" for result in results))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _result(task: tasks.Task, group: Sequence[Sequence[int]], grades: Sequence[tasks.Grade]) -> Result:
+    outcomes = [grade.outcome for grade in grades]
+    return Result(
+        task=task.id,
+        source=task.source,
+        n=len(grades),
+        score=sum(round(grade.score * MILLION) for grade in grades),
+        tokens=sum(map(len, group)),
+        graded=outcomes.count("graded"),
+        wrong_format=outcomes.count("wrong_format"),
+        grader_error=outcomes.count("grader_error"),
+    )
+
+
+def _all_of(section: Any) -> Any:
+    """The section without earlier filters: the results are of all tasks, so that a filter can be drawn anew."""
+    if not any(source.keep for source in section.sources):
+        return section
+    sources = [source.model_copy(update={"keep": ""}) for source in section.sources]
+    return section.model_copy(update={"sources": sources, "digest": ""})

@@ -1,0 +1,341 @@
+"""The offline filter: results that survive kill -9 bit by bit, the band, and a manifest that says what was kept."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from shoal import tasks
+from shoal.cli.main import USAGE, main
+from shoal.config import Config, dumps, parse
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.evals import passrates
+from shoal.evals.filter import FORMAT, MANIFEST, RATES, Band, histogram, write_filter
+from shoal.evals.passrates import RESULTS, FilterError, PassRates, Result
+from shoal.protocol.messages import MILLION
+
+BAND = Band.parse("0.25:0.5")
+FILES = (MANIFEST, RATES, RESULTS, "settings.json")
+
+
+def settings(folder: Path, **sections: Any) -> Config:
+    """Sums for a character tokenizer; four completions of at most six tokens each, two tasks decoded together."""
+    base: dict[str, Any] = {
+        "model": {"name": str(folder), "dtype": "float32"},
+        "tasks": {"heldout": 16, "prompt": "{question}="},
+        "sampling": {"max_tokens": 6},
+        "evaluator": {"n": 16, "n_between": 16, "batch": 8},
+    }
+    return parse({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
+
+
+class Scripted:
+    """An engine without a model: completion c of task t is right if c is below `right[t]`."""
+
+    def __init__(self, folder: Path, right: Sequence[int], answers: Sequence[str]) -> None:
+        from shoal.model.load import load_tokenizer
+
+        self.tokenizer = load_tokenizer(folder)
+        self.right, self.answers, self.at, self.calls = right, answers, 0, 0
+
+    def load(self, folder: Path) -> None:
+        pass
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, reply: Any = None
+    ) -> list[list[Completion]]:
+        self.calls += 1
+        groups = [[self.complete(self.at + n, c) for c in range(len(group))] for n, group in enumerate(seeds)]
+        self.at += len(prompts)
+        return groups
+
+    def complete(self, task: int, completion: int) -> Completion:
+        text = self.answers[task] if completion < self.right[task] else "no"
+        return Completion(self.tokenizer(text, add_special_tokens=False)["input_ids"], [], None)  # type: ignore[arg-type]
+
+
+RIGHT = [0, 1, 2, 3, 4, 2, 0, 1]
+
+
+def rates(folder: Path, out: Path, n: int = len(RIGHT), **sections: Any) -> PassRates:
+    return PassRates(settings(folder, **sections), folder, out, 4, n)
+
+
+def scripted(folder: Path, measured: PassRates, at: int = 0) -> Scripted:
+    engine = Scripted(folder, RIGHT, [task.answer for task in measured.tasks.train[: len(RIGHT)]])
+    engine.at = at
+    return engine
+
+
+def measure(measured: PassRates, engine: Any) -> list[Result]:
+    results = measured.measure(engine, threading.Event(), lambda done: None)
+    assert results is not None
+    return results
+
+
+def test_each_task_has_its_pass_rate_and_outcomes(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    results = measure(measured, scripted(tiny_folder, measured))
+    assert [one.task for one in results] == [task.id for task in measured.tasks.train[:8]]
+    assert [one.score for one in results] == [right * MILLION for right in RIGHT]
+    assert [(one.graded, one.wrong_format) for one in results] == [(right, 4 - right) for right in RIGHT]
+    assert all(one.n == 4 and one.source == "arithmetic" and one.tokens > 0 for one in results)
+
+
+def test_the_band_holds_its_ends_and_the_manifest_says_what_was_kept(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    results = measure(measured, scripted(tiny_folder, measured))
+    write_filter(tmp_path, results, BAND, measured.settings)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    expected = {
+        "format": FORMAT,
+        "digest": tasks.load(measured.config.tasks).digest,
+        "model": str(tiny_folder),
+        "k": 4,
+        "temperature": 1.0,
+        "max_tokens": 6,
+        "band": [0.25, 0.5],
+        "kept": [results[n].task for n in (1, 2, 5, 7)],
+        "counts": {
+            "tasks": 8,
+            "kept": 4,
+            "below": 2,
+            "above": 2,
+            "grader_error": 0,
+            "sources": {"arithmetic": {"tasks": 8, "kept": 4}},
+        },
+    }
+    assert {name: manifest[name] for name in expected} == expected
+    table = pq.read_table(tmp_path / RATES)
+    assert table.column("pass_rate").to_pylist() == [right / 4 for right in RIGHT]
+    assert table.column("task").to_pylist() == [one.task for one in results]
+
+
+def test_another_band_needs_no_new_completions(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    measure(measured, scripted(tiny_folder, measured))
+    again = rates(tiny_folder, tmp_path)
+    results = measure(again, None)
+    assert [one.score for one in results] == [right * MILLION for right in RIGHT]
+    assert len(write_filter(tmp_path, results, Band.parse("1:1"), again.settings)) == 1
+
+
+def test_more_tasks_go_on_where_fewer_ended_and_fewer_need_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    few = rates(tiny_folder, tmp_path, 4)
+    measure(few, scripted(tiny_folder, few))
+    many = rates(tiny_folder, tmp_path)
+    engine = scripted(tiny_folder, many, at=4)
+    assert [one.score // MILLION for one in measure(many, engine)] == RIGHT
+    assert engine.calls == 2, "two tasks at a time"
+    assert [one.score // MILLION for one in measure(rates(tiny_folder, tmp_path, 3), None)] == RIGHT[:3]
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 8, "nothing is thrown away"
+
+
+KILL = """
+import os, signal, sys
+from shoal.cli.main import main
+from shoal.engine.torch_engine import TorchEngine
+from shoal.evals import passrates
+
+where, calls = sys.argv[1], []
+def die_third(before):
+    def replaced(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            if where == "append":  # half of the batch's first line is written
+                arguments[0].write(b'{"task": "arith')
+                arguments[0].flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*arguments)
+    return replaced
+if where == "generate":
+    TorchEngine.generate = die_third(TorchEngine.generate)
+else:
+    passrates.append = die_third(passrates.append)
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("where", ["generate", "append"])
+def test_a_filter_that_was_killed_ends_with_the_same_files(
+    one_thread: None, tiny_folder: Path, tmp_path: Path, where: str
+) -> None:
+    config = tmp_path / "sums.toml"
+    config.write_text(dumps(settings(tiny_folder)))
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    command = ["filter", str(config), "--out", str(killed), "--k", "4", "--band", "0:1", "--n", "9", "--threads", "1"]
+    ended = subprocess.run([sys.executable, "-c", KILL, where, *command], capture_output=True, text=True)
+    assert ended.returncode == -9, ended.stderr
+    assert (killed / RESULTS).read_bytes().count(b"\n") == 4 and not (killed / MANIFEST).exists()
+    if where == "generate":
+        done = subprocess.run([sys.executable, "-m", "shoal", *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "kept 9 of 9 tasks" in done.stdout and str(killed / MANIFEST) in done.stdout
+        assert "tasks: 4 of 9" in done.stderr and "tasks: 9 of 9" in done.stderr, "progress, line by line"
+    for out in (whole,) if where == "generate" else (whole, killed):
+        measured = rates(tiny_folder, out, 9)
+        write_filter(out, measure(measured, TorchEngine("float32")), Band.parse("0:1"), measured.settings)
+    assert sorted(path.name for path in killed.iterdir()) == sorted(FILES)
+    for name in FILES:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_batch_of_which_a_part_was_written_is_done_again_as_a_whole(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    measure(measured, scripted(tiny_folder, measured))
+    whole = (tmp_path / RESULTS).read_bytes()
+    (tmp_path / RESULTS).write_bytes(b"".join(whole.splitlines(keepends=True)[:3]) + b'{"task": "arith')
+    engine = scripted(tiny_folder, measured, at=2)
+    assert [one.score // MILLION for one in measure(measured, engine)] == RIGHT
+    assert engine.calls == 3 and (tmp_path / RESULTS).read_bytes() == whole
+
+
+def test_a_stop_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
+    measured, stop = rates(tiny_folder, tmp_path), threading.Event()
+    seen: list[int] = []
+
+    def say(done: int) -> None:
+        seen.append(done)
+        if done == 4:
+            stop.set()
+
+    assert measured.measure(scripted(tiny_folder, measured), stop, say) is None and seen == [0, 2, 4]
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"tasks": {"sources": [{"generator": "arithmetic", "options": {"operand_max": 20}}]}}, "the tasks"),
+        ({"sampling": {"temperature": 0.5, "max_tokens": 6}}, "temperature was 1.0 and is now 0.5"),
+        ({"tasks": {"prompt": "{question} is"}}, "prompts_and_rewards"),
+        ({"run": {"seed": 4}}, "seed was 0 and is now 4"),
+    ],
+)
+def test_results_of_other_settings_are_not_continued(
+    tiny_folder: Path, tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    first = rates(tiny_folder, tmp_path, 2)
+    measure(first, scripted(tiny_folder, first))
+    with pytest.raises(FilterError, match=f"{named}.*choose another --out"):
+        measure(rates(tiny_folder, tmp_path, **changed), None)
+
+
+def test_a_band_without_tasks_is_refused_with_the_distribution(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    results = measure(measured, scripted(tiny_folder, measured))
+    write_filter(tmp_path, results, BAND, measured.settings)
+    message = (
+        r"no task of 8 has a pass rate from 0\.3 to 0\.4; tasks by pass rate: 0/4: 2, 1/4: 2, 2/4: 2, 3/4: 1, 4/4: 1; "
+        r"choose another --band"
+    )
+    with pytest.raises(FilterError, match=message):
+        write_filter(tmp_path, results, Band.parse("0.3:0.4"), measured.settings)
+    assert not (tmp_path / MANIFEST).exists(), "no config may use the one of another band"
+    assert (tmp_path / RATES).exists()
+
+
+@pytest.mark.parametrize("text", ["0.5", "0.5:0.1", "-0.1:0.5", "0:1.5", "a:b", "0:0.5:1", "1/0:1", "nan:1", ":"])
+def test_a_band_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a band of pass rates"):
+        Band.parse(text)
+
+
+def test_band_ends_are_exact() -> None:
+    assert Band.parse("1/8:0.5") == Band(Fraction(1, 8), Fraction(1, 2))
+    result = Result("t", "s", n=10, score=MILLION, tokens=1, graded=10, wrong_format=0, grader_error=0)
+    assert Band.parse("0.1:0.1").holds(result), "one of ten is a tenth"
+
+
+class Failing:
+    def grade(self, tasks_: Sequence[tasks.Task], completions: Sequence[str]) -> list[tasks.Grade]:
+        return [tasks.Grade(0.0, "grader_error", "no module named sympy") for _ in completions]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_grader_that_fails_stops_the_filter_and_says_why(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks.Graders, "_reward", lambda *asked: Failing())
+    measured = rates(tiny_folder, tmp_path, 40)
+    engine = Scripted(tiny_folder, [0] * 40, ["1"] * 40)
+    with pytest.raises(
+        FilterError, match=r"failed for 64 of 64 completions.*grader_error_limit.*no module named sympy"
+    ):
+        measure(measured, engine)
+
+
+def test_a_task_with_a_grader_error_is_never_kept(tiny_folder: Path, tmp_path: Path) -> None:
+    whole = Result("a", "s", n=4, score=2 * MILLION, tokens=4, graded=4, wrong_format=0, grader_error=0)
+    failed = Result("b", "s", n=4, score=2 * MILLION, tokens=4, graded=3, wrong_format=0, grader_error=1)
+    assert [one.task for one in write_filter(tmp_path, [whole, failed], BAND, {})] == ["a"]
+    assert json.loads((tmp_path / MANIFEST).read_text())["counts"]["grader_error"] == 1
+
+
+def test_a_full_disk_is_named_and_the_command_can_be_repeated(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, append = rates(tiny_folder, tmp_path), passrates.append
+
+    def full(file: Any, results: Any) -> None:
+        file.write(b'{"task": "half')
+        file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(passrates, "append", full)
+    with pytest.raises(FilterError, match=f"the disk of {tmp_path} is full: free space there, then repeat"):
+        measure(measured, scripted(tiny_folder, measured))
+    monkeypatch.setattr(passrates, "append", append)
+    assert [one.score // MILLION for one in measure(measured, scripted(tiny_folder, measured))] == RIGHT
+
+
+def test_two_filters_do_not_share_a_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    measured = rates(tiny_folder, tmp_path)
+    with measured._opened(), pytest.raises(FilterError, match="another process fills"):
+        measure(rates(tiny_folder, tmp_path), None)
+
+
+def test_an_earlier_filter_of_the_config_does_not_narrow_the_next(tiny_folder: Path, tmp_path: Path) -> None:
+    kept = {"sources": [{"generator": "arithmetic", "keep": "nowhere/manifest.json"}], "digest": "0" * 64}
+    assert (
+        rates(tiny_folder, tmp_path, tasks=kept).settings["digest"] == rates(tiny_folder, tmp_path).settings["digest"]
+    )
+
+
+def test_tasks_of_an_environment_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FilterError, match="arithmetic has an environment"):
+        rates(
+            tiny_folder,
+            tmp_path,
+            tasks={"sources": [{"generator": "arithmetic", "environment": "calculator"}]},
+            sampling={"max_tokens": 6, "max_turns": 2},
+        )
+
+
+def test_many_completions_are_counted_by_tenths() -> None:
+    results = [
+        Result("t", "s", n=20, score=right * MILLION, tokens=1, graded=20, wrong_format=0, grader_error=0)
+        for right in (0, 1, 2, 20)
+    ]
+    found = histogram(results)
+    assert list(found.values()) == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1] and next(iter(found)) == "0.0 to 0.1"
+
+
+def test_wrong_usage_is_one_line(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "sums.toml"
+    config.write_text(dumps(settings(tiny_folder)))
+    assert main(["filter", str(config), "--out", str(tmp_path / "out"), "--band", "0.5:0.1"]) == USAGE
+    assert "--band: '0.5:0.1' is not a band of pass rates: 0 <= LOW" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
