@@ -233,7 +233,7 @@ def test_bare_limits_need_the_word_of_the_machines_owner(monkeypatch: pytest.Mon
 
 
 def test_what_cannot_start_here_is_known_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.tasks.rewards.own.Sandbox", no_sandbox)
+    monkeypatch.setattr("shoal.tasks.rewards.own.reward.Sandbox", no_sandbox)
     with (
         graders("mine.py:exact") as graded,
         pytest.raises(GradeError, match=r"no sandbox here; .*tasks\.sandbox\.tier") as error,

@@ -224,14 +224,15 @@ class OneScore:
 @pytest.mark.parametrize("score", [1.5, -0.1, math.nan, math.inf])
 def test_a_score_outside_of_0_to_1_stops_with_the_name_of_the_task(score: float) -> None:
     graders = tasks.Graders(TaskSection())
-    graders.rewards["arithmetic"] = OneScore(score)
+    graders.rewards["number"] = OneScore(score)
     with pytest.raises(GradeError, match=r"gives .* for task 2\+3; scores must be within \[0, 1\]"):
-        graders.grade([TASK], ["5"])
+        graders.grade([replace(TASK, reward="number")], ["5"])
 
 
 def test_each_task_is_graded_by_the_reward_of_its_source() -> None:
-    section = TaskSection(sources=[SourceSection(name=name, generator="arithmetic") for name in "ab"])
-    with tasks.Graders(section) as graders:
-        graders.rewards |= {"a": OneScore(0.25), "b": OneScore(0.75)}
+    names = {"a": "number", "b": "math"}
+    sources = [SourceSection(name=name, generator="arithmetic", reward=reward) for name, reward in names.items()]
+    with tasks.Graders(TaskSection(sources=sources)) as graders:
+        graders.rewards |= {"number": OneScore(0.25), "math": OneScore(0.75)}
         asked = [replace(TASK, source=source) for source in "bab"]
         assert [grade.score for grade in graders.grade(asked, ["", "", ""])] == [0.75, 0.25, 0.75]

@@ -32,6 +32,7 @@ from shoal.validator.checks import (
     distribution,
     endings,
     replayed,
+    run,
     sampling,
     special_tokens,
     termination,
@@ -85,15 +86,15 @@ def with_row(rows: list[Rollout], number: int, **changed: Any) -> list[Rollout]:
     return [replace(row, **changed) if i == number else row for i, row in enumerate(rows)]
 
 
-def first_only(edit: Callable[[Completion], Completion], skip: int = 0) -> Callable[[Completion], Completion]:
-    """Edit the first completion that is long enough, after `skip` others; leave the rest."""
-    seen: list[Completion] = []
+def first_only(edit: Callable[[Completion], Completion]) -> Callable[[Completion], Completion]:
+    """Edit the first completion that is long enough; leave the others."""
+    done: list[Completion] = []
 
     def one(completion: Completion) -> Completion:
-        if len(completion.tokens) < MAX_TOKENS:
+        if done or len(completion.tokens) < MAX_TOKENS:
             return completion
-        seen.append(completion)
-        return edit(completion) if len(seen) == skip + 1 else completion
+        done.append(completion)
+        return edit(completion)
 
     return one
 
@@ -480,13 +481,6 @@ def test_a_special_token_that_its_seed_does_not_yield(edited: Callable[..., Verd
     assert verdict.reason is Reason.SAMPLING, "one token so far off is enough"
 
 
-def test_any_other_token_in_its_place_is_numerics(edited: Callable[..., Verdict]) -> None:
-    asked = [(token, skip) for token in range(4, 30) for skip in range(3)]
-    verdicts = (edited(first_only(last_is(token), skip)) for token, skip in asked)
-    limit = LENIENT.validator.sampling_margin
-    assert any(verdict.reason is None and verdict.evidence["margin_max"] > limit for verdict in verdicts)
-
-
 @pytest.fixture
 def case(validator: Validator, worker: Producer, honest: list[Rollout]) -> Case:
     """Honest work and its prefill."""
@@ -506,6 +500,16 @@ def ending(case: Case, token: int) -> Case:
     """With this token at the end of the first rollout."""
     row = case.rows[0]
     return replace(case, rows=[replace(row, tokens=[*row.tokens[:-1], token]), *case.rows[1:]])
+
+
+@pytest.mark.parametrize(("token", "found"), [(20, None), (USER, Reason.SPECIAL_TOKENS)])
+def test_a_token_within_the_margin_is_numerics_unless_it_is_special(
+    validator: Validator, case: Case, token: int, found: Reason | None
+) -> None:
+    assert validator.judge.rules is not None
+    changed = at(ending(case, token), margins_N=1.5 * SETTINGS.validator.sampling_margin)
+    finding = run([sampling, special_tokens], validator.judge.rules, changed).finding
+    assert (finding and finding.reason) == found
 
 
 @pytest.mark.parametrize(
