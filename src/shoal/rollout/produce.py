@@ -5,6 +5,7 @@ Called by the worker's loop; it does no network requests itself. Each method is 
 lying workers of the tests override one each.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,15 @@ class Producer:
         )
 
     def reward(self, plan: GroupPlan, completion: Completion) -> float:
-        """Of the last turn's text, and of the length of all that the model wrote."""
+        """Of the last turn's text, and of the length of all that the model wrote.
+
+        NaN, which claims nothing, where the validator may honestly get another score.
+        """
         task = self.tasks.train[plan.task_index]
         text = completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
         [grade] = self.graders.grade([task], [text])
+        if not grade.certain:
+            return math.nan
         length = model_tokens(completion.turns, len(completion.tokens))
         return budget.reward(grade.score, length, plan.target_length, self.config.tasks)
 
@@ -138,5 +144,6 @@ class Producer:
             submission=assignment.number,
             signer=self.identity.public,
             prompts=prompts_digest(prompts),
+            graded_with=tasks.versions(),
         )
         return write_submission(header, rollouts, self.identity)
