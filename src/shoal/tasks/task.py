@@ -39,7 +39,7 @@ class Grade:
     def certain(self) -> bool:
         """Whether every machine with the same versions gives this score.
 
-        Not if the grader failed or came near a limit, and not if code ran in the sandbox, which may read clocks and addresses.
+        Not if the grader failed or came near a limit, nor if code ran in the sandbox: it may read clocks and addresses.
         """
         return self.repeatable and self.outcome != "grader_error" and not self.tier
 
