@@ -3,6 +3,7 @@
     python benchmarks/runs.py quickstart --seeds 0 1 2
     python benchmarks/runs.py quickstart-byzantine --cheats
     python benchmarks/runs.py tiny-byzantine --cheats
+    python benchmarks/runs.py functions --finished runs/functions-0      records runs that `shoal run` has made; runs nothing
     python benchmarks/runs.py quickstart --plot              docs/images/quickstart.png from the results; runs nothing
 
 Writes benchmarks/results/<label>.json (machine, command, every summary, the curves) and prints a table. Unknown arguments
@@ -33,6 +34,7 @@ def main() -> None:
     every = get_args(Cheat)
     parser.add_argument("--cheats", nargs="*", choices=every, help="a run for each of these lies (none named: for all)")
     parser.add_argument("--label", help="name of the results file (default: the config's name)")
+    parser.add_argument("--finished", type=Path, nargs="+", default=[], help="record these folders of finished runs")
     parser.add_argument("--plot", action="store_true", help="draw the first run of the results; run nothing")
     arguments, more = parser.parse_known_args()
     if arguments.plot:
@@ -42,6 +44,11 @@ def main() -> None:
     (HERE / "results").mkdir(exist_ok=True)
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
     path = HERE / "results" / f"{arguments.label or arguments.config}.json"
+    if arguments.finished:
+        result["runs"] = [record(folder, cheat="") for folder in arguments.finished]
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        sys.stdout.write(table(result["runs"]) + "\n")
+        return
     for kind in kinds:
         for seed in arguments.seeds:
             result["runs"].append(one_run(arguments.config, seed, kind, more))
@@ -51,7 +58,7 @@ def main() -> None:
 
 
 def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, Any]:
-    """One `shoal run`; its summary without the config, and its metrics."""
+    """One `shoal run`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(HERE.parent / "configs" / f"{config}.toml")]
@@ -59,10 +66,15 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
         done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}")
-        summary = json.loads((out / "summary.json").read_text())
-        summary["dtype"] = summary.pop("config")["model"]["dtype"]
-        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return {"cheat": cheat} | summary | {"metrics": metrics}
+        return record(out, cheat)
+
+
+def record(folder: Path, cheat: str) -> dict[str, Any]:
+    """A finished run's summary without the config, and its metrics."""
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["dtype"] = summary.pop("config")["model"]["dtype"]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {"cheat": cheat} | summary | {"metrics": metrics}
 
 
 def plot(label: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config import Config
 from shoal.tasks import Task
-from shoal.tasks.environments import ENVIRONMENTS
+from shoal.tasks.environments import ENVIRONMENTS, Environment
 
 from . import workers
 
@@ -19,10 +19,8 @@ ENDS = (EOS, *range(20, 28))  # about one token in seven ends a turn
 MAX_TOKENS, MAX_TURNS = 48, 4
 
 
-class Echo:
+class Echo(Environment):
     """Answers with a number that depends on all it is given; silent once a turn has five or more characters."""
-
-    deterministic = True
 
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         if len(turns[-1]) >= 5:
@@ -36,8 +34,8 @@ class Dice(Echo):
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configs may name `echo` and `dice`."""
-    monkeypatch.setitem(ENVIRONMENTS, "echo", Echo)
-    monkeypatch.setitem(ENVIRONMENTS, "dice", Dice)
+    monkeypatch.setitem(ENVIRONMENTS, "echo", lambda _: Echo())
+    monkeypatch.setitem(ENVIRONMENTS, "dice", lambda _: Dice())
 
 
 def config(environment: str = "echo", **sections: Any) -> Config:

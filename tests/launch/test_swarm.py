@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat
 from shoal.ledger.chain import read_export, verify_chain, write_export
+from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -342,7 +344,7 @@ def test_kill_9_of_any_process_is_survived(victim: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", get_args(Cheat))
+@pytest.mark.parametrize("kind", list(EXPECTED))
 def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     swarm = start(out, "--set", f"workers.cheat={kind}", config="tiny-byzantine")
@@ -355,3 +357,75 @@ def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path:
     assert summary["rejected"]["cheater"] >= 1
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
     assert gain(summary) >= LEAST_GAIN
+
+
+# --- a tool ----------------------------------------------------------------------------------------------------------
+
+SFT = """
+[sft]
+data = "{data}"
+epochs = 1
+batch = 64
+lr = 1e-3
+warmup_steps = 5
+checkpoint_every = 0
+"""
+SHORT = {
+    "model.dtype": "float32",
+    "run.steps": 12,
+    "sampling.max_tokens": 48,
+    "sampling.max_turns": 2,
+    "coordinator.prompts_per_step": 8,
+    "coordinator.online_filter": "false",
+    "workers.groups_per_submission": 4,
+    "workers.cheat": "forged_tool",
+    "evaluator.n": 16,
+    "evaluator.n_between": 16,
+}
+TURNS = (
+    "<bos>{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def calling_config(folder: Path) -> Path:
+    """A config of the tiny model as it is, with conversations that teach it to call the calculator."""
+    shutil.copytree(resolve("bundled:tiny"), folder / "start")
+    (folder / "start" / "chat_template.jinja").write_text(TURNS)
+    draw = random.Random(0)
+    with (folder / "calls.jsonl").open("w") as calls:
+        for a, b in ((draw.randrange(10, 99), draw.randrange(10, 99)) for _ in range(2560)):
+            said = [f"{a} + {b}=", f"calc({a} + {b})", str(a + b), str(a + b)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=True)
+            ]
+            calls.write(json.dumps({"messages": messages}) + "\n")
+    text = (CONFIGS / "tiny-byzantine.toml").read_text()
+    text = text.replace("operand_max = 99 }", 'operand_max = 99 }\nenvironment = "calculator"')
+    path = folder / "calling.toml"
+    path.write_text(text + SFT.format(data=folder / "calls.jsonl"))
+    return path
+
+
+def test_every_lie_is_told_in_a_run() -> None:
+    assert {*EXPECTED, "forged_tool"} == set(get_args(Cheat))
+
+
+@pytest.mark.slow
+def test_a_worker_that_forges_a_tools_answers_is_slashed(tmp_path: Path) -> None:
+    path, out = calling_config(tmp_path), tmp_path / "run"
+    chosen = [part for key, value in SHORT.items() for part in ("--set", f"{key}={value}")]
+    for verb, model, folder in (
+        ("sft", tmp_path / "start", tmp_path / "sft"),
+        ("run", tmp_path / "sft" / "model", out),
+    ):
+        argv = [sys.executable, "-m", "shoal", verb, str(path), "--out", str(folder), "--set", f"model.name={model}"]
+        done = subprocess.run([*argv, *chosen], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater"]
+    assert set(summary["reject_reasons"]) == {"environment"}
+    assert summary["accepted"]["cheater"] == 0
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert min(step["completion/turns_mean"] for step in metrics) > 1.5, "the model calls"

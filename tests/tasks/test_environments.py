@@ -203,13 +203,33 @@ def test_what_ends_a_conversation(conversation: Conversation) -> None:
 def test_a_conversation_that_was_had_has_no_fault_and_any_other_has(conversation: Conversation) -> None:
     answer = conversation.reply(TASK, 7, FIRST, []) or []
     tokens, turns = [*FIRST, *answer, *[30] * 5, EOS], [len(FIRST), len(answer)]
-    assert conversation.fault(TASK, 7, tokens, turns) == ""
-    assert "after turn 1 of 1" in conversation.fault(TASK, 7, FIRST, []), "an answer is missing"
-    assert "after turn 1 of 2" in conversation.fault(TASK, 8, tokens, turns), "another answer"
-    assert "after turn 1 of 2" in conversation.fault(TASK, 7, tokens, [len(FIRST), len(answer) + 1])
-    assert "after turn 1 of 2" in conversation.fault(TASK, 7, tokens, [len(FIRST) - 1, len(answer) + 1])
+    assert conversation.fault(TASK, 7, tokens, turns) is None
+    assert "after turn 1 of 1" in lie(conversation, FIRST, []), "an answer is missing"
+    assert "after turn 1 of 2" in lie(conversation, tokens, turns, seed=8), "another answer"
+    assert "after turn 1 of 2" in lie(conversation, tokens, [len(FIRST), len(answer) + 1])
+    assert "after turn 1 of 2" in lie(conversation, tokens, [len(FIRST) - 1, len(answer) + 1])
     longer = [*tokens, *answer, 30, 30, 30, 30, 30, EOS]
-    assert "after turn 2 of 3" in conversation.fault(TASK, 7, longer, [*turns, 6, len(answer)]), "one too many"
+    assert "after turn 2 of 3" in lie(conversation, longer, [*turns, 6, len(answer)]), "one too many"
+
+
+def lie(conversation: Conversation, tokens: list[int], turns: list[int], seed: int = 7) -> str:
+    fault = conversation.fault(TASK, seed, tokens, turns)
+    assert fault is not None and fault.lie
+    return fault.detail
+
+
+def test_a_lie_is_found_behind_an_answer_that_an_honest_machine_may_give(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        conversations.Echo, "tolerated", lambda self, task, seed, turns: None if len(turns) == 1 else ()
+    )
+    answer = conversation.reply(TASK, 7, FIRST, []) or []
+    other = [*answer[:-3], 5, *answer[-2:]]
+    doubtful, turns = [*FIRST, *other, *[30] * 5, EOS], [len(FIRST), len(other)]
+    fault = conversation.fault(TASK, 7, doubtful, turns)
+    assert fault is not None and not fault.lie
+    assert "after turn 2 of 3" in lie(conversation, [*doubtful, *answer, 30, EOS], [*turns, 6, len(answer)])
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class BestOfFour(Attack):
         return super().reply(plan, self.stated.get(seed, seed), tokens, turns)
 
     def paid(self, plan: GroupPlan, completion: Completion) -> float:
-        return self.reward(plan, completion)
+        return self.rewards([(plan, completion)])[0]
 
 
 def rolled(seed: int, roll: int) -> int:

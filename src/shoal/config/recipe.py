@@ -71,7 +71,7 @@ class SourceSection(Section):
     )
     prompt: str = Field(default="", description="user message of this source's tasks; empty: tasks.prompt")
     environment: str = Field(
-        default="", description="environment that answers the model between its turns; empty: none"
+        default="", description="what answers the model between its turns: calculator or python; empty: nothing"
     )
     keep: str = Field(default="", description="a manifest by `shoal filter`: only the tasks in it are used")
 

@@ -24,7 +24,7 @@ from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
-from shoal.tasks.environments import Conversation, environments_of, responder
+from shoal.tasks.environments import Conversation, close, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 IDLE_S = 0.3
@@ -51,6 +51,11 @@ class Evaluator:
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.environments = environments_of(config)
+
+    def close(self) -> None:
+        """End the processes that grade and answer."""
+        self.graders.close()
+        close(self.environments)
 
     def run(self, stop: threading.Event) -> str:
         """Evaluate versions as they fall due, until the run ends or `stop` is set. Returns which."""

@@ -162,6 +162,7 @@ class Reason(StrEnum):
     TASKS = "tasks"  # not the derived tasks, targets or seeds
     BOUNDS = "bounds"  # token ids, lengths or numbers out of range
     ENVIRONMENT = "environment"  # an environment's answer that it does not give, or a missing one
+    UNREPEATABLE = "unrepeatable"  # an answer that the environment does not give here, but may on an honest machine
     REWARD = "reward"  # claimed reward is not the recomputed one
     PROOF = "proof"  # TOPLOC: not the hidden states of the stated weights
     LOGPROBS = "logprobs"
@@ -171,7 +172,7 @@ class Reason(StrEnum):
     SPECIAL_TOKENS = "special_tokens"  # a token that only templates use, and that its seed does not yield
 
 
-HARD = frozenset(Reason) - {Reason.UNREADABLE, Reason.BOUNDS}
+HARD = frozenset(Reason) - {Reason.UNREADABLE, Reason.BOUNDS, Reason.UNREPEATABLE}
 
 
 class ClaimRequest(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
@@ -26,4 +27,5 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
             return TorchEngine(dtype, config.model.device)
 
         tasks = task_set(node, config, folder)
-        return Evaluator(node, config, new_engine, folder / "weights", publisher, tasks).run(stop)
+        with closing(Evaluator(node, config, new_engine, folder / "weights", publisher, tasks)) as evaluator:
+            return evaluator.run(stop)

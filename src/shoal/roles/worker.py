@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
@@ -29,5 +30,5 @@ def run_worker(
             task_set(node, config, folder),
             node.curriculum_page,
         )
-        with follow(node, config, folder / "weights", publisher) as follower:
+        with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
             return Worker(node, producer).run(follower, stop)

@@ -22,7 +22,7 @@ from shoal.store.rollouts import PROOF_CHUNK_TOKENS, SCHEMA_VERSION, Header, Rol
 from shoal.tasks import TaskSet, budget
 from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import GroupPlan, plan_submission
-from shoal.tasks.environments import Conversation, environments_of
+from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 
@@ -63,6 +63,11 @@ class Producer:
             self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
         return version
 
+    def close(self) -> None:
+        """End the processes that grade and answer."""
+        self.graders.close()
+        close(self.environments)
+
     def submission(self, assignment: Assignment) -> bytes:
         """The whole signed file."""
         plans = self.plan(assignment)
@@ -96,8 +101,10 @@ class Producer:
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
         """Every row of the file, group by group, with rewards and proofs."""
         proofs = iter(self.prove([completion for group in groups for completion in group]))
+        pairs = [(plan, completion) for plan, group in zip(plans, groups, strict=True) for completion in group]
+        rewards = iter(self.rewards(pairs))
         return [
-            self.rollout(number, plan, seed, completion, next(proofs))
+            self.rollout(number, plan, seed, completion, next(rewards), next(proofs))
             for number, (plan, group) in enumerate(zip(plans, groups, strict=True))
             for seed, completion in zip(plan.seeds, group, strict=True)
         ]
@@ -105,7 +112,22 @@ class Producer:
     def prove(self, completions: Sequence[Completion]) -> list[list[bytes]]:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
 
-    def rollout(self, group: int, plan: GroupPlan, seed: int, completion: Completion, proofs: list[bytes]) -> Rollout:
+    def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
+        """Of each last turn's text, and of the length of all that the model wrote.
+
+        NaN, which claims nothing, where the validator may honestly get another score.
+        """
+        texts = [completion_text(self.tokenizer, last_turn(one.turns, one.tokens)) for _, one in pairs]
+        grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
+        lengths = [model_tokens(one.turns, len(one.tokens)) for _, one in pairs]
+        return [
+            budget.reward(grade.score, length, plan.target_length, self.config.tasks) if grade.certain else math.nan
+            for grade, length, (plan, _) in zip(grades, lengths, pairs, strict=True)
+        ]
+
+    def rollout(
+        self, group: int, plan: GroupPlan, seed: int, completion: Completion, reward: float, proofs: list[bytes]
+    ) -> Rollout:
         task = self.tasks.train[plan.task_index]
         return Rollout(
             group=group,
@@ -114,23 +136,10 @@ class Producer:
             seed=seed,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
-            reward=self.reward(plan, completion),
+            reward=reward,
             proofs=proofs,
             turns=completion.turns,
         )
-
-    def reward(self, plan: GroupPlan, completion: Completion) -> float:
-        """Of the last turn's text, and of the length of all that the model wrote.
-
-        NaN, which claims nothing, where the validator may honestly get another score.
-        """
-        task = self.tasks.train[plan.task_index]
-        text = completion_text(self.tokenizer, last_turn(completion.turns, completion.tokens))
-        [grade] = self.graders.grade([task], [text])
-        if not grade.certain:
-            return math.nan
-        length = model_tokens(completion.turns, len(completion.tokens))
-        return budget.reward(grade.score, length, plan.target_length, self.config.tasks)
 
     def sign(self, assignment: Assignment, prompts: Sequence[Sequence[int]], rollouts: list[Rollout]) -> bytes:
         """Bind the rows, proofs included, to run, step, policy, worker, submission and prompts with one signature."""

@@ -27,7 +27,7 @@ from shoal.model.turns import fit, model_positions, model_spans, model_tokens
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import versions
-from shoal.tasks.environments import Conversation
+from shoal.tasks.environments import Conversation, interpreter
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.distribution import ALTERNATIVES, submission_evidence
 
@@ -133,10 +133,15 @@ def endings(rules: Rules, case: Case) -> Outcome:
 
 def environment(rules: Rules, case: Case) -> Outcome:
     """Are the answers between turns those that the environment gives, and is none missing?"""
+    doubtful = PASSED
     for number, row in enumerate(case.rows):
-        if fault := rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns):
-            return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault}")
-    return PASSED
+        fault = rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
+        if fault and fault.lie:
+            return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
+        if fault and doubtful is PASSED:
+            detail = f"rollout {number}: {fault.detail}, but another machine may ({interpreter()} here)"
+            doubtful = rejected(Reason.UNREPEATABLE, detail)
+    return doubtful
 
 
 def rewards(rules: Rules, case: Case) -> Outcome:

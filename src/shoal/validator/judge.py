@@ -38,7 +38,7 @@ from shoal.tasks import Grade, TaskSet
 from shoal.tasks.budget import reward, rewards_differ
 from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
-from shoal.tasks.environments import Conversation, environments_of
+from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Rules, run
@@ -83,6 +83,7 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self.quarantine.close()
         self.graders.close()
+        close(self.environments)
 
     def load(self, folder: Path) -> None:
         """Load the weights of the version in `folder`. Raises TooManyTokensError if the run's completions do not fit."""

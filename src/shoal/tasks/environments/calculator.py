@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from shoal.tasks.environments.interface import Environment
 from shoal.tasks.task import Task
 
 CALL = "calc("
@@ -25,9 +26,7 @@ class CalculationError(Exception):
     """An expression without a value; the message is shown to the model."""
 
 
-class Calculator:
-    deterministic = True
-
+class Calculator(Environment):
     def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
         expression = last_call(turns[-1])
         if expression is None:

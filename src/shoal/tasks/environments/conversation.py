@@ -4,12 +4,14 @@
 
 It ends when the environment says so, after `sampling.max_turns` turns of the model, at a token limit that leaves no room for
 the answer and one more token, or with a turn that is cut off.
-Invariant: `reply` is a function of its arguments, as far as environments are deterministic. Tokens in, tokens out: what the
+Invariant: `reply` is a function of its arguments, as far as environments are deterministic, and `fault` calls no answer a
+lie that an honest machine may have given. Tokens in, tokens out: what the
 model wrote is decoded for the environment to read, and never tokenised again.
 Called by worker (while it samples), validator (which compares) and evaluator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Config
@@ -31,6 +33,14 @@ def responder(conversation: "Conversation", tasks: Sequence[Task], seeds: Sequen
         return conversation.reply(tasks[group], seeds[group][number], tokens, turns)
 
     return respond
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An answer that is not the environment's here. `lie`: on no honest machine either."""
+
+    detail: str
+    lie: bool
 
 
 class Conversation:
@@ -56,28 +66,55 @@ class Conversation:
 
         `turns` are the lengths of the turns before the last, see `model/turns`.
         """
+        asked = self._asked(task, tokens, turns)
+        if asked is None:
+            return None
+        environment, said = asked
+        text = environment.respond(task, seed, said)
+        return (self._tokens(text, len(tokens)) or None) if text is not None else None
+
+    def fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> Fault | None:
+        """What in a finished completion the environment did not write, or wrote and is missing. Lies come first.
+
+        The turns must fit.
+        """
+        spans = model_spans(turns, len(tokens))
+        faults = []
+        for number, (_, end) in enumerate(spans):
+            before = turns[: 2 * number]
+            answer = self.reply(task, seed, tokens[:end], before) or []
+            next_turn = spans[number + 1][0] if number + 1 < len(spans) else len(tokens)
+            found = list(tokens[end:next_turn])
+            if found != answer:
+                detail = (
+                    f"after turn {number + 1} of {len(spans)} the environment writes {len(answer)} tokens, not these"
+                )
+                faults.append(Fault(detail, lie=not self._tolerates(task, seed, tokens[:end], before, found)))
+        return next((fault for fault in faults if fault.lie), faults[0] if faults else None)
+
+    def _asked(self, task: Task, tokens: Sequence[int], turns: Sequence[int]) -> tuple[Environment, list[str]] | None:
+        """Whom a completion so far asks, and what the model said, turn by turn; None: it ends in any case."""
         environment = self.environments.get(task.source)
         if self.frame is None or environment is None or tokens[-1] not in self.eos_ids:
             return None
         spans = model_spans(turns, len(tokens))
         if len(spans) >= self.max_turns:
             return None
-        said = [completion_text(self.tokenizer, tokens[start:end]) for start, end in spans]
-        text = environment.respond(task, seed, said)
-        if text is None:
-            return None
+        return environment, [completion_text(self.tokenizer, tokens[start:end]) for start, end in spans]
+
+    def _tokens(self, text: str, length: int) -> list[int]:
+        """An answer's tokens behind `length` others; empty if that leaves no room."""
+        assert self.frame is not None
         answer = self.frame.tokens(text)
-        return answer if len(tokens) + len(answer) < self.max_tokens else None
+        return answer if length + len(answer) < self.max_tokens else []
 
-    def fault(self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int]) -> str:
-        """What in a finished completion the environment did not write, or wrote and is missing; empty if nothing.
-
-        The turns must fit.
-        """
-        spans = model_spans(turns, len(tokens))
-        for number, (_, end) in enumerate(spans):
-            answer = self.reply(task, seed, tokens[:end], turns[: 2 * number]) or []
-            next_turn = spans[number + 1][0] if number + 1 < len(spans) else len(tokens)
-            if list(tokens[end:next_turn]) != answer:
-                return f"after turn {number + 1} of {len(spans)} the environment writes {len(answer)} tokens, not these"
-        return ""
+    def _tolerates(
+        self, task: Task, seed: int, tokens: Sequence[int], turns: Sequence[int], found: Sequence[int]
+    ) -> bool:
+        """Whether an honest machine may have found these tokens to follow."""
+        asked = self._asked(task, tokens, turns)
+        if asked is None:
+            return False
+        environment, said = asked
+        tolerated = environment.tolerated(task, seed, said)
+        return tolerated is None or any(self._tokens(text, len(tokens)) == found for text in tolerated)

@@ -138,17 +138,11 @@ class Graders:
     def _start(self, name: str) -> Reward:
         if name in REWARDS:
             return REWARDS[name]()
-        sandbox, trusted = self.section.sandbox, os.environ.get(TRUST) == "1"
-        if sandbox.tier == "rlimits" and not trusted:
-            raise GradeError(
-                f'reward {name}: tasks.sandbox.tier = "rlimits" protects nothing but memory and time on this machine; set '
-                f"{TRUST}=1 here if you trust the author of this run, or use another tier"
-            )
-        tier = None if sandbox.tier == "auto" else sandbox.tier
+        sandbox, tier = self.section.sandbox, tier_of(self.section.sandbox, f"reward {name}")
         try:
             if is_own(name):
                 source = self.files[_file(name)].decode(errors="replace")
-                return Own(name, source, limits_of(sandbox), tier, trusted=trusted)
+                return Own(name, source, limits_of(sandbox), tier, trusted=_trusted())
             return SANDBOXED[name](limits_of(sandbox), tier)
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
@@ -187,6 +181,20 @@ def is_own(name: str) -> bool:
 
 def limits_of(section: SandboxSection) -> Limits:
     return Limits(wall_s=section.wall_s, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
+
+
+def tier_of(section: SandboxSection, user: str) -> str | None:
+    """The tier that is asked for; None: the strongest. Raises GradeError where `user` must not run in it."""
+    if section.tier == "rlimits" and not _trusted():
+        raise GradeError(
+            f'{user}: tasks.sandbox.tier = "rlimits" protects nothing but memory and time on this machine; set '
+            f"{TRUST}=1 here if you trust the author of this run, or use another tier"
+        )
+    return None if section.tier == "auto" else section.tier
+
+
+def _trusted() -> bool:
+    return os.environ.get(TRUST) == "1"
 
 
 def _file(name: str) -> str:

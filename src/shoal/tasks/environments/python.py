@@ -1,0 +1,139 @@
+"""Python: the model writes a program in a fenced block, ends its turn, and is answered with what the program prints.
+
+    ```python
+    print(12 * 7)
+    ```                      is answered with   84
+
+The last closed block of a turn counts; a turn without one ends the conversation. Every program starts afresh, in the
+sandbox, within the limits of `tasks.sandbox`. After a failure, the exception's last line follows what was printed.
+Invariant: no program can make an honest worker slashable. An answer that differs slashes only where the program is `plain`
+and a second run here, within half of all limits, gives the same; and the reported answer is not that of a limit.
+Called by `conversation`. Left out: state between turns, files, installed packages, several programs at once.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.sandbox import Limits, Program, Result, Sandbox, SandboxError
+from shoal.sandbox.limits import LEAST_MEMORY_BYTES
+from shoal.tasks.environments.interface import Environment
+from shoal.tasks.rewards.code.extract import FENCE, PYTHON
+from shoal.tasks.task import Task
+
+MOST_CHARACTERS = 1_000  # of what a program prints
+MOST_OF_ERROR = 200  # characters of the exception's line
+LONGEST_PROGRAM = 10_000  # characters
+OUTPUT_BYTES = 1 << 16  # beyond it a program is stopped
+NOTHING = "(no output)"
+STOPPED = {
+    "timeout": "error: time limit",
+    "memory": "error: memory limit",
+    "output": "error: too much output",
+    "killed": "error: killed",
+    "depth": "error: recursion limit",  # versions count depth differently
+    "sandbox": "error: the sandbox failed",
+}
+# What machines and moments differ in. Refused by name, so that honest machines seldom differ; no wall.
+REFUSED = {"time", "datetime", "timeit", "secrets", "uuid", "platform", "os", "socket", "subprocess", "tempfile"}
+REFUSED |= {"threading", "asyncio", "multiprocessing", "concurrent", "resource", "gc", "tracemalloc"}
+IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:import|from)[ \t]+([^;\n]*)", flags=re.MULTILINE)
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+PLAIN = Path(__file__).with_name("plain.py").read_text()
+
+log = logging.getLogger(__name__)
+
+
+class Python(Environment):
+    def __init__(self, limits: Limits, tier: str | None = None) -> None:
+        """Raises SandboxError if the tier does not work here."""
+        self.sandbox = Sandbox(tier, replace(limits, output_bytes=OUTPUT_BYTES))
+
+    def respond(self, task: Task, seed: int, turns: Sequence[str]) -> str | None:
+        program = last_program(turns[-1])
+        if program is None:
+            return None
+        return refusal(program) or shown(self._run(Program(program)))
+
+    def tolerated(self, task: Task, seed: int, turns: Sequence[str]) -> Sequence[str] | None:
+        program = last_program(turns[-1])
+        if program is None or refusal(program):
+            return ()
+        checked = self._run(Program(PLAIN, stdin=program.encode(errors="replace")))
+        if checked is None or checked.stdout != b"plain\n":
+            return None
+        result = self._run(Program(program), self._half())
+        if result is None or result.outcome != "exited" or result.exit_code != 0:
+            return None
+        return [*STOPPED.values(), shown(result)]
+
+    def close(self) -> None:
+        self.sandbox.close()
+
+    def _run(self, program: Program, limits: Limits | None = None) -> Result | None:
+        """None: the sandbox itself failed."""
+        try:
+            return self.sandbox.run(program, limits)
+        except SandboxError as error:
+            log.warning("a program of the model did not run: %s", error)
+            return None
+
+    def _half(self) -> Limits:
+        limits = self.sandbox.limits
+        memory_bytes = max(limits.memory_bytes // 2, LEAST_MEMORY_BYTES)
+        return replace(limits, wall_s=limits.wall_s / 2, cpu_s=limits.cpu_s / 2, memory_bytes=memory_bytes)
+
+
+def last_program(text: str) -> str | None:
+    """The last block that opens with ```python (or py, python3) and closes with ```, each on a line of its own.
+
+    >>> last_program("So:\\n```python\\nprint(1)\\n```\\nand\\n```python\\nprint(2)")
+    'print(1)'
+    """
+    program: str | None = None
+    lines: list[str] | None = None  # of the open block
+    python = False
+    for line in text.split("\n"):
+        bare = line.strip()
+        if lines is None:
+            if bare.startswith(FENCE) and FENCE not in bare.lstrip("`"):
+                lines, python = [], bare.lstrip("`").strip().lower() in PYTHON
+        elif bare == FENCE:
+            if python:
+                program = "\n".join(lines).encode(errors="replace").decode()
+            lines = None
+        else:
+            lines.append(line)
+    return program
+
+
+def refusal(program: str) -> str:
+    """Why a program is not run, as its answer; empty if it is."""
+    if len(program) > LONGEST_PROGRAM:
+        return f"error: a program has at most {LONGEST_PROGRAM} characters"
+    imported = {name for line in IMPORT.findall(program) for name in re.findall(r"\w+", line)}
+    refused = sorted(imported & REFUSED)
+    return f"error: module {refused[0]} is not available" if refused else ""
+
+
+def shown(result: Result | None) -> str:
+    """A program's end as the model reads it."""
+    if result is None:
+        return STOPPED["sandbox"]
+    if result.outcome != "exited":
+        return STOPPED[result.outcome]
+    text = _readable(result.stdout, MOST_CHARACTERS)
+    if result.exit_code == 0:
+        return text or NOTHING
+    last = result.stderr.rstrip().rpartition(b"\n")[2]
+    if last.startswith(b"RecursionError"):
+        return STOPPED["depth"]
+    error = _readable(last, MOST_OF_ERROR) or f"error: exit status {result.exit_code}"
+    return f"{text}\n{error}" if text else error
+
+
+def _readable(written: bytes, most: int) -> str:
+    text = ADDRESS.sub(" at 0x0", written.decode(errors="replace")).rstrip()
+    return text if len(text) <= most else f"{text[:most]}..."
