@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,22 @@ def test_no_answer_runs_as_code(name: str, tmp_path: Path) -> None:
     grades = graded([task] * len(answers), answers)
     assert not mark.exists()
     assert all(grade.score < 0.5 and grade.outcome == "graded" for grade in grades), grades
+
+
+@pytest.mark.parametrize("name", ["bitwise_arithmetic", "number_sorting", "simple_integration"])
+def test_no_entry_runs_as_code(name: str, tmp_path: Path) -> None:
+    """Entries come from the run's author, whom a worker need not trust."""
+    mark = tmp_path / "mark"
+    run = f"__import__('pathlib').Path({str(mark)!r}).mkdir()"
+    (task,) = rows(dataset=name, size=1)
+    hostile = json.loads(task.metadata)
+    entry = hostile["entry"]
+    entry["answer"] = f"[{run}]"
+    entry["metadata"] |= {"problem": run, "integrand": run}
+    answers = [task.answer, "[1]", "0x1", f"[{run}]"]
+    grades = graded([replace(task, metadata=json.dumps(hostile))] * len(answers), answers)
+    assert not mark.exists()
+    assert all(grade.score < 0.5 for grade in grades), grades
 
 
 def test_no_answer_names_the_grader_s_variables() -> None:

@@ -282,6 +282,42 @@ def test_tests_that_reach_a_limit_are_not_repeatable() -> None:
         code.close()
 
 
+def test_all_stdin_cases_together_have_a_limit() -> None:
+    """Its worker knows the cases, and may write a program that sleeps in each of them and still passes."""
+    code = Code(Limits(cpu_s=60.0, wall_s=0.5), best_tier(), size=1)
+    try:
+        cases = {"kind": "stdin", "cases": [{"input": "", "output": "1"}] * 100}
+        found = grade(code, cases, "import time\ntime.sleep(0.25)\nprint(1)")
+        assert (found.score, found.outcome, found.repeatable) == (0, "graded", False)
+        assert "time limit" in found.detail
+        assert int(found.detail.split()[1]) <= 20
+    finally:
+        code.close()
+
+
+OWN_FRAME = """
+import sys, os
+def f(x):
+    frame = sys._getframe()
+    while "frame" not in frame.f_locals or not isinstance(frame.f_locals["frame"], bytes):
+        frame = frame.f_back
+    os.write(4, (8).to_bytes(4, "big") + frame.f_locals["frame"][:8])
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "tests"),
+    [
+        (OWN_FRAME, "assert candidate(1) == 2"),
+        ("def f(x): return 'a' * 600_000", "found = candidate(1)\nprint(found, found)"),
+    ],
+)
+def test_a_program_cannot_make_the_tests_look_at_fault(code: Code, source: str, tests: str) -> None:
+    found = grade(code, {"kind": "asserts", "entry": "f", "code": tests}, source)
+    assert (found.score, found.outcome) == (0, "graded"), found
+
+
 def test_a_fraction_of_the_cases(code: Code) -> None:
     fraction = Code(Limits(), best_tier(), size=1, fraction=True)
     try:

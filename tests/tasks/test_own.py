@@ -153,6 +153,23 @@ def test_it_reads_no_file_of_the_machine() -> None:
     assert grade("mine.py:reads", "x")[0].score == 0.0
 
 
+def test_what_its_process_answers_is_never_built_as_a_set() -> None:
+    """These integers have one hash: a real set of them would take a time that is quadratic in their number."""
+    source = (
+        "import os, sys\n"
+        "def answers(task, completion):\n"
+        "    channel, wire = sys.modules['channel'], sys.modules['wire']\n"
+        "    channel.send(b'V' + wire.pack(dict.fromkeys(n * (2**61 - 1) for n in range(1, 2000))))\n"
+        "    os._exit(0)\n"
+    )
+    own = Own("a.py:answers", source, Limits(), size=1)
+    try:
+        [found] = own.grade([TASK], ["x"])
+        assert found.outcome == "grader_error" and "a set or a dict" in found.detail
+    finally:
+        own.close()
+
+
 def test_a_trusted_run_may_import_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRUST, "1")
     assert grade("mine.py:installed", "x")[0].score == 0.5

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from shoal import tasks
@@ -233,6 +234,39 @@ def test_a_manifest_of_another_form_is_refused(data: bytes, tmp_path: Path) -> N
     section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
     with pytest.raises(TasksNotFoundError, match="the manifest of the task set is not of this version"):
         tasks.join(section_, tmp_path, lambda _: data)
+
+
+def manifest(**changed: Any) -> bytes:
+    chunk = {"sha256": "0" * 64, "rows": 1, "size_bytes": 1}
+    source = {"name": "arithmetic", "chunks": [chunk], "train": 1, "heldout": 0}
+    held: dict[str, Any] = {"format": table.FORMAT, "sources": [source], "heldout": [], "files": {}}
+    return json.dumps(held | changed).encode()
+
+
+def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) -> None:
+    """A file that is there under another hash than its name is taken for damaged, and deleted."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret")
+    for name in (str(keys), "../keys"):
+        data = manifest(files={"mine.py": name})
+        section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
+        with pytest.raises(TasksNotFoundError, match="is not of this version"):
+            _ = tasks.join(section_, tmp_path / "worker", lambda _, data=data: data).files
+    assert keys.read_text() == "secret"
+
+
+def test_a_chunk_whose_offsets_lead_out_of_its_text_is_refused(tmp_path: Path) -> None:
+    """Arrow reads what they point at, which is this process's memory."""
+    store = table.Store(tmp_path)
+    texts = [pa.array(["some text"] * 2) for _ in table.COLUMNS]
+    chunk = store.write(pa.table(texts, schema=table.SCHEMA))
+    good = store.read(chunk.sha256)
+    offsets = b"".join(n.to_bytes(4, "little") for n in (0, 9, 18))
+    assert good.count(offsets) == len(table.COLUMNS)
+    bad = good.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 9, 1 << 30)))
+    hostile = table.Chunk(sha256=store.put(bad), rows=2, size_bytes=len(bad))
+    with pytest.raises(TasksNotFoundError, match="not readable as task data"):
+        store.batch(hostile)
 
 
 # --- what travels with it ---------------------------------------------------------------------------------------------

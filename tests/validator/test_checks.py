@@ -1,6 +1,7 @@
 """One test per lie, each with the reason that must be found first; and honest work, which no check may touch."""
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.protocol.messages import Reason, Verdict
 from shoal.rollout.produce import Producer
 from shoal.store import rollouts as rollout_file
-from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout
+from shoal.store.rollouts import SCHEMA_VERSION, Header, Rollout, read_accepted
+from shoal.tasks import Grade
 from shoal.tasks.derive import GroupPlan
+from shoal.tasks.rewards import graders
 from shoal.validator.case import Case
 from shoal.validator.checks import (
     EXPENSIVE,
@@ -51,6 +54,8 @@ from .support import (
     Edited,
     assignment,
     case_of,
+    checked,
+    claim,
     config,
     judged,
     make_producer,
@@ -234,11 +239,51 @@ def test_quantising_changes_every_linear_weight_by_at_most_half_a_level(tiny_fol
 # --- rewards and figures ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("claimed", [1.0, float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("claimed", [1.0, float("inf"), 3e38])
 def test_a_forged_reward(honest: list[Rollout], refused: Callable[..., Verdict], claimed: float) -> None:
     verdict = refused(with_row(honest, 5, reward=claimed))
     assert verdict.reason is Reason.REWARD
     assert verdict.evidence == {"wrong": 1, "rollouts": 8}
+
+
+def test_a_worker_need_not_claim_rewards(
+    honest: list[Rollout], worker: Producer, validator: Validator, refused: Callable[..., Verdict]
+) -> None:
+    """It claims none where its own grader failed. Nothing is believed: the accepted file has the validator's rewards."""
+    assert refused(with_row(honest, 5, reward=float("nan"))).reason is None
+    _, accepted = checked(validator, claim(), signed(worker, ASKED, [replace(row, reward=math.nan) for row in honest]))
+    rows = read_accepted(accepted or b"", max_rows=8, max_tokens=1000).rows
+    assert [row.reward for row in rows] == pytest.approx([row.reward for row in honest])
+
+
+@pytest.mark.parametrize("failed", [{"outcome": "grader_error"}, {"repeatable": False}, {"tier": "kernel"}])
+def test_a_grade_that_another_machine_may_not_give_accuses_nobody(
+    honest: list[Rollout],
+    worker: Producer,
+    validator: Validator,
+    refused: Callable[..., Verdict],
+    failed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever side gives it: a validator whose grader fails, or a worker on a slow machine."""
+    uncertain = Grade(0.0, **failed)
+    claims_one = with_row(honest, 5, reward=1.0)
+    assert refused(claims_one).reason is Reason.REWARD
+    with monkeypatch.context() as patch:
+        patch.setattr(validator.judge.graders, "grade", lambda tasks, _: [uncertain] * len(tasks))
+        assert refused(claims_one).reason is None
+    monkeypatch.setattr(worker.graders, "grade", lambda tasks, _: [uncertain] * len(tasks))
+    assert judged(validator, ASKED, worker.submission(ASKED)).reason is None
+
+
+def test_rewards_of_other_versions_are_not_compared(
+    honest: list[Rollout], worker: Producer, validator: Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may pass its tests in Python 3.12 and not even parse in 3.11."""
+    with monkeypatch.context() as patch:
+        patch.setattr(graders, "_installed", lambda: "CPython 3.99.0 x86_64")
+        data = signed(worker, ASKED, with_row(honest, 5, reward=1.0))
+    assert judged(validator, ASKED, data).reason is None
 
 
 def test_forged_logprobs(honest: list[Rollout], refused: Callable[..., Verdict]) -> None:

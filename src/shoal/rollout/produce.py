@@ -5,6 +5,7 @@ Called by the worker's loop; it does no network requests itself. Each method is 
 lying workers of the tests override one each.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,15 @@ class Producer:
         return toploc.build_many([c.hidden_TH for c in completions], chunk_tokens=PROOF_CHUNK_TOKENS)
 
     def rewards(self, pairs: Sequence[tuple[GroupPlan, Completion]]) -> list[float]:
-        """Of each last turn's text, and of the length of all that the model wrote."""
+        """Of each last turn's text, and of the length of all that the model wrote.
+
+        NaN, which claims nothing, where the validator may honestly get another score.
+        """
         texts = [completion_text(self.tokenizer, last_turn(one.turns, one.tokens)) for _, one in pairs]
         grades = self.graders.grade([self.tasks.train[plan.task_index] for plan, _ in pairs], texts)
         lengths = [model_tokens(one.turns, len(one.tokens)) for _, one in pairs]
         return [
-            budget.reward(grade.score, length, plan.target_length, self.config.tasks)
+            budget.reward(grade.score, length, plan.target_length, self.config.tasks) if grade.certain else math.nan
             for grade, length, (plan, _) in zip(grades, lengths, pairs, strict=True)
         ]
 
@@ -149,5 +153,6 @@ class Producer:
             submission=assignment.number,
             signer=self.identity.public,
             prompts=prompts_digest(prompts),
+            graded_with=tasks.versions(),
         )
         return write_submission(header, rollouts, self.identity)

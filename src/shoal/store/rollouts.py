@@ -57,7 +57,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class Header(BaseModel):
@@ -74,6 +74,7 @@ class Header(BaseModel):
     submission: int = Field(ge=0)
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
     prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts
+    graded_with: str = Field(default="", max_length=1000)  # submissions only: the versions that its rewards are of
     content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows, proofs included
 
 
@@ -87,7 +88,7 @@ class Rollout:
     seed: int
     tokens: list[int]
     logprobs: list[float]
-    reward: float
+    reward: float  # NaN: the worker claims none
     proofs: list[bytes]
     turns: list[int] = field(default_factory=list)
 

@@ -9,11 +9,11 @@ from shoal.config.recipe import TaskSection
 from shoal.model.sources import cache_dir
 from shoal.tasks.compiled.compiling import compile_tasks
 from shoal.tasks.compiled.table import Fetch, Store
-from shoal.tasks.rewards.graders import GradeError, Graders
+from shoal.tasks.rewards.graders import GradeError, Graders, versions
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 from shoal.tasks.taskset import TaskSet
 
-__all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load"]
+__all__ = ["Grade", "GradeError", "Graders", "Task", "TaskSet", "TasksNotFoundError", "join", "load", "versions"]
 
 
 def load(section: TaskSection, folder: Path | None = None) -> TaskSet:

@@ -35,6 +35,14 @@ class Grade:
     repeatable: bool = True  # False: a limit was hit or nearly hit, so another machine may score differently
     parts: Mapping[str, float] = field(default_factory=dict)  # score of each reward, where several are weighted
 
+    @property
+    def certain(self) -> bool:
+        """Whether every machine with the same versions gives this score.
+
+        Not if the grader failed or came near a limit, nor if code ran in the sandbox: it may read clocks and addresses.
+        """
+        return self.repeatable and self.outcome != "grader_error" and not self.tier
+
 
 class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:

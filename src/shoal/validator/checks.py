@@ -14,6 +14,7 @@ Called by `judge`. docs/trust.md says what is not caught, and why.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from shoal.config import Config
 from shoal.model.turns import fit, model_positions, model_spans, model_tokens
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
+from shoal.tasks import versions
 from shoal.tasks.environments import Conversation, interpreter
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.distribution import ALTERNATIVES, submission_evidence
@@ -143,11 +145,16 @@ def environment(rules: Rules, case: Case) -> Outcome:
 
 
 def rewards(rules: Rules, case: Case) -> Outcome:
-    """Is every claimed reward the one that the grader gives here? (A score that a time limit decided may differ.)"""
+    """Is every claimed reward the one that the grader gives here? (Where all machines must agree.)
+
+    A worker may claim nothing, and name other versions. It gains nothing: only the validator's own rewards are used.
+    """
+    if case.header.graded_with != versions():
+        return PASSED
     wrong = [
         number
         for number, (row, own, grade) in enumerate(zip(case.rows, case.graded(), case.grades, strict=True))
-        if grade.repeatable and not abs(row.reward - own) <= REWARD_TOLERANCE * max(1.0, abs(own))
+        if grade.certain and not math.isnan(row.reward) and not abs(row.reward - own) <= _tolerance(own)
     ]
     if not wrong:
         return PASSED
@@ -157,6 +164,10 @@ def rewards(rules: Rules, case: Case) -> Outcome:
         f"rollout {first} claims {case.rows[first].reward:g}, the grader gives {case.rewards[first]:g}",
         {"wrong": len(wrong), "rollouts": len(case.rows)},
     )
+
+
+def _tolerance(reward: float) -> float:
+    return REWARD_TOLERANCE * max(1.0, abs(reward))
 
 
 def proof(rules: Rules, case: Case) -> Outcome:

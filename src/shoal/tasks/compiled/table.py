@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import overload
+from typing import Annotated, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,7 +29,7 @@ COLUMNS = [field.name for field in fields(Task)]
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
 
 Fetch = Callable[[str], bytes]
-Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Field(ge=0, le=2**40)
 
 
@@ -38,7 +38,7 @@ class Part(BaseModel):
 
 
 class Chunk(Part):
-    sha256: str = Sha256
+    sha256: Sha256
     rows: int = Field(ge=1, le=CHUNK_ROWS)
     size_bytes: int = Count
 
@@ -56,7 +56,7 @@ class Manifest(Part):
     format: str = Field(default=FORMAT, pattern=f"^{FORMAT}$")
     sources: list[SourceTasks] = Field(min_length=1)
     heldout: list[Chunk]  # of all sources
-    files: dict[str, str] = {}  # further files that travel with the tasks, by name: SHA-256
+    files: dict[str, Sha256] = {}  # further files that travel with the tasks, by name
 
     def encode(self) -> bytes:
         return self.model_dump_json().encode()
@@ -171,9 +171,12 @@ class TaskView(Sequence[Task]):
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
+    """Validated in full: offsets that a hostile file points beyond its text would be read as they are."""
     try:
         with pa.memory_map(str(path)) as source:
-            return pa.ipc.open_file(source).get_batch(0)
+            batch = pa.ipc.open_file(source).get_batch(0)
+        batch.validate(full=True)
+        return batch
     except (pa.ArrowException, OSError) as error:
         raise TasksNotFoundError(f"{path} is not readable as task data ({error}); delete it") from error
 

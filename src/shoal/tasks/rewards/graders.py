@@ -6,12 +6,14 @@ Rewards start on first use and end with `close`.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
 from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
-from shoal.sandbox import Limits, SandboxError
+from shoal.sandbox import Limits, SandboxError, interpreter
 from shoal.tasks.adapters import reasoning_gym, verifiers
 from shoal.tasks.rewards.choice import Choice
 from shoal.tasks.rewards.code import Code
@@ -34,6 +36,10 @@ SANDBOXED: dict[str, Callable[[Limits, str | None], Reward]] = {
     "code": Code,
     "code_fraction": lambda limits, tier: Code(limits, tier, fraction=True),
 }
+PACKAGES = (  # that decide scores, or the text that is scored
+    *("shoal", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "lm-eval", "langdetect"),
+    *("nltk", "reasoning-gym", "verifiers"),
+)
 TRUST = "SHOAL_TRUST_RUN"  # set to 1 by a person who trusts the author of the run with this machine
 
 
@@ -144,6 +150,22 @@ class Graders:
                 f'reward {name} needs a sandbox: {reason} (in Shoal: tasks.sandbox.tier = "rlimits", with {TRUST}=1 on each '
                 "machine that grades)"
             ) from error
+
+
+def versions() -> str:
+    """What scores may depend on besides task and completion: interpreter, libraries, and whether the author is trusted."""
+    return _installed() + (", trusted" if os.environ.get(TRUST) == "1" else "")
+
+
+@cache
+def _installed() -> str:
+    found = [interpreter()]
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:  # of an extra
+            continue
+    return ", ".join(found)
 
 
 def weights_of(source: SourceSection) -> dict[str, float]:

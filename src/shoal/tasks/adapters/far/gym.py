@@ -2,7 +2,8 @@
 
 Invariants: an entry survives the way through JSON with its tuples and integer keys, because some data sets score by them.
 Nine data sets evaluate an answer as Python; such an answer is scored only if it is a plain literal or formula,
-and else as an empty one, so that a completion never runs as code.
+and else as an empty one, so that a completion never runs as code. Nor does an entry, which the run's author wrote: some data
+sets evaluate parts of it too, so while one scores, an audit hook lets only literals and formulas be compiled.
 Runs in a process of its own, without Shoal: see `listing.py` and `trunk.py`.
 """
 
@@ -12,6 +13,7 @@ import json
 import math
 import random
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -34,6 +36,10 @@ FORMULA = (
     *(ast.Expression, ast.Load, ast.Constant, ast.Name, ast.Call, ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod),
 )
+# What is compiled while a data set scores: formulas with bits, lists and symbols too, and what sympy writes by itself.
+COMPILED = (*(*FORMULA, *LITERAL, ast.LShift, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert),)
+CONSTRUCTORS = {"Integer", "Float", "Rational", "Symbol"}
+MONOMIALS = re.compile(r"[\s()+\-*,=<>:0-9]|\b(?:def|return|if|else|monomial_[a-z]+|None|[abABkr]\d*|min|max)\b")
 FUNCTIONS = {
     *(
         "sin",
@@ -56,6 +62,12 @@ FUNCTIONS = {
 }
 
 dataset: Any = None  # of the source, set by `prepare`
+scoring = False  # what the audit hook looks at
+hooked = False
+
+
+class Refused(BaseException):  # noqa: N818 - no Exception, so that no data set swallows it
+    """An entry would run as code."""
 
 
 class RefusedError(Exception):
@@ -89,8 +101,11 @@ def rows(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def prepare(setting: str) -> None:
-    global dataset
+    global dataset, hooked
     dataset = open_dataset(json.loads(setting))
+    if not hooked:
+        sys.addaudithook(refuse)
+        hooked = True
 
 
 def score(value: dict[str, Any]) -> dict[str, Any]:
@@ -111,16 +126,45 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
             f"{detail} is no plain literal or formula: it is not evaluated and counts as an empty answer",
         )
     try:
-        points = float(dataset.score_answer(answer, entry))
+        points = points_of(answer, entry)
     except Exception as error:  # noqa: BLE001  whose fault it is follows from the gold answer
         if not isinstance(entry["answer"], str):
             raise
-        dataset.score_answer(entry["answer"], entry)  # raises too if the entry is at fault
+        points_of(entry["answer"], entry)  # raises too if the entry is at fault
         text = f"{detail} is not readable: {type(error).__name__}: {error}"
         return {"score": 0.0, "outcome": "wrong_format", "detail": text[:500]}
     if not (math.isfinite(points) and 0 <= points <= 1):
         raise ValueError(f"reasoning-gym gives {points}, which is not within [0, 1]")
     return {"score": points, "outcome": "graded", "detail": detail}
+
+
+def points_of(answer: str, entry: dict[str, Any]) -> float:
+    global scoring
+    scoring = True
+    try:
+        return float(dataset.score_answer(answer, entry))
+    finally:
+        scoring = False
+
+
+def refuse(event: str, args: tuple[Any, ...]) -> None:
+    """An audit hook (PEP 578). Text that is only parsed has the name "<unknown>", modules have that of their file."""
+    if (
+        scoring
+        and event == "compile"
+        and isinstance(args[1], str)
+        and args[1].startswith("<")
+        and args[1] != "<unknown>"
+    ):
+        source = args[0].decode() if isinstance(args[0], bytes) else args[0]
+        if source is None or not harmless(source):
+            raise Refused(f"the data set would run {source!r:.100}, which is no literal and no formula")
+
+
+def harmless(source: str) -> bool:
+    if source in ("", "from sympy import *") or not MONOMIALS.sub("", source):
+        return True
+    return parses(source, COMPILED, otherwise=not_python(source))
 
 
 def find_answer(completion: str) -> str:
@@ -132,7 +176,7 @@ def find_answer(completion: str) -> str:
 def may_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
     """Whether the library evaluates nothing of this answer but a literal or a formula."""
     if name in LITERALS:
-        return answer == entry["answer"] or parses(answer, LITERAL, otherwise=True)
+        return answer == entry["answer"] or parses(answer, LITERAL, otherwise=not_python(answer))
     return name not in FORMULAS or (answer.isascii() and parses(answer, FORMULA, otherwise=False))
 
 
@@ -148,14 +192,26 @@ def parses(text: str, allowed: tuple[type[ast.AST], ...], *, otherwise: bool) ->
     return all(isinstance(node, allowed) and is_plain(node, allowed) for node in ast.walk(tree))
 
 
+def not_python(text: str) -> bool:
+    """Whether no part of it can run, because it does not compile."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return True
+    except (MemoryError, RecursionError):
+        return False
+    return False
+
+
 def is_plain(node: ast.AST, allowed: tuple[type[ast.AST], ...]) -> bool:
     match node:
         case ast.Constant(value):
-            return type(value) in ((int, float, str) if allowed is LITERAL else (int, float))
+            return type(value) in ((int, float) if allowed is FORMULA else (int, float, str))
         case ast.Name(name):
             return re.fullmatch("[A-Za-z][A-Za-z0-9]*", name) is not None
         case ast.Call(function, _, keywords):
-            return isinstance(function, ast.Name) and function.id in FUNCTIONS and not keywords
+            names = FUNCTIONS | CONSTRUCTORS if allowed is COMPILED else FUNCTIONS
+            return isinstance(function, ast.Name) and function.id in names and not keywords
     return True
 
 

@@ -1,12 +1,15 @@
 """Inside the sandbox: runs a completion's code and answers calls of its functions with plain data.
 
 Invariant: no expected value ever comes here, so what the model's code does to this process (it may change all of it)
-can only change its own answers. Sent by `inside` as the program; frames in: the setup, then calls; frames out: one
-for the setup, one per call.
+can only change its own answers. Sent by `inside` as the program. Every frame that comes in gets one as its answer:
 
-setup   [source, prompt, entry]   answered by  R  ready      P text  it does not parse      X [type, message]  it raised
-call    8 bytes, then [args, kwargs]   answered by the same 8 bytes, then  V value, X [type, message] or U text: not
-plain data
+setup   [source, prompt, entry]         R   ready
+                                        P   text: it does not parse
+                                        X   [type, message]: it raised
+call    8 bytes, then [args, kwargs]    the same 8 bytes, then
+                                        V   value
+                                        X   [type, message]: it raised
+                                        U   text: the value is not plain data
 """
 
 import ast

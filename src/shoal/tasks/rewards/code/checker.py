@@ -4,8 +4,10 @@ Invariant: the model's code never runs here. Its answers come as plain data, so 
 frame P, sent after all tests ran, says that they passed. Sent by `inside` as the program.
 
 setup   [tests, prompt, entry]
-out     C [args, kwargs], answered by  V value  X [type, message]  U text
-        P passed   F text: an assertion failed, or the tests raised   T text: the tests themselves are at fault
+out     C [args, kwargs]: a call, answered by V value, X [type, message] or U text, as in `candidate`
+        P passed
+        F text: an assertion failed, or the tests raised
+        T text: the tests themselves are at fault
 """
 
 import builtins

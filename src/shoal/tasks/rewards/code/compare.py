@@ -9,8 +9,7 @@ stdout  line by line without blank lines, each line as words. A word is equal as
         These are the tolerances of APPS's harness (numpy.allclose's); LiveCodeBench compares fractions exactly and
         is stricter.
 values  as Python's == on builtins, but tuples equal lists (JSON has no tuples), keys of a dict may be numbers where
-JSON has
-        their text, and floats have the same tolerance. A set equals no list.
+        JSON has their text, and floats have the same tolerance. A set equals no list.
 """
 
 import re

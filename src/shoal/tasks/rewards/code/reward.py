@@ -23,6 +23,7 @@ from shoal.tasks.task import Grade, Task
 
 LONGEST_PROGRAM = 1 << 18  # characters
 OUTPUT_BYTES = 1 << 20
+ALL_CASES = 10  # times the limits of one stdin case: what all cases of a task may use together
 SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
 
 
@@ -59,12 +60,18 @@ class Code:
         return replace(grade, tier=self.candidates.tier)
 
     def _stdin(self, tests: Stdin, source: str) -> Grade:
-        """A process for each case."""
+        """A process for each case. All cases together have limits too: a program may sleep, then pass, a hundred times."""
         passed, detail, repeatable = 0, "", True
+        cpu_s = wall_s = 0.0
         for number, (given, expected) in enumerate(tests.cases, start=1):
             limits = replace(self.limits, output_bytes=OUTPUT_BYTES + 2 * len(expected))
             result = self.candidates.run(Program(source, stdin=given.encode(errors="replace")), limits)
-            repeatable = repeatable and self._repeatable(result)
+            cpu_s, wall_s = cpu_s + result.cpu_s, wall_s + result.wall_s
+            used = max(cpu_s / self.limits.cpu_s, wall_s / self.limits.wall_s) / ALL_CASES
+            repeatable = repeatable and self._repeatable(result) and used <= 1 / 2
+            if used > 1:
+                detail = f"case {number} of {len(tests.cases)}: over the time limit of all cases"
+                break
             reason = _wrong_output(result, expected)
             if not reason:
                 passed += 1

@@ -53,6 +53,8 @@ class Candidate:
         frame = self._receive()
         if frame[:NUMBER_BYTES] != number:
             raise FailedError("it answered before it was asked")
+        if len(frame) == NUMBER_BYTES:  # the tests' process ends at an empty answer, and would be blamed
+            raise FailedError("it answered nothing")
         return frame[NUMBER_BYTES:]
 
     def end(self) -> Result:
@@ -94,7 +96,7 @@ def relay(checker: Conversation, candidate: Candidate, tests: str, prompt: str, 
         else:
             raise FailedError(f"call {answered}: {text}")
     result = checker.close(END_S)
-    if answered and result.outcome in ("timeout", "memory"):
+    if answered and result.outcome != "exited":
         raise FailedError(f"the tests do not end on its answers ({result.outcome})")
     raise BadTestsError(f"the tests' process died: {Candidate.describe(result)}")
 

@@ -3,9 +3,11 @@
 Invariant: `random` starts anew with every call and the hash seed is fixed, so a function that only reads its
 arguments gives the same score everywhere. Sent by `own` as the program.
 
-setup   [file, source, function]   answered by  R0 one completion a call, R1 a batch a call, or X text
-call    [tasks as dicts, completions]   answered by V and one score for each, or X text: what the function raised or
-returned
+setup   [file, source, function]         R0   it takes one completion a call
+                                         R1   it takes a batch
+                                         X    text: what the file raised
+call    [tasks as dicts, completions]    V    one score for each
+                                         X    text: what the function raised, or returned in place of a score
 """
 
 import os

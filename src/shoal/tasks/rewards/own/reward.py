@@ -121,7 +121,12 @@ def _plain(setup: bytes, limits: Limits) -> Function:
 
 
 def _scores(answer: bytes, count: int) -> list[float]:
-    scores = unpack(answer[1:]) if answer[:1] == b"V" else None
+    scores = unpack(answer[1:], _refused, _refused) if answer[:1] == b"V" else None
     if not isinstance(scores, list) or len(scores) != count or not all(type(score) is float for score in scores):
         raise RewardError("its process answers with something else than scores")
     return scores
+
+
+def _refused(*_: object) -> None:
+    """Sets and dicts are no scores, and to build one of hostile items takes quadratic time."""
+    raise WireError("its process answers with a set or a dict")
