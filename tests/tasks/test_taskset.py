@@ -13,7 +13,7 @@ import pytest
 from shoal import tasks
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.tasks.compiled import compiling, table
-from shoal.tasks.compiled.spool import content_id
+from shoal.tasks.compiled.spool import Spool, content_id
 from shoal.tasks.sources.fields import Fields
 from shoal.tasks.task import Task, TasksNotFoundError
 
@@ -277,6 +277,19 @@ def test_a_manifest_has_bounds(changed: dict[str, Any]) -> None:
     table.Manifest.decode(manifest())
     with pytest.raises(TasksNotFoundError, match="is not of this version"):
         table.Manifest.decode(manifest(**changed))
+
+
+@pytest.mark.parametrize("order", [("math", "number", ""), ("number", "", "math"), ("math", "", "number")])
+def test_rows_that_differ_in_their_reward_alone_merge_alike_in_any_order(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    spool = Spool(tmp_path / "rows", "s")
+    for n, reward in enumerate(order):
+        spool.add(Fields("1+1?", "2", reward=reward))
+        spool.add(Fields(f"{n}?", "3"))
+    spool.finish()
+    rows = [row for row in spool.table.take(spool.rows).to_pylist() if row["question"] == "1+1?"]
+    assert [row["reward"] for row in rows] == [""] and spool.merged == 2
 
 
 def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) -> None:
