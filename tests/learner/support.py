@@ -116,7 +116,7 @@ class Store:
     def descriptor(self) -> Any:
         return SimpleNamespace(keys={"validator": [self.validator], "worker": [STRANGER.public]})
 
-    def get_bytes(self, path: str) -> bytes:
+    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
         self.asked.append(path)
         return self.files[path]
 

@@ -1,9 +1,10 @@
 """The node against a coordinator that is a function (httpx.MockTransport)."""
 
+import gzip
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from shoal.protocol import node as node_module
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
-from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError
+from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError, TooLargeError
 from shoal.protocol.signing import split_target, verify_request
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
@@ -262,6 +263,53 @@ def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
 
 
 # --- living ----------------------------------------------------------------------------------------------------------
+
+
+class Endless(httpx.SyncByteStream):
+    """A body without end; `sent` counts its bytes."""
+
+    sent = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self.sent < 1 << 24:  # where nobody stops reading, the test ends all the same
+            self.sent += 1024
+            yield bytes(1024)
+
+
+def test_an_answer_above_its_limit_is_not_read_on(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    coordinator.answers["/v1/tasks/a"] = httpx.Response(200, content=bytes(5000))
+    assert node.get_bytes("/v1/tasks/a", most_bytes=5000) == bytes(5000)
+    endless = Endless()
+    coordinator.answers["/v1/tasks/a"] = httpx.Response(200, stream=endless)
+    with pytest.raises(TooLargeError, match=r"http://c:1 answers GET /v1/tasks/a with more than 4999 bytes"):
+        node.get_bytes("/v1/tasks/a", most_bytes=4999)
+    assert endless.sent <= 1 << 17
+
+
+def test_messages_and_curriculum_pages_have_limits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "PAGE_BYTES", 2000)
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    for path in ("/v1/batches/1", "/v1/curricula/a"):
+        coordinator.answers[path] = httpx.Response(200, stream=Endless())
+    with pytest.raises(TooLargeError, match="more than 2000 bytes"):
+        node.curriculum_page("a")
+    with pytest.raises(TooLargeError, match="more than 4096 bytes"):
+        node.get("/v1/batches/1", Ok, most_bytes=4096)
+
+
+def test_a_compressed_answer_is_refused(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    data = gzip.compress(bytes(1 << 20))
+    coordinator.answers["/v1/tasks/a"] = httpx.Response(
+        200, stream=httpx.ByteStream(data), headers={"content-encoding": "gzip"}
+    )
+    with pytest.raises(NodeError, match="answers GET /v1/tasks/a in gzip"):
+        node.get_bytes("/v1/tasks/a", most_bytes=1 << 21)
+    assert coordinator.requests[-1].headers["accept-encoding"] == "identity"
 
 
 def test_a_beat_tells_what_the_node_does(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Sums(vf.Taskset[Sum, Config]):
 @pytest.fixture(autouse=True)
 def _path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(verifiers.ENVIRONMENTS, "sums")
 
 
 def written(folder: Path, name: str = "sums", **parts: str) -> Path:

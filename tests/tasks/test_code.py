@@ -9,6 +9,7 @@ import pytest
 from shoal.sandbox import Limits, best_tier
 from shoal.tasks import Grade, Task
 from shoal.tasks.rewards.code import Code
+from shoal.tasks.rewards.code import reward as reward_module
 from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.rewards.code.extract import program_of
 from shoal.tasks.rewards.code.tests import TestsError, read_tests
@@ -29,6 +30,18 @@ def grade(code: Code, tests: Any, completion: str) -> Grade:
         [Task("t/1", "", "", tests=tests if isinstance(tests, str) else json.dumps(tests))], [completion]
     )
     return found
+
+
+def test_the_tests_of_a_task_are_read_once_for_all_its_completions(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be many megabytes of JSON."""
+    read: list[str] = []
+    monkeypatch.setattr(reward_module, "read_tests", lambda text: read.append(text) or read_tests(text))
+    one, other = (Task(f"t/{n}", "", "", tests=tests) for n, tests in enumerate((json.dumps(ADD), "no JSON")))
+    right, wrong = "def add(a, b): return a + b", "def add(a, b): return 7"
+    grades = code.grade([one, one, other, one, other], [right, wrong, right, right, wrong])
+    assert [grade.score for grade in grades] == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert [grade.outcome for grade in grades] == ["graded", "graded", "grader_error", "graded", "grader_error"]
+    assert sorted(read) == sorted([one.tests, other.tests])
 
 
 @pytest.mark.parametrize(

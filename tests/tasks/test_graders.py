@@ -9,6 +9,8 @@ from shoal import tasks
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.tasks.rewards import graders
 from shoal.tasks.rewards.graders import GradeError, Graders
+from shoal.tasks.rewards.weighted import combine
+from shoal.tasks.task import Grade
 
 TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
 
@@ -58,3 +60,13 @@ def test_the_reward_that_a_source_names_grades_all_its_tasks() -> None:
 def test_no_reward_or_an_unknown_one_is_named(reward: str, own: str, message: str) -> None:
     with pytest.raises(GradeError, match=message):
         Graders(section(reward)).grade([replace(TASK, reward=own)], [""])
+
+
+def test_a_reward_of_weight_0_is_reported_and_changes_nothing() -> None:
+    right = Grade(1.0)
+    broken = Grade(0.0, "grader_error", "it raised", tier="kernel", repeatable=False)
+    found = combine({"a": right, "b": broken}, {"a": 2.0, "b": 0.0})
+    assert (found.score, found.outcome, found.certain) == (1.0, "graded", True)
+    assert found.parts == {"a": 1.0, "b": 0.0} and "b: it raised" in found.detail
+    failed = combine({"a": right, "b": broken}, {"a": 2.0, "b": 0.5})
+    assert (failed.score, failed.outcome) == (0.0, "grader_error")

@@ -1,12 +1,12 @@
-"""IFEval's grader through lm-eval, and what happens without it."""
+"""IFEval's grader through lm-eval, and what happens without it. Where it is not installed, a stand-in shows the limits."""
 
-import builtins
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.tasks.rewards import instructions
 from shoal.tasks.rewards.instructions import Instructions, MissingExtraError
 from shoal.tasks.task import Grade, Task
 
@@ -24,7 +24,41 @@ KEYWORD = ("keywords:existence", {"keywords": ["shoal"]})
 
 def grade(one: Task, completion: str) -> Grade:
     pytest.importorskip("lm_eval", reason="needs the extra `evals`")
-    return Instructions().grade([one], [completion])[0]
+    return graded([one], [completion])[0]
+
+
+def graded(tasks: list[Task], completions: list[str], *, cpu_s: float = 10.0) -> list[Grade]:
+    reward = Instructions(cpu_s=cpu_s)
+    try:
+        return reward.grade(tasks, completions)
+    finally:
+        reward.close()
+
+
+STAND_IN = """
+def process_results(row, completions):
+    (text,) = completions
+    if text == "slow":
+        while True:
+            pass
+    if text == "no data":
+        raise LookupError("Resource 'punkt_tab' not found")
+    kept = [text != "bad" for _ in row["instruction_id_list"]]
+    return {"inst_level_strict_acc": kept, "prompt_level_strict_acc": all(kept), "prompt_level_loose_acc": True}
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of the names that the reward imports, instead of the libraries."""
+    folder = tmp_path / "lm_eval" / "tasks" / "ifeval"
+    folder.mkdir(parents=True)
+    for package in (folder, *list(folder.parents)[:2]):
+        (package / "__init__.py").write_text("")
+    (folder / "utils.py").write_text(STAND_IN)
+    (tmp_path / "langdetect.py").write_text("class DetectorFactory: seed = None\ndef detect(text): return 'en'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_all_instructions_must_be_followed() -> None:
@@ -51,22 +85,31 @@ def test_the_detected_language_does_not_change_from_call_to_call() -> None:
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def absent(name: str, *rest: Any, **more: Any) -> Any:
-        if name.split(".")[0] in ("lm_eval", "langdetect"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"shoal\[evals\]"):
-        Instructions().grade([task(TITLE)], ["x"])
+        graded([task(TITLE)], ["x"])
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_a_check_without_end_is_a_grader_error_and_the_others_keep_their_grades() -> None:
+    good, slow, bad = graded([task(TITLE)] * 3, ["good", "slow", "bad"], cpu_s=1.0)
+    assert (good.score, bad.score, bad.parts) == (1.0, 0.0, {"strict": 0.0, "loose": 1.0})
+    assert bad.detail == "not followed: detectable_format:title"
+    assert (slow.outcome, slow.repeatable, slow.detail) == (
+        "grader_error",
+        False,
+        "the limit of 1 s of CPU time passed",
+    )
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_data_that_the_library_lacks_are_named() -> None:
-    def check(row: dict[str, Any], completions: list[str]) -> dict[str, Any]:
-        raise LookupError("Resource 'punkt_tab' not found")
-
-    found = instructions._grade(check, task(TITLE), "x")
+    (found,) = graded([task(TITLE)], ["no data"])
     assert found.outcome == "grader_error"
     assert "nltk.downloader punkt_tab" in found.detail
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_missing_metadata_are_a_grader_error() -> None:
+    (found,) = graded([Task(id="t", question="q", answer="")], ["x"])
+    assert (found.outcome, found.score) == ("grader_error", 0)

@@ -71,7 +71,13 @@ def grade(reward: str | dict[str, float], *completions: str, **sandbox: float) -
 @pytest.fixture(params=["sandbox", "trusted"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(TRUST, "1" if request.param == "trusted" else "")
-    yield best_tier() if request.param == "sandbox" else ""
+    yield best_tier() if request.param == "sandbox" else "trusted"
+
+
+@pytest.mark.usefixtures("place")
+def test_no_two_machines_need_agree_on_a_score() -> None:
+    """A worker that claims what the validator's machine does not give is no liar: a plain process sees its machine."""
+    assert not any(one.certain for one in grade("mine.py:exact", " 4", "5"))
 
 
 def test_a_function_scores_each_completion(place: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from shoal import tasks
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.tasks.compiled import compiling, table
-from shoal.tasks.compiled.spool import content_id
+from shoal.tasks.compiled.spool import Spool, content_id
 from shoal.tasks.sources.fields import Fields
 from shoal.tasks.task import Task, TasksNotFoundError
 
@@ -50,7 +50,7 @@ class Coordinator:
         self.folder = folder
         self.asked: list[str] = []
 
-    def __call__(self, sha256: str) -> bytes:
+    def __call__(self, sha256: str, most_bytes: int) -> bytes:
         self.asked.append(sha256)
         return (self.folder / sha256).read_bytes()
 
@@ -205,8 +205,8 @@ def test_a_node_fetches_the_manifest_first_and_each_chunk_when_it_is_needed(sour
 def test_what_the_coordinator_serves_must_have_the_hash(source: Path, tmp_path: Path) -> None:
     asked, coordinator = served(source, tmp_path / "pool")
 
-    def lying(sha256: str) -> bytes:
-        return coordinator(sha256).replace(b"How", b"Who")
+    def lying(sha256: str, most_bytes: int) -> bytes:
+        return coordinator(sha256, most_bytes).replace(b"How", b"Who")
 
     with pytest.raises(TasksNotFoundError, match="that the coordinator served has another hash"):
         tasks.join(asked, tmp_path / "worker", lying).train[0]
@@ -233,7 +233,7 @@ def test_a_manifest_of_other_sources_or_none_is_refused(source: Path, tmp_path: 
 def test_a_manifest_of_another_form_is_refused(data: bytes, tmp_path: Path) -> None:
     section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
     with pytest.raises(TasksNotFoundError, match="the manifest of the task set is not of this version"):
-        tasks.join(section_, tmp_path, lambda _: data)
+        tasks.join(section_, tmp_path, lambda *_: data)
 
 
 def manifest(**changed: Any) -> bytes:
@@ -241,6 +241,55 @@ def manifest(**changed: Any) -> bytes:
     source = {"name": "arithmetic", "chunks": [chunk], "train": 1, "heldout": 0}
     held: dict[str, Any] = {"format": table.FORMAT, "sources": [source], "heldout": [], "files": {}}
     return json.dumps(held | changed).encode()
+
+
+def test_no_fetch_may_bring_more_than_the_manifest_says(source: Path, tmp_path: Path) -> None:
+    asked, coordinator = served(source, tmp_path / "pool")
+    limits = []
+
+    def fetch(sha256: str, most_bytes: int) -> bytes:
+        limits.append(most_bytes)
+        return coordinator(sha256, most_bytes)
+
+    found = tasks.join(asked, tmp_path / "worker", fetch)
+    found.train[0]
+    assert limits == [table.MANIFEST_BYTES, found.manifest.sources[0].chunks[0].size_bytes]
+
+
+def test_a_chunk_of_another_size_than_its_manifest_says_is_refused(tmp_path: Path) -> None:
+    store = table.Store(tmp_path)
+    texts = [pa.array(["text"]) for _ in table.COLUMNS]
+    chunk = store.write(pa.table(texts, schema=table.SCHEMA))
+    with pytest.raises(TasksNotFoundError, match="bytes, their manifest says"):
+        store.batch(chunk.model_copy(update={"size_bytes": chunk.size_bytes + 1}))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"heldout": [{"sha256": "0" * 64, "rows": 1, "size_bytes": table.MOST_CHUNK_BYTES + 1}]},
+        {"heldout": [{"sha256": "0" * 64, "rows": 1, "size_bytes": 1}] * (table.MOST_CHUNKS + 1)},
+        {"files": {f"{n}.py": "0" * 64 for n in range(table.MOST_FILES + 1)}},
+    ],
+    ids=["chunk", "chunks", "files"],
+)
+def test_a_manifest_has_bounds(changed: dict[str, Any]) -> None:
+    table.Manifest.decode(manifest())
+    with pytest.raises(TasksNotFoundError, match="is not of this version"):
+        table.Manifest.decode(manifest(**changed))
+
+
+@pytest.mark.parametrize("order", [("math", "number", ""), ("number", "", "math"), ("math", "", "number")])
+def test_rows_that_differ_in_their_reward_alone_merge_alike_in_any_order(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    spool = Spool(tmp_path / "rows", "s")
+    for n, reward in enumerate(order):
+        spool.add(Fields("1+1?", "2", reward=reward))
+        spool.add(Fields(f"{n}?", "3"))
+    spool.finish()
+    rows = [row for row in spool.table.take(spool.rows).to_pylist() if row["question"] == "1+1?"]
+    assert [row["reward"] for row in rows] == [""] and spool.merged == 2
 
 
 def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) -> None:
@@ -251,7 +300,7 @@ def test_no_manifest_names_a_file_outside_of_the_tasks_folder(tmp_path: Path) ->
         data = manifest(files={"mine.py": name})
         section_ = TaskSection(digest=hashlib.sha256(data).hexdigest())
         with pytest.raises(TasksNotFoundError, match="is not of this version"):
-            _ = tasks.join(section_, tmp_path / "worker", lambda _, data=data: data).files
+            _ = tasks.join(section_, tmp_path / "worker", lambda *_, data=data: data).files
     assert keys.read_text() == "secret"
 
 
@@ -260,7 +309,7 @@ def test_a_chunk_whose_offsets_lead_out_of_its_text_is_refused(tmp_path: Path) -
     store = table.Store(tmp_path)
     texts = [pa.array(["some text"] * 2) for _ in table.COLUMNS]
     chunk = store.write(pa.table(texts, schema=table.SCHEMA))
-    good = store.read(chunk.sha256)
+    good = store.read(chunk.sha256, chunk.size_bytes)
     offsets = b"".join(n.to_bytes(4, "little") for n in (0, 9, 18))
     assert good.count(offsets) == len(table.COLUMNS)
     bad = good.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 9, 1 << 30)))

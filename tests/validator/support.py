@@ -51,7 +51,7 @@ class ValidatorsNode(FakeNode):
     def get(self, path: str, answer: type[ContentOwner]) -> ContentOwner:
         return ContentOwner(submission=self.owner)
 
-    def get_bytes(self, path: str) -> bytes:
+    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
         return self.files[path.removeprefix("/v1/submissions/")]
 
 

@@ -243,7 +243,7 @@ def test_quantising_changes_every_linear_weight_by_at_most_half_a_level(tiny_fol
 def test_a_forged_reward(honest: list[Rollout], refused: Callable[..., Verdict], claimed: float) -> None:
     verdict = refused(with_row(honest, 5, reward=claimed))
     assert verdict.reason is Reason.REWARD
-    assert verdict.evidence == {"wrong": 1, "rollouts": 8}
+    assert (verdict.evidence["wrong"], verdict.evidence["rollouts"]) == (1, 8)
 
 
 def test_a_worker_need_not_claim_rewards(

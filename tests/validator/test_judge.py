@@ -55,8 +55,8 @@ def test_together_is_as_one_by_one(judge: Judge, files: list[bytes]) -> None:
     together, alone = judge.examine(cases), [judge.examine([case])[0] for case in cases]
     assert [one.finding for one in together] == [one.finding for one in alone]
     assert reasons(together) == [None, Reason.PROOF, None, Reason.REWARD]
-    assert together[3].case.prefill is None, "a case that fails a cheap check gets no prefill"
-    for one, other in zip(together[:3], alone[:3], strict=True):
+    assert together[1].case.rewards == [], "what fails a check of the prefill is never graded"
+    for one, other in zip(together, alone, strict=True):
         assert one.case.rewards == other.case.rewards
         assert one.evidence == pytest.approx(other.evidence, abs=1e-3)
         a, b = one.case.computed(), other.case.computed()
@@ -119,7 +119,6 @@ def test_accepted_rewards_are_the_graders_whichever_checks_ran(judge: Judge, fil
 
 def test_nothing_to_judge_is_no_error(judge: Judge, files: list[bytes]) -> None:
     assert judge.examine([]) == []
-    assert reasons(judge.examine(opened(judge, files)[3:])) == [Reason.REWARD], "nothing is left to prefill"
 
 
 def test_cheap_lies_are_found_without_weights_running(
@@ -135,13 +134,27 @@ def test_cheap_lies_are_found_without_weights_running(
     for rows, reason in [
         ([cut, *honest[1:]], Reason.TERMINATION),
         ([replace(first, seed=first.seed + 1), *honest[1:]], Reason.TASKS),
-        ([replace(first, reward=first.reward + 1), *honest[1:]], Reason.REWARD),
         ([replace(first, proofs=[]), *honest[1:]], Reason.BOUNDS),
     ]:
         for cheaply in (None, [True]):
             assert reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, rows))], cheaply=cheaply)) == [
                 reason
             ]
+
+
+def test_what_no_model_of_the_run_wrote_is_never_graded(
+    judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To grade may be to run a program: one of other weights is the worker's choice."""
+    graded = []
+    grade = judge.grade
+    monkeypatch.setattr(judge, "grade", lambda case: graded.append(case.assignment.number) or grade(case))
+    cases = opened(judge, files)
+    judge.examine(cases)
+    assert graded == [0, 2, 3]
+    graded.clear()
+    judge.examine(cases, cheaply=[True] * 4)
+    assert graded == [0, 1, 2, 3], "without a prefill nothing tells"
 
 
 def test_a_judge_without_weights_says_so(files: list[bytes]) -> None:

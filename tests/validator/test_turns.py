@@ -52,9 +52,12 @@ def turned(honest: list[Rollout]) -> int:
     return next(n for n, row in enumerate(honest) if row.turns and row.tokens[-1] in ENDS)
 
 
-def verdict_on(validator: Validator, worker: Producer, honest: list[Rollout], number: int, **changed: Any) -> Verdict:
+def verdict_on(
+    validator: Validator, worker: Producer, honest: list[Rollout], number: int, *, full: bool = True, **changed: Any
+) -> Verdict:
+    """`full`: False where the change leaves proofs behind that the prefill would find first."""
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
-    return judged(validator, ASKED, signed(worker, ASKED, rows))
+    return checked(validator, claim(full=full), signed(worker, ASKED, rows))[0]
 
 
 # --- honest ----------------------------------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ def test_a_forged_answer(worker: Producer, validator: Validator, honest: list[Ro
     row = honest[turned]
     for at in range(row.turns[0], row.turns[0] + row.turns[1]):
         tokens = [*row.tokens[:at], 4 + (row.tokens[at] + 1) % 10, *row.tokens[at + 1 :]]
-        verdict = verdict_on(validator, worker, honest, turned, tokens=tokens)
+        verdict = verdict_on(validator, worker, honest, turned, full=False, tokens=tokens)
         assert verdict.reason is Reason.ENVIRONMENT and verdict.reason in HARD
         assert f"rollout {turned}: after turn 1" in verdict.detail
 
@@ -193,6 +196,7 @@ def test_a_turn_of_the_model_handed_to_the_environment(
         worker,
         honest,
         number,
+        full=False,
         turns=[row.turns[0], sum(row.turns[1:])],
         logprobs=row.logprobs[:own],
         proofs=[row.proofs[0]] * -(-own // 32),
@@ -215,7 +219,7 @@ def cut_to_turn(row: Rollout, turns: int) -> dict[str, Any]:
 def test_a_conversation_that_stops_where_the_environment_answers(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int
 ) -> None:
-    verdict = verdict_on(validator, worker, honest, turned, **cut_to_turn(honest[turned], 1))
+    verdict = verdict_on(validator, worker, honest, turned, full=False, **cut_to_turn(honest[turned], 1))
     assert verdict.reason is Reason.ENVIRONMENT
     assert "after turn 1 of 1 the environment writes" in verdict.detail
 
@@ -233,6 +237,7 @@ def test_a_conversation_that_goes_on_where_the_environment_is_silent(
         worker,
         honest,
         number,
+        full=False,
         tokens=[*row.tokens, USER, 10, EOS, 3, EOS],
         turns=[*row.turns, last, 4],
         logprobs=[*row.logprobs, -1.0],

@@ -119,7 +119,8 @@ def implausible_value(group: Group) -> str:
 
 
 def _read(node: Node, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
-    data = node.get_bytes(f"/v1/accepted/{submission}")
+    limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
+    data = node.get_bytes(f"/v1/accepted/{submission}", most_bytes=limit)
     max_rows = max_rollouts(config)
     longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:

@@ -4,8 +4,8 @@
     with node.heart(): ...                        one heartbeat a second in the background; `node.answer` is the newest reply
     node.post("/v1/claims", ...)                  a signed request, repeated while the coordinator is away, until a deadline
 
-Invariants: a node trusts nothing about the run that the coordinator's key, which is in the invite, has not signed. Once
-`stop` is set, no request takes longer than GRACE_S.
+Invariants: a node trusts nothing about the run that the coordinator's key, which is in the invite, has not signed. No
+answer takes more memory than its caller allows. Once `stop` is set, no request takes longer than GRACE_S.
 Called by worker, validator, learner, origin, relay and evaluator. It knows no other process.
 """
 
@@ -49,6 +49,8 @@ HEARTBEAT_S = 1.0
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
 GRACE_S = 1.0  # for a request in flight when this process is told to stop
 LOOK_S = 0.1  # between two looks at the stop event
+MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
+PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,12 @@ class RefusedError(NodeError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class TooLargeError(NodeError):
+    """An answer is larger than its caller allows."""
+
+    restart_helps = False
 
 
 class Node:
@@ -154,11 +162,12 @@ class Node:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def get(self, path: str, answer: type[M]) -> M:
-        return self._parse(answer, self._request("GET", path))
+    def get(self, path: str, answer: type[M], *, most_bytes: int = MESSAGE_BYTES) -> M:
+        return self._parse(answer, self._request("GET", path, most_bytes=most_bytes))
 
-    def get_bytes(self, path: str) -> bytes:
-        return self._request("GET", path).content
+    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
+        """A file. Raises TooLargeError if it has more bytes than that."""
+        return self._request("GET", path, most_bytes=most_bytes).content
 
     def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
         return self._parse(answer, self._request("POST", path, message.model_dump_json().encode() if message else b""))
@@ -166,12 +175,14 @@ class Node:
     def put(self, path: str, data: bytes, answer: type[M]) -> M:
         return self._parse(answer, self._request("PUT", path, data))
 
-    def _request(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
+    def _request(
+        self, method: str, path: str, content: bytes = b"", *, most_bytes: int = MESSAGE_BYTES
+    ) -> httpx.Response:
         deadline_s = time.monotonic() + self.patience_s
         pause_s = 0.1
         while True:
             try:
-                response = self._send(method, path, content)
+                response = self._send(method, path, content, most_bytes)
             except httpx.TransportError as error:
                 if self.stop.is_set():
                     raise self._stopped(method, path) from error
@@ -187,13 +198,13 @@ class Node:
                 raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
             return response
 
-    def _send(self, method: str, path: str, content: bytes) -> httpx.Response:
+    def _send(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
         """One request. It runs in its own thread, so that a silent host does not delay a stop."""
         answer: Future[httpx.Response] = Future()
 
         def ask() -> None:
             try:
-                answer.set_result(self.client.request(method, path, content=content))
+                answer.set_result(self._receive(method, path, content, most_bytes))
             except Exception as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
                 answer.set_exception(error)
 
@@ -207,6 +218,25 @@ class Node:
                     stopped_s = stopped_s or time.monotonic()
                     if time.monotonic() - stopped_s > GRACE_S:
                         raise self._stopped(method, path) from None
+
+    def _receive(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
+        """One answer, read whole. Raises TooLargeError."""
+        plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
+        body = bytearray()
+        with self.client.stream(method, path, content=content, headers=plain) as response:
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding != "identity":
+                raise NodeError(
+                    f"the coordinator at {self.invite.url} answers {method} {path} in {encoding}: turn that off"
+                )
+            for piece in response.iter_bytes():
+                body += piece
+                if len(body) > most_bytes:
+                    raise TooLargeError(
+                        f"the coordinator at {self.invite.url} answers {method} {path} with more than {most_bytes} bytes, "
+                        "the limit for such an answer; ask its operator what it serves there"
+                    )
+        return httpx.Response(response.status_code, content=bytes(body), request=response.request)
 
     def _stopped(self, method: str, path: str) -> StoppedError:
         return StoppedError(f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}")
@@ -241,7 +271,7 @@ class Node:
 
     def curriculum_page(self, digest: str) -> CurriculumPage:
         """A page of the run's curriculum, as the coordinator has it; the caller checks its digest."""
-        return self.get(f"/v1/curricula/{digest}", CurriculumPage)
+        return self.get(f"/v1/curricula/{digest}", CurriculumPage, most_bytes=PAGE_BYTES)
 
     def doing(self, what: str, *, waiting: bool = False) -> None:
         """Report what this node does, or waits for, from now on. The time since the last call counts as busy or waiting."""

@@ -39,4 +39,7 @@ def task_set(node: Node, config: Config, folder: Path) -> TaskSet:
     """The pool's task set: its manifest now, the tasks as they are needed. Raises TasksNotFoundError, RefusedError."""
     from shoal import tasks
 
-    return tasks.join(config.tasks, folder / TASKS, lambda sha256: node.get_bytes(f"/v1/tasks/{sha256}"))
+    def fetch(sha256: str, most_bytes: int) -> bytes:
+        return node.get_bytes(f"/v1/tasks/{sha256}", most_bytes=most_bytes)
+
+    return tasks.join(config.tasks, folder / TASKS, fetch)

@@ -23,9 +23,10 @@ class SandboxError(Exception):
 class Limits:
     """What one program may use. The kernel or the process outside enforces each of them; the program cannot lift one.
 
-    `cpu_s` is what all processes of a program used together; the first is stopped at it, each other one at no more than
-    twice that and 3 s. `memory_bytes` is address space, the interpreter included, divided evenly among `processes`. With
-    `processes` at 1 a program cannot fork or execute another one. `output_bytes` covers stdout, stderr and frames together.
+    A program times out if its processes use `cpu_s` of CPU time together. Its first process is stopped as soon as it alone
+    has used that much; the kernel stops each further process after 2 * `cpu_s` + 3 s at most. `memory_bytes` is address
+    space, the interpreter included, divided evenly among `processes`. With `processes` at 1 a program cannot fork or execute
+    another one. `output_bytes` covers stdout, stderr and frames together.
     """
 
     wall_s: float = 10.0

@@ -6,9 +6,12 @@
 A group teaches by how much its rewards differ, and p (1 - p) is the variance of a reward of 0 or 1. Counts of a task are
 halved when they exceed MEMORY rollouts, so that the rate follows the policy.
 
-Rates come from the coordinator's pages, a hash chain over accepted verdicts; an assignment names its newest page. A draw
-proposes a task as without a curriculum and accepts it with probability `weight`, so nothing is computed for tasks that
-nobody has seen, and sources keep their shares.
+Rates come from the coordinator's pages. A page lists tasks with their newly accepted rollouts, and names the page before it
+by its hash. An assignment names the newest page at its time.
+
+A draw is rejection sampling. It first draws a task as a run without a curriculum would, then keeps it with probability
+`weight(task)`, or else draws again from the same source. So tasks without rollouts need no entry, and each source keeps
+its share.
 
 Invariant: whole numbers and SHA-256 only, so all machines draw the same tasks from the same pages.
 Called by `derive`. Left out: rates that differ by length target.

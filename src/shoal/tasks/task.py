@@ -31,7 +31,7 @@ class Grade:
     score: float  # in [0, 1]
     outcome: Outcome = "graded"  # wrong_format: no answer found; grader_error: the grader failed, so the score is 0
     detail: str = ""  # why, for people
-    tier: str = ""  # sandbox tier the completion ran in; "" if it did not run
+    tier: str = ""  # where code ran: a tier of the sandbox, or "trusted"; "" if none ran
     repeatable: bool = True  # False: a limit was hit or nearly hit, so another machine may score differently
     parts: Mapping[str, float] = field(default_factory=dict)  # score of each reward, where several are weighted
 
@@ -39,7 +39,7 @@ class Grade:
     def certain(self) -> bool:
         """Whether every machine with the same versions gives this score.
 
-        Not if the grader failed or came near a limit, nor if code ran in the sandbox: it may read clocks and addresses.
+        Not if the grader failed or came near a limit, nor if code ran: it may read clocks and addresses.
         """
         return self.repeatable and self.outcome != "grader_error" and not self.tier
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from shoal.config.recipe import TaskSection
-from shoal.tasks.compiled.table import Manifest, Store, TaskView
+from shoal.tasks.compiled.table import FILE_BYTES, MANIFEST_BYTES, Manifest, Store, TaskView
 from shoal.tasks.task import TasksNotFoundError
 
 
@@ -22,7 +22,7 @@ class TaskSet:
         self.digest = digest
         self.store = store
         self.notes = notes  # for people: what became of each source's rows
-        self.manifest = Manifest.decode(store.read(digest))
+        self.manifest = Manifest.decode(store.read(digest, MANIFEST_BYTES))
         names = [source.name for source in self.manifest.sources]
         if names != [source.label for source in section.sources]:
             raise TasksNotFoundError(f"the task set {digest} is of the sources {', '.join(names)}, not of the config's")
@@ -34,7 +34,7 @@ class TaskSet:
     @cached_property
     def files(self) -> Mapping[str, bytes]:
         """Source files of rewards of one's own, by file name."""
-        return {name: self.store.read(sha256) for name, sha256 in self.manifest.files.items()}
+        return {name: self.store.read(sha256, FILE_BYTES) for name, sha256 in self.manifest.files.items()}
 
     def pick(self, drawn: bytes) -> int:
         """The index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""

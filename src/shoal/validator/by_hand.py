@@ -58,14 +58,14 @@ def verify(
         if isinstance(case, Finding):
             raise RolloutFileError(case.detail)
         findings, lines = _run(judge, FILE, case)
-        if bounds.__name__ in findings:
-            return REJECTED, [*lines, "rejected; rewards, and what needs a forward of the model, were not checked"]
-        case = judge.grade(case)
-        of_rewards, more = _run(judge, GRADED, case)
+        if findings:
+            return REJECTED, [*lines, "rejected; what needs a forward of the model, and rewards, were not checked"]
+        case = judge.prefill([case])[0]
+        findings, more = _run(judge, EXPENSIVE, case)
         lines += more
-        if findings | of_rewards:
-            return REJECTED, [*lines, "rejected; what needs a forward of the model was not checked"]
-        findings, more = _run(judge, EXPENSIVE, judge.prefill([case])[0])
+        if findings:
+            return REJECTED, [*lines, "rejected; rewards were not checked"]
+        findings, more = _run(judge, GRADED, judge.grade(case))
         return (REJECTED, [*lines, *more, "rejected"]) if findings else (ACCEPTED, [*lines, *more, "accepted"])
 
 
@@ -124,7 +124,8 @@ def offline_assignment(
 
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:
-    lines = [f"{'NO ' if outcome.finding else 'yes'}  {check.__name__:15} {(check.__doc__ or '').strip()}"]
+    question = (check.__doc__ or "").strip().partition("\n")[0]
+    lines = [f"{'NO ' if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")
     if outcome.evidence:

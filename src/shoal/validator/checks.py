@@ -1,11 +1,11 @@
-"""The list of lies: one small function for each, from cheap to expensive.
+"""The list of lies: one small function for each, in the order in which the judge asks.
 
 A check takes a `Case` and returns an `Outcome`: what is wrong, if anything, and what it measured. It changes nothing. Its
-docstring is the question it asks, which `shoal verify` prints.
+docstring begins with the question it asks, which `shoal verify` prints.
 
     FILE       read the file and the assignment
-    GRADED     read the recomputed rewards too, or ask an environment again
     EXPENSIVE  read the results of one prefill of the claimed version
+    GRADED     read the recomputed rewards, or ask an environment again
 
 Invariant: a worker's figures are compared, never used; and a hard reason follows from what the worker itself signed, so no
 other party can cause it. That is why `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this
@@ -131,45 +131,6 @@ def endings(rules: Rules, case: Case) -> Outcome:
     return PASSED
 
 
-def environment(rules: Rules, case: Case) -> Outcome:
-    """Are the answers between turns those that the environment gives, and is none missing?"""
-    doubtful = PASSED
-    for number, row in enumerate(case.rows):
-        fault = rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
-        if fault and fault.lie:
-            return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
-        if fault and doubtful is PASSED:
-            detail = f"rollout {number}: {fault.detail}, but another machine may ({interpreter()} here)"
-            doubtful = rejected(Reason.UNREPEATABLE, detail)
-    return doubtful
-
-
-def rewards(rules: Rules, case: Case) -> Outcome:
-    """Is every claimed reward the one that the grader gives here? (Where all machines must agree.)
-
-    A worker may claim nothing, and name other versions. It gains nothing: only the validator's own rewards are used.
-    """
-    if case.header.graded_with != versions():
-        return PASSED
-    wrong = [
-        number
-        for number, (row, own, grade) in enumerate(zip(case.rows, case.graded(), case.grades, strict=True))
-        if grade.certain and not math.isnan(row.reward) and not abs(row.reward - own) <= _tolerance(own)
-    ]
-    if not wrong:
-        return PASSED
-    first = wrong[0]
-    return rejected(
-        Reason.REWARD,
-        f"rollout {first} claims {case.rows[first].reward:g}, the grader gives {case.rewards[first]:g}",
-        {"wrong": len(wrong), "rollouts": len(case.rows)},
-    )
-
-
-def _tolerance(reward: float) -> float:
-    return REWARD_TOLERANCE * max(1.0, abs(reward))
-
-
 def proof(rules: Rules, case: Case) -> Outcome:
     """TOPLOC: do the committed hidden states match those of the claimed weights?"""
     prefill = case.computed()
@@ -269,10 +230,49 @@ def distribution(rules: Rules, case: Case) -> Outcome:
     )
 
 
+def environment(rules: Rules, case: Case) -> Outcome:
+    """Are the answers between turns those that the environment gives, and is none missing?"""
+    doubtful = PASSED
+    for number, row in enumerate(case.rows):
+        fault = rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
+        if fault and fault.lie:
+            return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
+        if fault and doubtful is PASSED:
+            detail = f"rollout {number}: {fault.detail}, but another machine may ({interpreter()} here)"
+            doubtful = rejected(Reason.UNREPEATABLE, detail)
+    return doubtful
+
+
+def rewards(rules: Rules, case: Case) -> Outcome:
+    """Is every claimed reward the one that the grader gives here? (Where all machines must agree.)
+
+    A worker may claim nothing, and name other versions. It gains nothing: only the validator's own rewards are used.
+    """
+    if case.header.graded_with != versions():
+        return PASSED
+    wrong = [
+        number
+        for number, (row, own, grade) in enumerate(zip(case.rows, case.graded(), case.grades, strict=True))
+        if grade.certain and not math.isnan(row.reward) and not abs(row.reward - own) <= _tolerance(own)
+    ]
+    if not wrong:
+        return PASSED
+    first = wrong[0]
+    return rejected(
+        Reason.REWARD,
+        f"rollout {first} claims {case.rows[first].reward:g}, the grader gives {case.rewards[first]:g}",
+        {"wrong": len(wrong), "rollouts": len(case.rows)},
+    )
+
+
+def _tolerance(reward: float) -> float:
+    return REWARD_TOLERANCE * max(1.0, abs(reward))
+
+
 FILE: list[Check] = [context, derived_tasks, replayed, bounds, endings]
-GRADED: list[Check] = [environment, rewards]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
-ALL: list[Check] = [*FILE, *GRADED, *EXPENSIVE]
+GRADED: list[Check] = [environment, rewards]
+ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
 
 
 def _sampled(case: Case) -> Iterator[tuple[int, int]]:

@@ -1,10 +1,12 @@
 """Judges files: bytes and an assignment in, a verdict and the accepted file out. No network, no clock.
 
     open     a file becomes a Case, or a Finding if it is not a rollout file under a valid signature
-    examine  checks of the file, grading, one prefill of all cases that passed, expensive checks of each
+    examine  checks of the file, one prefill of all cases that passed, expensive checks of each, grading, checks of rewards
 
 Invariant: it accepts only what it has recomputed; the accepted file holds its own prompts, rewards and logprobs. The
 exception: cases that are accepted without a prefill keep the worker's logprobs.
+Grading comes last, though it is often cheap: a reward or an environment may run the program in a completion. After a prefill
+that program is one which the run's own model wrote, not one which the worker made up.
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
@@ -41,7 +43,7 @@ from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Rules, run
+from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, Rules, run
 from shoal.validator.prefill import prefill
 
 SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
@@ -132,22 +134,25 @@ class Judge:
 
         All must be of the loaded version.
         """
-        examined = [self.examine_cheaply(case) for case in cases]
+        examined = [self._check(FILE, Examined(case, None)) for case in cases]
         accepted = [bool(cheaply and cheaply[n]) and plausible(case) for n, case in enumerate(cases)]
         waiting = [n for n, one in enumerate(examined) if one.finding is None and not accepted[n]]
         for n, case in zip(waiting, self.prefill([examined[n].case for n in waiting]), strict=True):
-            outcome = run(EXPENSIVE, self._rules(), case)
-            examined[n] = Examined(case, outcome.finding, {**examined[n].evidence, **outcome.evidence})
-        return examined
+            examined[n] = self._check(EXPENSIVE, replace(examined[n], case=case))
+        return [self._graded(one) for one in examined]
 
     def examine_cheaply(self, case: Case) -> Examined:
-        """Run the checks that need no model: of the file, and of the rewards, which are recomputed in between."""
-        outcome = run(FILE, self._rules(), case)
-        if outcome.finding:
-            return Examined(case, outcome.finding, dict(outcome.evidence))
-        case = self.grade(case)
-        graded = run(GRADED, self._rules(), case)
-        return Examined(case, graded.finding, {**outcome.evidence, **graded.evidence})
+        """Run the checks that need no model: of the file, and of the recomputed rewards."""
+        return self._graded(self._check(FILE, Examined(case, None)))
+
+    def _graded(self, one: Examined) -> Examined:
+        return one if one.finding else self._check(GRADED, replace(one, case=self.grade(one.case)))
+
+    def _check(self, checks: Sequence[Check], one: Examined) -> Examined:
+        if one.finding:
+            return one
+        outcome = run(checks, self._rules(), one.case)
+        return replace(one, finding=outcome.finding, evidence={**one.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
         """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raises GradeError."""

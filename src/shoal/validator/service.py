@@ -71,7 +71,8 @@ class Validator:
 
     def open(self, claim: Claim) -> Case | Finding:
         """Fetch and read one submission."""
-        data = self.node.get_bytes(f"/v1/submissions/{claim.assignment.id}")
+        limit = self.config.coordinator.max_submission_bytes
+        data = self.node.get_bytes(f"/v1/submissions/{claim.assignment.id}", most_bytes=limit)
         case = self.judge.open(claim.assignment, claim.worker, data)
         if isinstance(case, Finding):
             return case

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ CONSIDERED = 20_000  # last characters of a completion
 LIMITS = {"cpu": "of CPU time passed", "wall": "passed without an answer"}
 
 
+def _anything(_: Mapping[str, Any]) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Library:
     """Where a library's processes come from."""
@@ -36,9 +40,11 @@ class Library:
     file: Path  # in far/
     extra: str  # of Shoal
     python: str = sys.executable
+    check: Callable[[Mapping[str, Any]], None] = _anything  # raises for options or a setting that this machine refuses
 
     def rows(self, options: Mapping[str, Any]) -> list[dict[str, str]]:
         """Every task as a row: question, answer, metadata, and the library as its reward. Raises TasksNotFoundError."""
+        self.check(options)
         try:
             done = subprocess.run(
                 [self.python, "-P", str(FAR / "listing.py"), str(self.file)],
@@ -100,6 +106,7 @@ class Scored:
 
     def _pool(self, setting: str) -> Killable:
         if setting not in self.pools:
+            self.library.check(json.loads(setting))
             self.pools[setting] = Killable(
                 self.library.file,
                 "score",

@@ -22,13 +22,12 @@ from pydantic import BaseModel, ValidationError
 from shoal.config.recipe import SourceSection, TaskSection
 from shoal.files import write_file
 from shoal.tasks.compiled.spool import Numbers, Spool
-from shoal.tasks.compiled.table import CHUNK_BYTES, CHUNK_ROWS, Chunk, Manifest, SourceTasks, Store
+from shoal.tasks.compiled.table import CHUNK_BYTES, CHUNK_ROWS, FILE_BYTES, Chunk, Manifest, SourceTasks, Store
 from shoal.tasks.rewards.own.file import check_function
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import TasksNotFoundError
 
 MIN_TRAIN = 16
-MAX_FILE_BYTES = 1 << 20  # of a reward's source
 BUILT = "built.json"
 
 
@@ -253,7 +252,7 @@ def _reward_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
                     f"source {source.label}: no reward file at {path}, from {Path.cwd()} ({error.strerror}); correct "
                     "the source's reward"
                 ) from error
-            if len(data) > MAX_FILE_BYTES:
+            if len(data) > FILE_BYTES:
                 raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; a reward's file holds at most 1 MB")
             for reward in rewards:
                 if Path(reward.rpartition(":")[0]) == path:

@@ -1,4 +1,4 @@
-"""The rows of one split on disk in reading order, with the keys to sort them by in memory: 28 bytes a row.
+"""The rows of one split on disk in reading order, with the keys to sort them by in memory: 32 bytes a row.
 
 Invariant: no more than one batch of rows is held as Python objects. Called by `compiling`.
 """
@@ -25,6 +25,8 @@ class Spool:
         self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
         self._held_bytes = 0
         self._high, self._low, self._ids, self._sizes = array("Q"), array("Q"), array("Q"), array("I")
+        self._rewards: dict[str, int] = {}  # by name, in reading order
+        self._reward = array("I")  # of each row, as its number there
 
     def add(self, fields: Fields) -> None:
         key, name = order_key(fields.question), content_id(fields)
@@ -44,18 +46,24 @@ class Spool:
             values.append(held)
         size = sum(map(len, row))
         self._sizes.append(size)
+        self._reward.append(self._rewards.setdefault(fields.reward, len(self._rewards)))
         self._held_bytes += size
         if len(self._columns["id"]) == CHUNK_ROWS or self._held_bytes > CHUNK_BYTES:
             self._flush()
 
     def finish(self) -> None:
-        """No more rows: sort the keys, map the file. Equal tasks are one; `merged` counts the others."""
+        """No more rows: sort the keys, map the file. Equal tasks are one; `merged` counts the others.
+
+        Of tasks that differ in nothing but their reward, the one whose reward is first by name remains.
+        """
         self._flush()
         self._writer.close()
         high, low, ids, sizes = (
             np.frombuffer(one, dtype=one.typecode) for one in (self._high, self._low, self._ids, self._sizes)
         )
-        order = np.lexsort((ids, low, high))
+        ranks = {name: rank for rank, name in enumerate(sorted(self._rewards))}
+        by_name = np.array([ranks[name] for name in self._rewards], dtype=np.uint32)
+        order = np.lexsort((by_name[np.frombuffer(self._reward, dtype="I")], ids, low, high))
         first = np.ones(len(order), dtype=bool)
         first[1:] = (
             np.diff(high[order]).astype(bool) | np.diff(low[order]).astype(bool) | np.diff(ids[order]).astype(bool)

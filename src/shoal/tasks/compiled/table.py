@@ -23,12 +23,17 @@ from shoal.tasks.task import Task, TasksNotFoundError
 
 FORMAT = "shoal-tasks-1"
 CHUNK_ROWS = 4096
-CHUNK_BYTES = 32 << 20  # of text in a chunk, unless one task alone is larger
+CHUNK_BYTES = 32 << 20  # characters in a chunk, unless one task alone has more
+MOST_CHUNK_BYTES = 256 << 20  # of a chunk's file: that many characters of four bytes, or one task with 64 MB of tests
+MOST_CHUNKS = 1 << 18  # of a source, or of the held-out tasks
+MOST_SOURCES = MOST_FILES = 1024
+MANIFEST_BYTES = 64 << 20
+FILE_BYTES = 1 << 20  # of a reward's source
 OPEN_CHUNKS = 64  # mapped at once: each holds a file open
 COLUMNS = [field.name for field in fields(Task)]
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in COLUMNS])
 
-Fetch = Callable[[str], bytes]
+Fetch = Callable[[str, int], bytes]  # a file by its SHA-256, and the most bytes it may have
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Field(ge=0, le=2**40)
 
@@ -40,23 +45,23 @@ class Part(BaseModel):
 class Chunk(Part):
     sha256: Sha256
     rows: int = Field(ge=1, le=CHUNK_ROWS)
-    size_bytes: int = Count
+    size_bytes: int = Field(ge=1, le=MOST_CHUNK_BYTES)
 
 
 class SourceTasks(Part):
     """The training tasks of one source."""
 
     name: str
-    chunks: list[Chunk]
+    chunks: list[Chunk] = Field(max_length=MOST_CHUNKS)
     train: int = Count
     heldout: int = Count  # how many of the held-out tasks are its
 
 
 class Manifest(Part):
     format: str = Field(default=FORMAT, pattern=f"^{FORMAT}$")
-    sources: list[SourceTasks] = Field(min_length=1)
-    heldout: list[Chunk]  # of all sources
-    files: dict[str, Sha256] = {}  # further files that travel with the tasks, by name
+    sources: list[SourceTasks] = Field(min_length=1, max_length=MOST_SOURCES)
+    heldout: list[Chunk] = Field(max_length=MOST_CHUNKS)  # of all sources
+    files: dict[str, Sha256] = Field(default={}, max_length=MOST_FILES)  # that travel with the tasks, by name
 
     def encode(self) -> bytes:
         return self.model_dump_json().encode()
@@ -89,8 +94,11 @@ class Store:
         self.verified.add(sha256)
         return sha256
 
-    def path(self, sha256: str) -> Path:
-        """The file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError."""
+    def path(self, sha256: str, most_bytes: int) -> Path:
+        """The file, fetched if it is not here, with its hash verified once. Raises TasksNotFoundError.
+
+        Nothing larger than `most_bytes` is fetched.
+        """
         path = self.folder / sha256
         if sha256 in self.verified:
             return path
@@ -103,19 +111,24 @@ class Store:
             path.unlink()
         if self.fetch is None:
             raise TasksNotFoundError(f"no task data {sha256} in {self.folder}; prepare the tasks again")
-        if self.put(self.fetch(sha256)) != sha256:
+        if self.put(self.fetch(sha256, most_bytes)) != sha256:
             raise TasksNotFoundError(f"the task data {sha256} that the coordinator served has another hash; try again")
         return path
 
-    def read(self, sha256: str) -> bytes:
-        return self.path(sha256).read_bytes()
+    def read(self, sha256: str, most_bytes: int) -> bytes:
+        return self.path(sha256, most_bytes).read_bytes()
 
     def batch(self, chunk: Chunk) -> pa.RecordBatch:
         """A chunk's tasks, mapped into memory. Raises TasksNotFoundError."""
         if chunk.sha256 in self.mapped:
             self.mapped.move_to_end(chunk.sha256)
             return self.mapped[chunk.sha256]
-        batch = _mapped(self.path(chunk.sha256))
+        path = self.path(chunk.sha256, chunk.size_bytes)
+        if path.stat().st_size != chunk.size_bytes:
+            raise TasksNotFoundError(
+                f"the task data {chunk.sha256} have {path.stat().st_size} bytes, their manifest says {chunk.size_bytes}"
+            )
+        batch = _mapped(path)
         if batch.schema != SCHEMA or batch.num_rows != chunk.rows:
             raise TasksNotFoundError(f"the task data {chunk.sha256} does not hold {chunk.rows} tasks of this version")
         self.mapped[chunk.sha256] = batch

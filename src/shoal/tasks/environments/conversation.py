@@ -4,9 +4,9 @@
 
 It ends when the environment says so, after `sampling.max_turns` turns of the model, at a token limit that leaves no room for
 the answer and one more token, or with a turn that is cut off.
-Invariant: `reply` is a function of its arguments, as far as environments are deterministic, and `fault` calls no answer a
-lie that an honest machine may have given. Tokens in, tokens out: what the
-model wrote is decoded for the environment to read, and never tokenised again.
+Invariants: `reply` depends on its arguments alone if the environment is deterministic. If an honest machine could have given
+an answer, `fault` does not call it a lie. Tokens in, tokens out: what the model wrote is decoded for the environment to
+read, and never tokenised again.
 Called by worker (while it samples), validator (which compares) and evaluator.
 """
 

@@ -4,7 +4,6 @@ Invariant: worker, validator, evaluator and the tools grade through this, so the
 Rewards start on first use and end with `close`.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +22,7 @@ from shoal.tasks.rewards.number import Number
 from shoal.tasks.rewards.own.reward import Own
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
+from shoal.tasks.trust import TRUST, trusted
 
 REWARDS: dict[str, Callable[[], Reward]] = {
     "number": Number,
@@ -40,7 +40,6 @@ PACKAGES = (  # that decide scores, or the text that is scored
     *("shoal", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "lm-eval", "langdetect"),
     *("nltk", "reasoning-gym", "verifiers"),
 )
-TRUST = "SHOAL_TRUST_RUN"  # set to 1 by a person who trusts the author of the run with this machine
 
 
 class GradeError(ShoalError):
@@ -57,11 +56,16 @@ class Graders:
     """Use as a context manager, or call `close`."""
 
     def __init__(self, section: TaskSection, *, files: Mapping[str, bytes] | None = None) -> None:
-        """`files`: the source of rewards of one's own, by file name, from the task set. Raises GradeError."""
+        """`files`: the source of rewards of one's own, by file name, from the task set.
+
+        Raises GradeError, and NotAllowedError for an environment of verifiers that this machine does not allow.
+        """
         self.section = section
         self.files = files or {}
         self.rewards: dict[str, Reward] = {}  # by name
         for source in section.sources:
+            if source.generator == "verifiers":
+                verifiers.check_allowed(source.options)
             for name in weights_of(source):
                 self._check(source, name)
 
@@ -142,7 +146,7 @@ class Graders:
         try:
             if is_own(name):
                 source = self.files[_file(name)].decode(errors="replace")
-                return Own(name, source, limits_of(sandbox), tier, trusted=_trusted())
+                return Own(name, source, limits_of(sandbox), tier, trusted=trusted())
             return SANDBOXED[name](limits_of(sandbox), tier)
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
@@ -154,7 +158,7 @@ class Graders:
 
 def versions() -> str:
     """What scores may depend on besides task and completion: interpreter, libraries, and whether the author is trusted."""
-    return _installed() + (", trusted" if os.environ.get(TRUST) == "1" else "")
+    return _installed() + (", trusted" if trusted() else "")
 
 
 @cache
@@ -185,16 +189,12 @@ def limits_of(section: SandboxSection) -> Limits:
 
 def tier_of(section: SandboxSection, user: str) -> str | None:
     """The tier that is asked for; None: the strongest. Raises GradeError where `user` must not run in it."""
-    if section.tier == "rlimits" and not _trusted():
+    if section.tier == "rlimits" and not trusted():
         raise GradeError(
             f'{user}: tasks.sandbox.tier = "rlimits" protects nothing but memory and time on this machine; set '
             f"{TRUST}=1 here if you trust the author of this run, or use another tier"
         )
     return None if section.tier == "auto" else section.tier
-
-
-def _trusted() -> bool:
-    return os.environ.get(TRUST) == "1"
 
 
 def _file(name: str) -> str:

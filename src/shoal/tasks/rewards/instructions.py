@@ -2,21 +2,30 @@
 
 The grader is that of EleutherAI's lm-evaluation-harness, Google's code with its faults mended, so that scores compare with
 published ones. The score is its prompt-level strict accuracy; `parts` also holds the loose one.
-Invariant: language detection is seeded, so a grade follows from task and completion alone.
-Needs the extra `evals`, imported with the first grade. One instruction (number of sentences) needs NLTK's data `punkt_tab`,
-which the library asks for over the network at its import. Left out: a limit on time; the checks are linear in the text.
+Invariant: each completion is checked in a child process of its own (`ifeval.py`, through `killable`) under a limit on CPU
+time, because the library searches with regular expressions that some texts make slow. A check that passes the limit is a
+`grader_error`.
+Needs the extra `evals`. One instruction (number of sentences) needs NLTK's data `punkt_tab`, which the library asks for over
+the network at its import.
 """
 
-import contextlib
+import importlib.util
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.tasks.rewards.killable import Killable
+from shoal.tasks.rewards.killable.pool import Result
 from shoal.tasks.task import Grade, Task
 
-Check = Callable[[dict[str, Any], list[str]], dict[str, Any]]
+IFEVAL = Path(__file__).with_name("ifeval.py")
+NEEDS = ("lm_eval", "langdetect")
+CPU_S = 10.0
+MEMORY_BYTES = 1 << 30
+NEAR = 0.5  # a call that used more than this share of a limit is not repeatable on a slower machine
+LIMITS = {"cpu": "of CPU time passed", "wall": "passed without an answer"}
 
 
 class MissingExtraError(ShoalError):
@@ -24,50 +33,56 @@ class MissingExtraError(ShoalError):
 
 
 class Instructions:
-    def __init__(self) -> None:
-        self.check: Check | None = None
+    """Its process starts with the first completion. Use `close` at the end."""
+
+    def __init__(self, *, cpu_s: float = CPU_S) -> None:
+        self.cpu_s = cpu_s
+        self.pool = Killable(IFEVAL, "check", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """Raises MissingExtraError."""
-        check = self.check = self.check or _load()
-        return [_grade(check, task, completion) for task, completion in zip(tasks, completions, strict=True)]
+        """Raises MissingExtraError, GraderStartError."""
+        _check_installed()
+        grades: dict[int, Grade] = {}
+        asked: dict[int, Any] = {}
+        for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
+            try:
+                metadata = json.loads(task.metadata)
+            except ValueError as error:
+                grades[n] = Grade(0.0, "grader_error", f"the metadata of task {task.id} is not JSON: {error}")
+                continue
+            asked[n] = {"metadata": metadata, "prompt": task.question, "completion": completion}
+        if asked:
+            grades.update(zip(asked, map(self._grade, self.pool.run(list(asked.values()))), strict=True))
+        return [grades[n] for n in range(len(tasks))]
 
     def close(self) -> None:
-        pass
+        self.pool.close()
+
+    def _grade(self, result: Result) -> Grade:
+        repeatable = result.cpu_s < NEAR * self.cpu_s and result.memory_bytes < NEAR * MEMORY_BYTES
+        match result.ending:
+            case "answered":
+                return _graded(result.value, repeatable)
+            case "raised":
+                why = "NLTK's data are missing: python -m nltk.downloader punkt_tab"
+                detail = why if "punkt_tab" in result.detail else result.detail
+                return Grade(0.0, "grader_error", detail, repeatable=repeatable)
+            case "died":
+                return Grade(0.0, "grader_error", f"the grader died: {result.detail}", repeatable=False)
+            case limit:
+                seconds = self.cpu_s if limit == "cpu" else self.pool.wall_s
+                return Grade(0.0, "grader_error", f"the limit of {seconds:g} s {LIMITS[limit]}", repeatable=False)
 
 
-def _load() -> Check:
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # it prints about what it downloads
-            import langdetect
-            from lm_eval.tasks.ifeval.utils import process_results
-    except ImportError as error:
-        raise MissingExtraError(
-            f"IFEval is graded by lm-eval, which is not installed ({error.name}): pip install 'shoal[evals]'"
-        ) from error
-    langdetect.DetectorFactory.seed = 0
-    check: Check = process_results
-    return check
+def _check_installed() -> None:
+    for name in NEEDS:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtraError(
+                f"IFEval is graded by lm-eval, which is not installed ({name}): pip install 'shoal[evals]'"
+            )
 
 
-def _grade(check: Check, task: Task, completion: str) -> Grade:
-    try:
-        found = json.loads(task.metadata)
-        row = {
-            "key": found.get("key", 0),
-            "instruction_id_list": found["instruction_id_list"],
-            "prompt": task.question,
-            "kwargs": found["kwargs"],
-        }
-        followed = check(row, [completion])
-    except LookupError as error:  # KeyError too: an instruction that the library does not know
-        needs_data = "punkt_tab" in str(error)
-        why = "NLTK's data are missing: python -m nltk.downloader punkt_tab" if needs_data else repr(error)
-        return Grade(0.0, "grader_error", why)
-    except Exception as error:  # noqa: BLE001 - a grader that fails is a grade, whatever it raises
-        return Grade(0.0, "grader_error", f"{type(error).__name__}: {error}")
-    each = zip(found["instruction_id_list"], followed["inst_level_strict_acc"], strict=True)
-    broken = [name for name, kept in each if not kept]
-    strict, loose = float(followed["prompt_level_strict_acc"]), float(followed["prompt_level_loose_acc"])
-    detail = f"not followed: {', '.join(broken)}" if broken else "all followed"
-    return Grade(strict, detail=detail, parts={"strict": strict, "loose": loose})
+def _graded(found: dict[str, Any], repeatable: bool) -> Grade:
+    strict, loose = float(found["strict"]), float(found["loose"])
+    detail = f"not followed: {', '.join(found['broken'])}" if found["broken"] else "all followed"
+    return Grade(strict, detail=detail, parts={"strict": strict, "loose": loose}, repeatable=repeatable)

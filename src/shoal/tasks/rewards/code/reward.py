@@ -16,7 +16,7 @@ from shoal.sandbox import Limits, Program, Result, Sandbox
 from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.rewards.code.extract import program_of
 from shoal.tasks.rewards.code.talk import END_S, BadTestsError, Candidate, FailedError, raised, relay
-from shoal.tasks.rewards.code.tests import Asserts, Functional, Stdin, TestsError, read_tests
+from shoal.tasks.rewards.code.tests import Asserts, Functional, Stdin, Tests, TestsError, read_tests
 from shoal.tasks.rewards.inside import RUN, modules
 from shoal.tasks.rewards.wire import WireError, pack, unpack
 from shoal.tasks.task import Grade, Task
@@ -41,16 +41,19 @@ class Code:
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Raises SandboxError if this machine fails, which says nothing of any completion."""
-        return list(self.threads.map(self._grade, tasks, completions))
+        texts = dict.fromkeys(task.tests for task in tasks)
+        tests = dict(zip(texts, self.threads.map(_tests, texts), strict=True))  # once for all completions of a task
+        return list(self.threads.map(self._grade, [tests[task.tests] for task in tasks], completions))
 
     def close(self) -> None:
         self.candidates.close()
         self.checkers.close()
         self.threads.shutdown()
 
-    def _grade(self, task: Task, completion: str) -> Grade:
+    def _grade(self, tests: Tests | TestsError, completion: str) -> Grade:
         try:
-            tests = read_tests(task.tests)
+            if isinstance(tests, TestsError):
+                raise tests
             source = program_of(completion).encode(errors="replace").decode()
             if not source.strip() or len(source) > LONGEST_PROGRAM:
                 return Grade(0.0, "wrong_format", f"a program of {len(source)} characters; 1 to {LONGEST_PROGRAM} run")
@@ -136,6 +139,13 @@ class Code:
 
     def _within_half(self, result: Result) -> bool:
         return result.cpu_s <= self.limits.cpu_s / 2 and result.wall_s <= self.limits.wall_s / 2
+
+
+def _tests(text: str) -> Tests | TestsError:
+    try:
+        return read_tests(text)
+    except TestsError as error:
+        return error
 
 
 def _wrong_output(result: Result, expected: str) -> str:

@@ -1,8 +1,8 @@
 """Calls of a candidate's functions in its sandbox, and the tests that make such calls from another sandbox.
 
-Invariant: an answer counts only for the call it carries the number of, and a number is not known before its call. So
-a program that writes answers in advance fails. Nothing that comes out of either process is evaluated here; `relay`
-passes bytes on unread.
+Invariant: every call carries a random number, and its answer must begin with the same number. So a program that writes
+answers before it is called fails: it cannot know the numbers. Nothing that comes out of either process is evaluated here;
+`relay` passes bytes on unread.
 Called by `reward.py`.
 """
 

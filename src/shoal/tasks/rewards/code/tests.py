@@ -42,7 +42,10 @@ class Asserts:
     prompt: str = ""
 
 
-def read_tests(text: str) -> Stdin | Functional | Asserts:
+Tests = Stdin | Functional | Asserts
+
+
+def read_tests(text: str) -> Tests:
     """Raises TestsError."""
     try:
         tests = json.loads(text)

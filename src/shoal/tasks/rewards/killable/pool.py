@@ -5,7 +5,8 @@ Values and answers are JSON.
 Invariants: `run` returns one result per value, in order, whatever the values do. The limit counts the CPU time of the child,
 so a busy machine changes no result; `wall_s` is only for a function that waits. A result depends on its own value alone.
 A pool ends with its owner: its processes notice that their input closed.
-Called by the math reward. Left out: isolation (see `shoal.sandbox`) and memory limits on systems other than Linux.
+Called by the rewards `math` and `instructions`, and by the adapters. Left out: isolation (see `shoal.sandbox`), and memory
+limits on systems other than Linux.
 """
 
 import contextlib

@@ -21,6 +21,7 @@ from shoal.tasks.rewards.wire import WireError, pack, unpack
 from shoal.tasks.task import Grade, Task
 
 BATCH = 64  # completions in one call of a batch function
+TRUSTED = "trusted"  # tier of scores that no sandbox made: two machines need not agree on what a plain process sees
 END_S = 0.5  # for a process to end after its answer
 FIELDS = ("id", "question", "answer", "source", "tests", "metadata")
 ADVICE = {
@@ -49,7 +50,7 @@ class Own:
         file, _, function = name.rpartition(":")
         setup = pack([file, source, function])
         size = 1 if trusted else size or min(8, len(os.sched_getaffinity(0)))
-        self.tier, self.function = "", _plain(setup, limits)
+        self.tier, self.function = TRUSTED, _plain(setup, limits)
         if not trusted:
             sandbox = Sandbox(tier, limits, size, preloaded=modules("own/inside"))
             self.tier, self.function = sandbox.tier, SandboxedFunction(sandbox, setup)
