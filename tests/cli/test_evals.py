@@ -46,7 +46,10 @@ def evaluate(rows: Path, *more: str) -> int:
     return main(["eval", "GSM8K", "--path", str(rows), "--out", str(rows.parent / "out"), *more])
 
 
-def test_two_models_side_by_side(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_side_by_side(
+    rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/shoal", "eval", "GSM8K"])
     models = ["--model", "weak", "--model", "strong", "--k", "4", "--temperature", "1", "--n", "10"]
     assert evaluate(rows, *models) == DONE
     shown = capsys.readouterr()
@@ -58,7 +61,7 @@ def test_two_models_side_by_side(rows: Path, capsys: pytest.CaptureFixture[str])
     assert [result["model"] for result in found["results"]] == ["weak", "strong"]
     assert found["results"][0]["avg"]["mean"] < found["results"][1]["avg"]["mean"]
     assert found["config"]["suites"]["GSM8K"]["tasks"] == 10
-    assert found["command"].startswith("shoal ")
+    assert found["command"] == "shoal eval GSM8K"
     assert (out / "results.png").stat().st_size > 1000
     assert len((out / "completions.jsonl").read_text().splitlines()) == 80
 

@@ -213,7 +213,9 @@ def test_a_node_logs_each_event(finished: tuple[Path, str], node: str, words: li
 def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: tuple[Path, str]) -> None:
 
     def files() -> dict[Path, int]:
-        found = [path for path in finished[0].rglob("*") if path.is_file() and ".sqlite-" not in path.name]
+        found = [
+            path for path in finished[0].rglob("*") if path.is_file() and ".sqlite" not in path.name
+        ]  # not its log
         return {path: path.stat().st_mtime_ns for path in found}
 
     before = files()

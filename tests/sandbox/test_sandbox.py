@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, Program, Sandbox, SandboxError, best_tier, interpreter, problem
+from shoal.sandbox import TIERS, Limits, Program, Sandbox, SandboxError, best_tier, interpreter, places, problem
 from shoal.sandbox.limits import MIB
 
 
@@ -344,3 +344,13 @@ def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
             assert own.run(Program("print(1)")).stdout == b"1\n"
     finally:
         os.umask(before)
+
+
+def test_it_shows_the_library_behind_a_virtual_environment_and_not_the_environment(tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    read = "from shoal.sandbox import places; print(*places.binds(), sep='\\n')"
+    source = str(Path(places.__file__).parents[2])
+    command = [environment / "bin" / "python", "-c", read]
+    shown = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == places.binds() and str(environment) not in shown

@@ -25,7 +25,8 @@ def executable() -> str:
 def binds() -> list[str]:
     """Files and folders to show read-only, none inside another."""
     prefix = Path(os.path.realpath(sys.base_prefix))
-    library = [sysconfig.get_path(name, vars={"base": str(prefix)}) for name in ("stdlib", "platstdlib")]
+    bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
+    library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
     wanted = [executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM]
     real = sorted({path for path in wanted if Path(path).exists() and not Path(path).is_symlink()})
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
