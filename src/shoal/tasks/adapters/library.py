@@ -16,16 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.tasks.rewards.killable.pool import ENVIRONMENT, Killable, Result
+from shoal.tasks.rewards.killable.grading import grade_of
+from shoal.tasks.rewards.killable.pool import ENVIRONMENT, Killable
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 
 FAR = Path(__file__).parent / "far"
 LISTING_S = 1800.0
 CPU_S = 10.0  # the slowest known: 3 s, reasoning-gym's rubiks_cube for an answer that is no sequence of moves
 MEMORY_BYTES = 1 << 30
-NEAR = 0.5  # a call that used more than this share of a limit is not repeatable on a slower machine
 CONSIDERED = 20_000  # last characters of a completion
-LIMITS = {"cpu": "of CPU time passed", "wall": "passed without an answer"}
 
 
 def _anything(_: Mapping[str, Any]) -> None:
@@ -96,7 +95,9 @@ class Scored:
                 metadata[n] | {"question": tasks[n].question, "completion": completions[n][-CONSIDERED:]}
                 for n in of_setting
             ]
-            grades.update(zip(of_setting, map(self._grade, self._pool(setting).run(values)), strict=True))
+            pool = self._pool(setting)
+            results = pool.run(values)
+            grades.update(zip(of_setting, (grade_of(one, pool, _answered) for one in results), strict=True))
         return [grades[n] for n in range(len(tasks))]
 
     def close(self) -> None:
@@ -117,21 +118,9 @@ class Scored:
             )
         return self.pools[setting]
 
-    def _grade(self, result: Result) -> Grade:
-        repeatable = result.cpu_s < NEAR * self.cpu_s and result.memory_bytes < NEAR * MEMORY_BYTES
-        match result.ending:
-            case "answered":
-                return Grade(**result.value, repeatable=repeatable)
-            case "raised":
-                return Grade(0.0, "grader_error", result.detail, repeatable=repeatable)
-            case "died":
-                return Grade(0.0, "grader_error", f"the grader died: {result.detail}", repeatable=False)
-            case limit:
-                seconds = self.cpu_s if limit == "cpu" else self._wall_s()
-                return Grade(0.0, "grader_error", f"the limit of {seconds:g} s {LIMITS[limit]}", repeatable=False)
 
-    def _wall_s(self) -> float:
-        return next(iter(self.pools.values())).wall_s
+def _answered(value: dict[str, Any], repeatable: bool) -> Grade:
+    return Grade(**value, repeatable=repeatable)
 
 
 def _last_words(done: "subprocess.CompletedProcess[bytes]") -> str:

@@ -12,11 +12,13 @@ the network at its import.
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.tasks.rewards.killable import Killable
+from shoal.tasks.rewards.killable.grading import grade_of
 from shoal.tasks.rewards.killable.pool import Result
 from shoal.tasks.task import Grade, Task
 
@@ -24,8 +26,6 @@ IFEVAL = Path(__file__).with_name("ifeval.py")
 NEEDS = ("lm_eval", "langdetect")
 CPU_S = 10.0
 MEMORY_BYTES = 1 << 30
-NEAR = 0.5  # a call that used more than this share of a limit is not repeatable on a slower machine
-LIMITS = {"cpu": "of CPU time passed", "wall": "passed without an answer"}
 
 
 class MissingExtraError(ShoalError):
@@ -36,7 +36,6 @@ class Instructions:
     """Its process starts with the first completion. Use `close` at the end."""
 
     def __init__(self, *, cpu_s: float = CPU_S) -> None:
-        self.cpu_s = cpu_s
         self.pool = Killable(IFEVAL, "check", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
@@ -52,26 +51,19 @@ class Instructions:
                 continue
             asked[n] = {"metadata": metadata, "prompt": task.question, "completion": completion}
         if asked:
-            grades.update(zip(asked, map(self._grade, self.pool.run(list(asked.values()))), strict=True))
+            results = map(_explained, self.pool.run(list(asked.values())))
+            grades.update(zip(asked, (grade_of(one, self.pool, _graded) for one in results), strict=True))
         return [grades[n] for n in range(len(tasks))]
 
     def close(self) -> None:
         self.pool.close()
 
-    def _grade(self, result: Result) -> Grade:
-        repeatable = result.cpu_s < NEAR * self.cpu_s and result.memory_bytes < NEAR * MEMORY_BYTES
-        match result.ending:
-            case "answered":
-                return _graded(result.value, repeatable)
-            case "raised":
-                why = "NLTK's data are missing: python -m nltk.downloader punkt_tab"
-                detail = why if "punkt_tab" in result.detail else result.detail
-                return Grade(0.0, "grader_error", detail, repeatable=repeatable)
-            case "died":
-                return Grade(0.0, "grader_error", f"the grader died: {result.detail}", repeatable=False)
-            case limit:
-                seconds = self.cpu_s if limit == "cpu" else self.pool.wall_s
-                return Grade(0.0, "grader_error", f"the limit of {seconds:g} s {LIMITS[limit]}", repeatable=False)
+
+def _explained(result: Result) -> Result:
+    """With the remedy where NLTK's data are missing."""
+    if result.ending != "raised" or "punkt_tab" not in result.detail:
+        return result
+    return replace(result, detail="NLTK's data are missing: python -m nltk.downloader punkt_tab")
 
 
 def _check_installed() -> None:

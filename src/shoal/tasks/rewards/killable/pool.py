@@ -143,7 +143,7 @@ class Killable:
     ) -> None:
         self.command = [str(file), function, str(cpu_s), str(wall_s), str(memory_bytes), *arguments]
         self.python = python
-        self.size, self.wall_s = size, wall_s
+        self.size, self.cpu_s, self.wall_s, self.memory_bytes = size, cpu_s, wall_s, memory_bytes
         self.idle: SimpleQueue[Trunk] = SimpleQueue()
         self.lock = threading.Lock()
         self.threads: ThreadPoolExecutor | None = None

@@ -11,24 +11,23 @@ Called through `graders`. Rules of equality: `equality.py`. Left out: partial cr
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shoal.tasks.rewards.killable.pool import Killable, Result
+from shoal.tasks.rewards.killable import Killable
+from shoal.tasks.rewards.killable.grading import grade_of
 from shoal.tasks.rewards.math.final_answer import final_answer, tidy
 from shoal.tasks.task import Grade, Task
 
 EQUALITY = Path(__file__).with_name("equality.py")
 CPU_S = 1.0
 MEMORY_BYTES = 512 << 20
-NEAR = 0.5  # a call that used more than this share of a limit is not repeatable on a slower machine
 INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
-LIMITS = {"cpu": "of CPU time passed", "wall": "passed without an answer"}
 
 
 class Math:
     """Its processes start with the first comparison that needs one. Use as a context manager, or call `close`."""
 
     def __init__(self, *, cpu_s: float = CPU_S, size: int = 1) -> None:
-        self.cpu_s = cpu_s
         self.pool = Killable(EQUALITY, "judge", size=size, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
@@ -38,24 +37,15 @@ class Math:
         asked = [pair for pair in dict.fromkeys(pairs) if pair not in grades]  # the same answer once
         if asked:
             results = self.pool.run([{"gold": gold, "answer": answer} for gold, answer in asked])
-            grades.update(zip(asked, map(self._grade, results), strict=True))
+            grades.update(zip(asked, (grade_of(result, self.pool, _answered) for result in results), strict=True))
         return [grades[pair] for pair in pairs]
 
     def close(self) -> None:
         self.pool.close()
 
-    def _grade(self, result: Result) -> Grade:
-        repeatable = result.cpu_s < NEAR * self.cpu_s and result.memory_bytes < NEAR * MEMORY_BYTES
-        match result.ending:
-            case "answered":
-                return Grade(float(result.value["equal"]), detail=result.value["detail"], repeatable=repeatable)
-            case "raised":
-                return Grade(0.0, "grader_error", result.detail, repeatable=repeatable)
-            case "died":
-                return Grade(0.0, "grader_error", f"the grader died: {result.detail}", repeatable=False)
-            case limit:
-                seconds = self.cpu_s if limit == "cpu" else self.pool.wall_s
-                return Grade(0.0, "grader_error", f"the limit of {seconds:g} s {LIMITS[limit]}", repeatable=False)
+
+def _answered(value: dict[str, Any], repeatable: bool) -> Grade:
+    return Grade(float(value["equal"]), detail=value["detail"], repeatable=repeatable)
 
 
 def _gold(task: Task) -> str:
