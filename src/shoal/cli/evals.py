@@ -1,7 +1,7 @@
 """`shoal eval SUITE,...`: public benchmarks with models on this machine or behind an OpenAI-compatible URL.
 
 The table goes to standard output, progress to standard error, everything else into a folder. The same command with the same
---out goes on with an evaluation that was stopped. Called by `cli`.
+--out continues an evaluation that was stopped. Called by `cli`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     compute_on(arguments.threads)
     progress = Console(stderr=True)
     progress.print(
-        f"writing to {out}; the same command with --out {out} goes on after a stop", soft_wrap=True, markup=False
+        f"writing to {out}; to continue after a stop, repeat the command with --out {out}", soft_wrap=True, markup=False
     )
     contestants = [*_local(arguments, recorded(out / CONFIG).get("models", {})), *_served(arguments)]
     labels = [contestant.label for contestant in contestants]

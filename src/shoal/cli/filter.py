@@ -1,6 +1,6 @@
 """`shoal filter CONFIG --out DIR`: measures pass rates of training tasks, and writes which ones are worth training on.
 
-Called by `cli`. A repeated command goes on where the last one stopped.
+Called by `cli`. A repeated command continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTH = 40  # cells of the longest bar
 
 
 class StoppedError(ShoalError):
-    """The filter was interrupted. The message says how to go on."""
+    """The filter was interrupted. The message says how to continue."""
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -66,7 +66,9 @@ def run_filter(arguments: argparse.Namespace) -> None:
     with Progress(console, "tasks", rates.total) as progress:
         results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)
     if results is None:
-        raise StoppedError(f"stopped; the same command goes on with the results in {shlex.quote(str(arguments.out))}")
+        raise StoppedError(
+            f"stopped; to continue, repeat the command: the results so far are in {shlex.quote(str(arguments.out))}"
+        )
     kept = write_filter(arguments.out, results, band, rates.settings)
     Console().print(_table(histogram(results)))
     sys.stdout.write(

@@ -112,8 +112,8 @@ class SandboxSection(Section):
 
     tier: Literal["auto", "bubblewrap", "kernel", "rlimits"] = Field(
         default="auto",
-        description="auto: the strongest that works, bubblewrap or kernel; rlimits is no wall and needs SHOAL_TRUST_RUN=1 "
-        "on each machine",
+        description="auto: the strongest that works, bubblewrap or kernel; rlimits does not isolate and needs "
+        "SHOAL_TRUST_RUN=1 on each machine",
     )
     cpu_s: float = Field(default=5.0, gt=0, le=600, description="most seconds of CPU")
     wall_s: float = Field(default=15.0, gt=0, le=3600, description="most seconds by the clock")

@@ -18,7 +18,7 @@ from shoal.model.sampling import rollout_seed
 
 
 class EvalError(ShoalError):
-    """An evaluation that cannot start or go on; the message names the next step."""
+    """An evaluation that cannot start or continue; the message names the next step."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     -> grade everything -> results
 
 Invariant: the folder's `eval.json` says what is evaluated, and no completion made under other settings is ever mixed in.
-Grading starts anew each time, from `completions.jsonl` alone. So a killed evaluation goes on where it was, with the same
+Grading starts anew each time, from `completions.jsonl` alone. So a killed evaluation continues where it was, with the same
 result.
 Called by `shoal eval`. Left out: several processes on one evaluation.
 """

@@ -88,7 +88,7 @@ class PassRates:
             if not disk_is_full(error):
                 raise
             raise FilterError(
-                f"the disk of {self.out} is full: free space there, then repeat the command, which goes on where it was"
+                f"the disk of {self.out} is full: free space there, then repeat the command: it continues where it was"
             ) from error
 
     def _continue(
@@ -173,7 +173,7 @@ class PassRates:
             what = "the tasks (their digest)" if name == "digest" else name
             raise FilterError(
                 f"{self.out} holds results with another setting: {what} was {before.get(name)} and is now "
-                f"{self.settings[name]}; restore it to go on, or choose another --out"
+                f"{self.settings[name]}; restore it to continue, or choose another --out"
             )
 
     def _kept(self, file: BinaryIO) -> list[Result]:

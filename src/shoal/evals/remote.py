@@ -94,7 +94,7 @@ class RemoteSampler:
         except TimeoutError:
             raise EvalError(
                 f"{self.route} gave no completion within {self.address.deadline_s:g} s ({last}): see the server's log, "
-                "lower --concurrency or raise --deadline, and run the same command again: it goes on where it was"
+                "lower --concurrency or raise --deadline, and run the same command again: it continues where it was"
             ) from None
 
     async def _attempt(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
