@@ -30,6 +30,7 @@ from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import rollout_seed
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.messages import MILLION
+from shoal.tasks.budget import in_turn
 from shoal.tasks.environments import Conversation, close, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
@@ -128,7 +129,10 @@ class PassRates:
     ) -> list[Result]:
         tokenizer = conversation.tokenizer
         chosen = [self.tasks.train[number] for number in numbers]
-        prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chosen]
+        prompts = [
+            prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, number))
+            for number, task in zip(numbers, chosen, strict=True)
+        ]
         seeds = [[self._seed(number, completion) for completion in range(self.k)] for number in numbers]
         groups = engine.generate(prompts, seeds, sampling, responder(conversation, chosen, seeds))
         grades = graders.grade(
@@ -149,6 +153,7 @@ class PassRates:
             weights.update_mmap(path)
         texts = json.dumps(
             [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
+            + [self.config.tasks.length_mode, self.config.tasks.targets]
             + [[source.prompt, source.reward, source.environment] for source in self.config.tasks.sources]
         )
         return {
