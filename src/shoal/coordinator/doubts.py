@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database
+from shoal.coordinator.suspension import suspend
 from shoal.coordinator.tables.submissions import Submission
 from shoal.protocol.messages import HARD, Reason, Verdict
 
@@ -30,13 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Doubts:
-    def __init__(
-        self, db: Database, classes: Classes, suspend: Callable[[str, str], None], notify: Callable[[str], None]
-    ) -> None:
-        """`suspend(key, reason)` takes a worker's tasks for a while; `notify` tells the operator."""
+    def __init__(self, db: Database, classes: Classes, notify: Callable[[str], None]) -> None:
+        """`notify` tells the operator."""
         self.db = db
         self.classes = classes
-        self.suspend = suspend
         self.notify = notify
 
     def opens(self, found: Submission, validator: str, verdict: Verdict) -> bool:
@@ -62,12 +60,20 @@ class Doubts:
         known = self.db.replays.get(found.id)
         first = known.doubted_by if known else None
         confirmed = first is not None and first != validator
-        if confirmed and known is not None and known.doubt == Reason.INEXACT and verdict.replay is None and reason is None:
+        if (
+            confirmed
+            and known is not None
+            and known.doubt == Reason.INEXACT
+            and verdict.replay is None
+            and reason is None
+        ):
             # The second one computes unlike the worker and the first: it cannot say that the first is wrong.
             self._renew(validator, f"could not replay {found.id} exactly, unlike {self._name(str(first))}")
             reason, confirmed = Reason.INEXACT, False
         if confirmed and not (reason is not None and (reason in HARD or reason is Reason.INEXACT)):
-            self._renew(str(first), f"rejected {found.id} ({known.doubt if known else ''}), {self._name(validator)} did not")
+            self._renew(
+                str(first), f"rejected {found.id} ({known.doubt if known else ''}), {self._name(validator)} did not"
+            )
         if reason is Reason.INEXACT:
             self._mismatch(found, confirmed=confirmed)
         if verdict.replay is not None and (reason is None or reason is Reason.INEXACT):
@@ -80,13 +86,17 @@ class Doubts:
         if not renewal.pending:
             self.db.fingerprints.ask(found.worker)
         if not confirmed:
-            self.notify(f"{found.id} by {self._name(found.worker)} is inexact, and no second validator could confirm it")
+            self.notify(
+                f"{found.id} by {self._name(found.worker)} is inexact, and no second validator could confirm it"
+            )
             return
         if renewal.pending or uploaded_s <= renewal.done_s:
             return  # the same cause as the mismatch for which it was asked to renew
         self.db.fingerprints.set_mismatches(found.worker, renewal.mismatches + 1)
         if renewal.mismatches + 1 >= MISMATCHES:
-            self.suspend(found.worker, f"{renewal.mismatches + 1} inexact submissions under an unchanged fingerprint")
+            suspend(
+                self.db, found.worker, f"{renewal.mismatches + 1} inexact submissions under an unchanged fingerprint"
+            )
             self.db.fingerprints.set_mismatches(found.worker, 0)
 
     def _renew(self, validator: str, why: str) -> None:

@@ -44,10 +44,8 @@ class Pool:
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
-        doubts = Doubts(self.db, classes, self._suspend, self.notices.append)
-        self.submissions = Submissions(
-            self.db, config, assignments, self.batches, trust, self.history, classes, doubts
-        )
+        doubts = Doubts(self.db, classes, self.notices.append)
+        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history, classes, doubts)
         self.learning = Learning(self.db, config, self.history)
 
     def status(self) -> Status:

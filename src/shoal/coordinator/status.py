@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
+from shoal.coordinator.suspension import left_s
 from shoal.protocol.messages import Exactness, Grading, NodeStatus, Signal, Stats, Status
 
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
@@ -54,6 +55,8 @@ def _nodes(db: Database) -> list[NodeStatus]:
             policy_version=node.version,
             seen_s=node.seen_s,
             evicted=bool(node.evicted),
+            suspended_s=left_s(node, db.clock()),
+            suspension=node.suspension if left_s(node, db.clock()) else "",
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
             stats=Stats.model_validate_json(node.stats),

@@ -341,6 +341,8 @@ class NodeStatus(Message):
     policy_version: int | None
     seen_s: float
     evicted: bool
+    suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: it is not suspended
+    suspension: str = ""  # why
     accepted: int
     rejected: int
     stats: Stats

@@ -38,9 +38,7 @@ class Fingerprints:
 
     def of(self, key: str) -> dict[int, str]:
         """By version, newest first."""
-        rows = self.connection.rows(
-            "SELECT version, value FROM fingerprints WHERE key = ? ORDER BY version DESC", key
-        )
+        rows = self.connection.rows("SELECT version, value FROM fingerprints WHERE key = ? ORDER BY version DESC", key)
         return dict(rows)
 
     def put(self, key: str, version: int, value: str) -> None:
@@ -60,8 +58,9 @@ class Fingerprints:
 
     def ask(self, key: str) -> None:
         """Ask this node for a new fingerprint."""
-        self.connection.change("INSERT INTO renewals (key) SELECT ? WHERE NOT EXISTS"
-                               " (SELECT 1 FROM renewals WHERE key = ?)", key, key)
+        self.connection.change(
+            "INSERT INTO renewals (key) SELECT ? WHERE NOT EXISTS (SELECT 1 FROM renewals WHERE key = ?)", key, key
+        )
         self.connection.change("UPDATE renewals SET asked = asked + 1 WHERE key = ?", key)
 
     def set_done(self, key: str, done: int, now_s: float) -> None:

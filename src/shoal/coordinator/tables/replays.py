@@ -34,9 +34,7 @@ class Replays:
         return None if row is None else Replayed(*row)
 
     def add(self, submission: str, fingerprint: str) -> None:
-        self.connection.change(
-            "INSERT INTO replays (submission, fingerprint) VALUES (?, ?)", submission, fingerprint
-        )
+        self.connection.change("INSERT INTO replays (submission, fingerprint) VALUES (?, ?)", submission, fingerprint)
 
     def set_doubt(self, submission: str, validator: str, reason: str) -> None:
         self.connection.change(
