@@ -9,17 +9,20 @@ from typing import Literal
 
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
+from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.suspension import left_s
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 
 log = logging.getLogger(__name__)
 
 
 class Members:
-    def __init__(self, db: Database, config: Config, assignments: Assignments) -> None:
+    def __init__(self, db: Database, config: Config, assignments: Assignments, classes: Classes) -> None:
         self.db = db
         self.config = config
         self.assignments = assignments
+        self.classes = classes
 
     def register(self, key: str, invite: InvitePayload, url: str | None) -> Registered:
         """Spend an invite. The same key may repeat the same invite (a restart), with a new address."""
@@ -58,14 +61,21 @@ class Members:
             node = self.db.nodes.get(key)
             if node is None:
                 raise PoolError("this key is not registered", 403)
+            self.classes.report(key, beat)
             answer = HeartbeatAnswer(
                 state="evicted" if node.evicted else self._state_for(node.role),
                 newest_version=self.db.policies.newest(),
                 relays=self.db.nodes.relay_urls(),
                 banned=self.db.nodes.evicted_keys() if node.role in ("origin", "relay") else [],
+                renewals=self.classes.renewals(key),
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
+            if wait_s := left_s(node, self.db.clock()):
+                waiting_for = f"its suspension to end in {wait_s:.0f} s ({node.suspension})"
+                return answer.model_copy(update={"waiting_for": waiting_for})
+            if why := self.classes.why_no_task(key):
+                return answer.model_copy(update={"waiting_for": why})
             outcome = self.assignments.assign(key, beat.policy_version)
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
+from shoal.coordinator.classes import Classes
 from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
+from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
 from shoal.coordinator.members import Members
@@ -36,13 +38,15 @@ class Pool:
         self.db = Database(connection, ledger, clock)
         self.curriculum = Curriculum(self.db, config)
         assignments = Assignments(self.db, config, self.curriculum)
-        self.members = Members(self.db, config, assignments)
+        classes = Classes(self.db, config)
+        self.members = Members(self.db, config, assignments, classes)
         self.batches = Batches(self.db, config)
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)
-        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history)
-        self.learning = Learning(self.db, config, self.history)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
+        doubts = Doubts(self.db, classes, self.notices.append)
+        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history, classes, doubts)
+        self.learning = Learning(self.db, config, self.history)
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run, self.notices)

@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
-from shoal.protocol.messages import Grading, NodeStatus, Signal, Stats, Status
+from shoal.coordinator.suspension import left_s
+from shoal.protocol.messages import Exactness, Grading, NodeStatus, Signal, Stats, Status
 
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
 
@@ -34,6 +35,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         stale_groups=totals.stale,
         tokens_generated=totals.tokens,
         signal=Signal(**asdict(db.groups.signal(db.open_step()))),
+        exact=Exactness(**dict(zip(Exactness.model_fields, db.replays.totals(), strict=True))),
         grading=_grading(db, -(-RECENT_ROLLOUTS // config.sampling.group_size)),
     )
 
@@ -53,9 +55,12 @@ def _nodes(db: Database) -> list[NodeStatus]:
             policy_version=node.version,
             seen_s=node.seen_s,
             evicted=bool(node.evicted),
+            suspended_s=left_s(node, db.clock()),
+            suspension=node.suspension if left_s(node, db.clock()) else "",
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
             stats=Stats.model_validate_json(node.stats),
+            fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )
         for node in db.nodes.all()
     ]

@@ -1,6 +1,7 @@
-"""The table of registered nodes: key, role, address, last heartbeat, and whether the node was evicted.
+"""The table of registered nodes: key, role, address, last heartbeat, and whether the node was evicted or is suspended.
 
-Invariant: a key, a name and an invite each occur once. Called by `members`, `submissions`, `status` and `metrics`.
+Invariant: a key, a name and an invite each occur once. Called by `members`, `suspension`, `submissions`, `status` and
+`metrics`.
 """
 
 from dataclasses import dataclass, fields
@@ -12,7 +13,8 @@ SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS nodes (
     seq {SERIAL}, key TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT,
     invite TEXT UNIQUE NOT NULL, seen_s DOUBLE PRECISION NOT NULL, version BIGINT, stats TEXT NOT NULL DEFAULT '{{}}',
-    evicted BOOLEAN NOT NULL DEFAULT FALSE)"""
+    evicted BOOLEAN NOT NULL DEFAULT FALSE, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    suspension TEXT NOT NULL DEFAULT '', suspensions BIGINT NOT NULL DEFAULT 0)"""
 ]
 
 
@@ -27,6 +29,9 @@ class Node:
     version: int | None
     stats: str  # JSON of messages.Stats
     evicted: bool
+    suspended_until_s: float  # by the coordinator's clock; in the past or 0: it is not suspended
+    suspension: str  # why it was suspended last
+    suspensions: int  # in a row, none of them forgotten
 
 
 COLUMNS = ", ".join(field.name for field in fields(Node))
@@ -70,6 +75,21 @@ class Nodes:
         """False if it was evicted before."""
         return self.connection.change("UPDATE nodes SET evicted = TRUE WHERE key = ? AND NOT evicted", key) == 1
 
+    def suspend(self, key: str, reason: str, until_s: float) -> None:
+        """No tasks for this key until then. It never shortens a suspension. Call `suspension.suspend` for its length."""
+        self.connection.change(
+            "UPDATE nodes SET suspension = ?, suspensions = suspensions + 1,"
+            " suspended_until_s = CASE WHEN suspended_until_s > ? THEN suspended_until_s ELSE ? END WHERE key = ?",
+            reason,
+            until_s,
+            until_s,
+            key,
+        )
+
+    def forget_suspensions(self, key: str) -> None:
+        """The next one counts as the first."""
+        self.connection.change("UPDATE nodes SET suspensions = 0 WHERE key = ?", key)
+
     def evicted_keys(self) -> list[str]:
         return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE evicted ORDER BY seq")]
 
@@ -81,6 +101,13 @@ class Nodes:
                 "SELECT role, key FROM nodes WHERE role != 'worker' AND NOT evicted ORDER BY seq"
             )
         ]
+
+    def live_keys(self, role: Role, seen_since_s: float) -> list[str]:
+        """Keys of this role that were seen since then and are not evicted, in order of registration."""
+        rows = self.connection.rows(
+            "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND NOT evicted ORDER BY seq", role, seen_since_s
+        )
+        return [key for (key,) in rows]
 
     def relay_urls(self) -> list[str]:
         rows = self.connection.rows(
