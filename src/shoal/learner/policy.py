@@ -25,6 +25,7 @@ from shoal.learner.loss import policy_loss
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
+from shoal.model.numerics import Numerics
 from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
 
@@ -44,6 +45,7 @@ class Policy:
         device: str,
         temperature: float,
         ranks: Ranks | None = None,
+        numerics: Numerics = "fast",
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -51,7 +53,7 @@ class Policy:
         self.temperature = temperature
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
-        self.model = load_model(folder, "float32", device)
+        self.model = load_model(folder, "float32", device, numerics)
         self.stored = stored_shapes(self.model)  # of a published version
         if config.lora is not None:
             self.model = lora.attach(self.model, config.lora)
@@ -64,7 +66,7 @@ class Policy:
             compile_blocks(self.scorer)
         self.reference: Scorer | None = None
         if config.loss.beta > 0:
-            self.reference = Scorer(load_model(folder, "float32", device).requires_grad_(False))
+            self.reference = Scorer(load_model(folder, "float32", device, numerics).requires_grad_(False))
             self._prepare(self.reference)
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True

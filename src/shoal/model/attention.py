@@ -69,6 +69,7 @@ class Layout:
         self.device = device
         self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
         self.length = spans[-1].end if spans else 0
+        self.derived: dict[int, Any] = {}  # what exact attention works out once, by the number of heads
 
     def to(self, device: torch.device) -> "Layout":
         return self if device == self.device else Layout(self.spans, device)
@@ -220,39 +221,55 @@ class _Cascade(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_ThD: Tensor) -> tuple[Tensor | None, ...]:
         query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th = ctx.saved_tensors
-        layout, scale = ctx.layout, ctx.scale
-        grads: tuple[list[Tensor], ...] = ([], [], [])
-        for batch in layout.segments:
-            grad_BhLD = _gather(grad_ThD, batch).masked_fill(batch.padded_BL11.transpose(1, 2), 0)
-            found = _flash_backward(
-                grad_BhLD,
-                _gather(query_ThD, batch),
-                _gather(key_ThD, batch),
-                _gather(value_ThD, batch),
-                _gather(output_ThD, batch),
-                _gather(logsumexp_Th[..., None], batch)[..., 0],
-                True,
-                scale,
-            )
-            for collected, grad in zip(grads, found, strict=True):
-                collected.append(grad.transpose(1, 2).flatten(0, 1))
-        query_grad, key_grad, value_grad = (torch.cat(parts).index_select(0, layout.home_T) for parts in grads)
-        for completions, prompt in layout.across:
-            found = _flash_backward(
-                _row(grad_ThD, completions),
-                _row(query_ThD, completions),
-                _row(key_ThD, prompt),
-                _row(value_ThD, prompt),
-                _row(output_ThD, completions),
-                logsumexp_Th[completions].T[None],
-                False,
-                scale,
-            )
-            for total, where, grad in zip(
-                (query_grad, key_grad, value_grad), (completions, prompt, prompt), found, strict=True
-            ):
-                total[where] += grad[0].transpose(0, 1)
-        return query_grad, key_grad, value_grad, None, None
+        found = cascade_backward(
+            grad_ThD, query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th, ctx.layout, ctx.scale
+        )
+        return (*found, None, None)
+
+
+def cascade_backward(
+    grad_ThD: Tensor,
+    query_ThD: Tensor,
+    key_ThD: Tensor,
+    value_ThD: Tensor,
+    output_ThD: Tensor,
+    logsumexp_Th: Tensor,
+    layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from the output and the log-sum-exp of each query's scores."""
+    grads: tuple[list[Tensor], ...] = ([], [], [])
+    for batch in layout.segments:
+        grad_BhLD = _gather(grad_ThD, batch).masked_fill(batch.padded_BL11.transpose(1, 2), 0)
+        found = _flash_backward(
+            grad_BhLD,
+            _gather(query_ThD, batch),
+            _gather(key_ThD, batch),
+            _gather(value_ThD, batch),
+            _gather(output_ThD, batch),
+            _gather(logsumexp_Th[..., None], batch)[..., 0],
+            True,
+            scale,
+        )
+        for collected, grad in zip(grads, found, strict=True):
+            collected.append(grad.transpose(1, 2).flatten(0, 1))
+    query_grad, key_grad, value_grad = (torch.cat(parts).index_select(0, layout.home_T) for parts in grads)
+    for completions, prompt in layout.across:
+        found = _flash_backward(
+            _row(grad_ThD, completions),
+            _row(query_ThD, completions),
+            _row(key_ThD, prompt),
+            _row(value_ThD, prompt),
+            _row(output_ThD, completions),
+            logsumexp_Th[completions].T[None],
+            False,
+            scale,
+        )
+        for total, where, grad in zip(
+            (query_grad, key_grad, value_grad), (completions, prompt, prompt), found, strict=True
+        ):
+            total[where] += grad[0].transpose(0, 1)
+    return query_grad, key_grad, value_grad
 
 
 def _flash_backward(

@@ -18,32 +18,38 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
 
-from shoal.model import attention
+from shoal.model import attention, exact
 from shoal.model.dtype import DtypeName
+from shoal.model.numerics import EXACT, Numerics
 from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
 
 WEIGHTS = "model.safetensors"
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
 
-def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu") -> Any:
+def load_model(
+    folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast"
+) -> Any:
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
+
+    `numerics` stays with the model: `numerics.of(model)`.
 
     Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
     """
-    AttentionInterface.register(attention.NAME, attention.attend)
-    AttentionMaskInterface.register(attention.NAME, sdpa_mask)
+    name = EXACT if numerics == "exact" else attention.NAME
+    AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
     check_config(AutoConfig.from_pretrained(folder, local_files_only=True), folder)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
-            attn_implementation=attention.NAME,
+            attn_implementation=name,
             use_safetensors=True,
             local_files_only=True,
         )
     except KeyError as error:
-        if error.args != (attention.NAME,):
+        if error.args != (name,):
             raise
         raise UnsupportedModelError(f"{folder}: its attention cannot be replaced by Shoal's; {NEXT_STEP}") from error
     model = model.to(device).eval()

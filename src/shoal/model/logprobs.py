@@ -6,18 +6,52 @@ the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
-Called by the learner. Left out: a bias in the output head.
+`token_logprobs` is the one definition of a logprob: engine, validator and learner get equal bits from equal logits.
+Called by all three; `chosen_logprobs` by the learner. Left out there: a bias in the output head.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.model.numerics import ROW_UNIT
+
 PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
 CACHED_BYTES = 4 << 20  # part of them exponentiated together: small enough for the CPU's cache
+
+
+def logits(head: Callable[[Tensor], Tensor], hidden_NH: Tensor) -> Tensor:
+    """The head's logits_NV, a row's bits the same beside any number of others (`numerics`)."""
+    padding = -len(hidden_NH) % ROW_UNIT
+    return head(F.pad(hidden_NH, (0, 0, 0, padding)))[: len(hidden_NH)] if padding else head(hidden_NH)
+
+
+class Likelihoods(NamedTuple):
+    """Likelihoods relative to the likeliest token's: of all tokens, their sum, and of the likeliest (its scaled logit)."""
+
+    each_NV: Tensor
+    total_N: Tensor
+    top_N1: Tensor
+
+
+def likelihoods(scaled_NV: Tensor) -> Likelihoods:
+    """float32. Summed in the same order for any number of rows: PyTorch splits the sum of a single row over threads."""
+    top_N1 = scaled_NV.amax(-1, keepdim=True)
+    each_NV = (scaled_NV - top_N1).exp_()
+    single = len(each_NV) == 1
+    total_N = (each_NV.expand(2, -1).contiguous() if single else each_NV).sum(-1)[: len(each_NV)]
+    return Likelihoods(each_NV, total_N, top_N1)
+
+
+def token_logprobs(scaled_NV: Tensor, tokens_N: Tensor, found: Likelihoods | None = None) -> Tensor:
+    """log softmax(scaled)[token], float32, nats: the one definition for engine, validator and learner."""
+    scaled_NV = scaled_NV.float()
+    _, total_N, top_N1 = found or likelihoods(scaled_NV)
+    return (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0] - total_N.log()
 
 
 def chosen_logprobs(
@@ -59,11 +93,11 @@ class _ChosenLogprobs(torch.autograd.Function):
             if keep_logits and any(ctx.needs_input_grad):
                 kept.append(z_CV)
             for i, z_RV in _cached(z_CV, start, temperature):
-                logsumexp_N[i] = torch.logsumexp(z_RV, -1)
-                logp_N[i] = z_RV.gather(-1, target_N[i, None])[:, 0] - logsumexp_N[i]
+                found = likelihoods(z_RV)
+                logsumexp_N[i] = found.top_N1[:, 0] + found.total_N.log()
+                logp_N[i] = token_logprobs(z_RV, target_N[i], found)
                 if with_entropy:
-                    p_RV = torch.exp(z_RV - logsumexp_N[i, None])
-                    entropy_N[i] = logsumexp_N[i] - torch.linalg.vecdot(p_RV, z_RV)
+                    entropy_N[i] = logsumexp_N[i] - torch.linalg.vecdot(found.each_NV, z_RV) / found.total_N
         ctx.save_for_backward(hidden_NH, head_VH, target_N, logsumexp_N, entropy_N, *kept)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         return logp_N, entropy_N
@@ -97,9 +131,9 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, logits_CV in the compute dtype), one slice of rows at a time."""
-    step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
+    step = max(1, PRODUCT_BYTES // (4 * len(head_VH)) // ROW_UNIT) * ROW_UNIT
     for start in range(0, len(hidden_NH), step):
-        yield start, hidden_NH[start : start + step] @ head_VH.T
+        yield start, logits(lambda x_CH: F.linear(x_CH, head_VH), hidden_NH[start : start + step])
 
 
 def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:

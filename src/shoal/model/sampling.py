@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.model.logprobs import token_logprobs
+
 LARGEST_NOISE = 16.7  # nats; the upper bound of `gumbel_noise`
 LOWEST_LOGPROB = -50.0  # no sampled token's is below about -20 less the likeliest token's; the rest is for numerics
 
@@ -102,12 +104,6 @@ def _outscore(
     best_token_N = given_N.copy()
     best_token_N[row_C[winner_W]] = id_C[winner_W]
     return torch.from_numpy(margin_N).to(scaled_NV.device), torch.from_numpy(best_token_N).to(scaled_NV.device)
-
-
-def token_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    """log softmax(logits)[token], float32, without keeping the whole log-softmax. Returns logprobs_N."""
-    logits_NV = logits_NV.float()
-    return logits_NV.gather(-1, tokens_N[:, None])[:, 0] - torch.logsumexp(logits_NV, dim=-1)
 
 
 def entropy(logits_NV: Tensor) -> Tensor:

@@ -149,11 +149,12 @@ def _plain_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     sequences = [[*tree.prompt, *completion] for tree in trees for completion in tree.completions]
     prompts = [len(tree.prompt) for tree in trees for _ in tree.completions]
     ids_BL = torch.tensor(sequences, device=model.device)
+    own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         logp_BLV = model(input_ids=ids_BL, use_cache=False).logits[:, :-1].float().log_softmax(-1)
     finally:
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(own)
     logp_BL = logp_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
     return torch.cat([logp_L[prompt - 1 :] for logp_L, prompt in zip(logp_BL, prompts, strict=True)])
 

@@ -15,11 +15,15 @@ Called by the learner (training) and the validator (prefill). The engine decodes
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.model import numerics
 from shoal.model.attention import Layout, Span
+from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
 
@@ -136,12 +140,22 @@ def pack(trees: Sequence[Tree]) -> Pack:
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
     """Final hidden states (after the last norm) that predict each target. Returns hidden_NH."""
+    return forward_row(model, packed).index_select(0, packed.predictor_N)
+
+
+def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
+    """Final hidden states of every position of the row. Returns hidden_TH, with padding behind it if numerics are exact.
+
+    `cache`: a transformers cache, which sees each block's keys and values.
+    """
+    padding = -len(packed.tokens_T) % ROW_UNIT if numerics.of(model) == "exact" else 0
     output = model.base_model(  # type: ignore[operator]
-        input_ids=packed.tokens_T[None],
-        position_ids=packed.positions_T[None],
+        input_ids=F.pad(packed.tokens_T, (0, padding))[None],
+        position_ids=F.pad(packed.positions_T, (0, padding))[None],
         attention_mask=packed.tokens_T.new_empty(1, 1, 1, 1),  # unused; 4-D, so that transformers builds no mask
         layout=packed.layout,
-        use_cache=False,
+        past_key_values=cache,
+        use_cache=cache is not None,
     )
     hidden_1TH: Tensor = output.last_hidden_state
-    return hidden_1TH[0].index_select(0, packed.predictor_N)
+    return hidden_1TH[0]

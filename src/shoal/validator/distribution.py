@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.model.logprobs import likelihoods, token_logprobs
+
 ALTERNATIVES = ("sharper", "flatter", "truncated", "foreign")
 TRUNCATED_BELOW = 0.02
 
@@ -29,18 +31,15 @@ def token_evidence(scaled_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]
 
     scaled_NV: logits divided by the temperature, float32.
     """
-    top_N1 = scaled_NV.amax(-1, keepdim=True)
-    # Square roots of likelihoods, relative to the likeliest token's.
-    root_NV = torch.add(top_N1 * -0.5, scaled_NV, alpha=0.5).exp_()
-    roots_N = root_NV.sum(-1)
-    likelihood_NV = root_NV.square_()
-    total_N = likelihood_NV.sum(-1)
+    found = likelihoods(scaled_NV)
+    likelihood_NV, total_N, top_N1 = found
+    logp_N = token_logprobs(scaled_NV, tokens_N, found)
+    roots_N = likelihood_NV.sqrt().sum(-1)
     squares_N = torch.linalg.vecdot(likelihood_NV, likelihood_NV)
     kept_NV = F.threshold(likelihood_NV, TRUNCATED_BELOW, 0.0, inplace=True)
     kept_N = kept_NV.sum(-1)
     inside_N = kept_NV.gather(-1, tokens_N[:, None])[:, 0] > 0
     chosen_N = (scaled_NV.gather(-1, tokens_N[:, None]) - top_N1)[:, 0]
-    logp_N = chosen_N - total_N.log()
     uniform_N = torch.exp(-logp_N - math.log(scaled_NV.shape[-1]))
     evidence = [
         2 * chosen_N - squares_N.log() - logp_N,
