@@ -10,7 +10,6 @@ from typing import Literal
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.suspension import left_s
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 
 log = logging.getLogger(__name__)
@@ -67,9 +66,6 @@ class Members:
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
-            if wait_s := left_s(node, self.db.clock()):
-                waiting_for = f"its suspension to end in {wait_s:.0f} s ({node.suspension})"
-                return answer.model_copy(update={"waiting_for": waiting_for})
             outcome = self.assignments.assign(key, beat.policy_version)
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})

@@ -45,7 +45,7 @@ def _grading(db: Database, groups: int) -> Grading:
 
 
 def _nodes(db: Database) -> list[NodeStatus]:
-    counts = db.submissions.count_by_worker_and_state()
+    counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
     return [
         NodeStatus(
             name=node.name,
@@ -58,6 +58,7 @@ def _nodes(db: Database) -> list[NodeStatus]:
             suspension=node.suspension if left_s(node, db.clock()) else "",
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
+            missed=missed.get(node.key, 0),
             stats=Stats.model_validate_json(node.stats),
         )
         for node in db.nodes.all()
