@@ -11,7 +11,6 @@ from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.suspension import left_s
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 
 log = logging.getLogger(__name__)
@@ -71,9 +70,6 @@ class Members:
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
-            if wait_s := left_s(node, self.db.clock()):
-                waiting_for = f"its suspension to end in {wait_s:.0f} s ({node.suspension})"
-                return answer.model_copy(update={"waiting_for": waiting_for})
             if why := self.classes.why_no_task(key):
                 return answer.model_copy(update={"waiting_for": why})
             outcome = self.assignments.assign(key, beat.policy_version)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.config import Config
 from shoal.coordinator.admission import Admission, body_pieces, read_body
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.nonces import nonce_secret
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.tables.connection import Connection, DatabaseFullError, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces
@@ -60,7 +61,8 @@ class Coordinator:
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
         database = open_sqlite(folder / "pool.sqlite")
-        self.pool = Pool(database, SqliteLedger(database, identity, clock=time.time), config, run, time.time)
+        ledger = SqliteLedger(database, identity, clock=time.time)
+        self.pool = Pool(database, ledger, config, run, time.time, secret=nonce_secret(identity))
         nonces = Nonces(Connection(open_sqlite(folder / "nonces.sqlite")))
         self.admission = Admission(run, nonces, self.pool.members.role, time.time)
         self.store = Folder(folder / "store")
