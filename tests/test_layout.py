@@ -15,6 +15,7 @@ ROOMS = {
     "files": [],
     "config": ["errors"],
     "toploc": [],
+    "evidence": [],
     "sandbox": [],
     "shardcast": ["errors", "files"],
     "model": ["errors"],
@@ -25,11 +26,11 @@ ROOMS = {
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
-    "coordinator": ["config", "errors", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
+    "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
-    "validator": ["config", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "validator": ["config", "evidence", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
     ],
@@ -49,7 +50,7 @@ ROOMS = {
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox"]
+LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence"]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise

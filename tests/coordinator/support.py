@@ -23,6 +23,7 @@ from shoal.protocol.messages import (
     Policy,
     Reason,
     Replay,
+    Spent,
     Verdict,
 )
 
@@ -101,12 +102,14 @@ class Harness:
         *,
         confirmed: bool = True,
         replay: Replay | None = None,
+        spent: Spent | None = None,
     ) -> None:
         """One verdict; and a second validator's, the same, if it waits for one (unless not `confirmed`)."""
         self.contents += 1
         if reason is None:
             self.pool.submissions.accepted_stored(validator, id, "8" * 64)
         given = verdict(id, reason, useful, content or f"{self.contents:064x}", replay)
+        given = given.model_copy(update={"spent": spent})
         self.pool.submissions.judge(validator, given)
         doubted = self.pool.db.replays.get(id)
         if confirmed and doubted is not None and doubted.doubted_by == validator and self.state(id) == "uploaded":

@@ -25,6 +25,9 @@ Cheat = Literal[
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
+RATES = (0.1, 0.03, 2e-3, 1e-3)  # until they are measured: wider than all honest machines measured so far
+
+
 def _as_list(value: object) -> object:
     """A single cheat may be written without brackets."""
     return [value] if isinstance(value, str) and value else value or []
@@ -197,6 +200,41 @@ class ValidatorSection(Section):
     )
 
 
+class EvidenceSection(Section):
+    """Tests over all submissions of a worker, where checks of one leave tolerance. `shoal calibrate` measures the bounds."""
+
+    alpha: float = Field(
+        default=1e-6,
+        gt=0,
+        lt=1,
+        description="probability at most that the tests ever find an honest worker, whatever it submits and for how long",
+    )
+    rates: tuple[float, float, float, float] = Field(
+        default=RATES,
+        description="honest tokens that miss their seeds' by more than 0, 1/8, 1/2 and 1 times validator.sampling_margin, "
+        "for each token that numerics could move",
+        json_schema_extra=MEASURED,
+    )
+    reward_tilt: float = Field(
+        default=2.0,
+        ge=1,
+        description="how much likelier numerics may move a token of one completion than of another of its group",
+    )
+    task_tilt: float = Field(default=4.0, ge=1, description="the same between groups of one submission")
+    proof_exponent_mean: float | None = Field(
+        default=None,
+        gt=0,
+        description="honest average of the figure that validator.proof_exponent_mean limits; none: 2/3 of the limit",
+        json_schema_extra=MEASURED,
+    )
+    proof_mantissa_mean: float | None = Field(
+        default=None, gt=0, description="likewise; none: 2/3 of the limit", json_schema_extra=MEASURED
+    )
+    logprob_error_mean: float | None = Field(
+        default=None, gt=0, description="likewise; none: 2/3 of the limit", json_schema_extra=MEASURED
+    )
+
+
 class EvaluatorSection(Section):
     """Held-out accuracy of published versions."""
 
@@ -221,6 +259,7 @@ class Config(Section):
     relays: RelaySection = RelaySection()
     workers: WorkerSection = WorkerSection()
     validator: ValidatorSection = ValidatorSection()
+    evidence: EvidenceSection = EvidenceSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
 

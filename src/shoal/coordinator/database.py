@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 
 from shoal.coordinator.tables import (
     curricula,
+    evidence,
     fingerprints,
     grades,
     groups,
@@ -26,7 +27,7 @@ from shoal.errors import ShoalError
 from shoal.ledger.interface import Ledger
 
 FORMAT = 5  # of a run's tables, manifests and submissions; a run in another format is not resumed
-TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays)
+TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays, evidence)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
 
 
@@ -48,6 +49,7 @@ class Database:
         self.submissions = submissions.Submissions(self.connection)
         self.fingerprints = fingerprints.Fingerprints(self.connection)
         self.replays = replays.Replays(self.connection)
+        self.evidence = evidence.EvidenceTable(self.connection)
         self.groups = groups.Groups(self.connection)
         self.grades = grades.Grades(self.connection)
         self.curricula = curricula.Curricula(self.connection)

@@ -118,6 +118,8 @@ def _nodes(db: Database) -> Iterator[Metric]:
     suspended = sum(1 for node in every if left_s(node, db.clock()) and not node.evicted)
     yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", [({}, suspended)])
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
+    against = [(labels, db.evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]
+    yield _gauge("worker_evidence", "Nats that a worker's submissions together speak against honesty.", against)
     yield _gauge(
         "node_tokens",
         "Tokens generated or checked, as the node reports.",

@@ -21,6 +21,7 @@ from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
 from shoal.coordinator.members import Members
 from shoal.coordinator.metrics import read_metrics
+from shoal.coordinator.spending import Spending
 from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import Trust
@@ -55,7 +56,7 @@ class Pool:
         self.history = HistoryLog(self.db)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
         doubts = Doubts(self.db, classes, self.notices.append)
-        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history, classes, doubts)
+        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history, classes, doubts, Spending(self.db, config))
         self.learning = Learning(self.db, config, self.history)
 
     def status(self) -> Status:

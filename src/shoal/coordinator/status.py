@@ -61,6 +61,7 @@ def _nodes(db: Database) -> list[NodeStatus]:
             rejected=counts.get((node.key, "rejected"), 0),
             missed=missed.get(node.key, 0),
             stats=Stats.model_validate_json(node.stats),
+            evidence=db.evidence.of(node.key).evidence,
             fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )
         for node in db.nodes.all()

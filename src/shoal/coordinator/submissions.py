@@ -19,6 +19,7 @@ from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.spending import Spending
 from shoal.coordinator.tables.submissions import Submission
 from shoal.coordinator.trust import Trust
 from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, Reason, Verdict, WorkerSample
@@ -37,6 +38,7 @@ class Submissions:
         history: HistoryLog,
         classes: Classes,
         doubts: Doubts,
+        spending: Spending,
     ) -> None:
         self.db = db
         self.config = config
@@ -47,6 +49,7 @@ class Submissions:
         self.history = history
         self.classes = classes
         self.doubts = doubts
+        self.spending = spending
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -145,6 +148,9 @@ class Submissions:
                 log.info("%s is %s to %s; another validator is to confirm it", found.id, verdict.reason, validator[:16])
                 return
             reason = self.doubts.settle(found, validator, verdict, self._reason(verdict))
+            detail = verdict.detail
+            if reason is None and (why := self.spending.finds(found, verdict)):
+                reason, detail = Reason.SPENDING, why
             if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
                 raise PoolError(f"{found.id}: store the accepted file before accepting it")
             self.db.submissions.set_judged(
@@ -156,12 +162,12 @@ class Submissions:
                 self.db.clock(),
             )
             filled = self._accept(found, verdict) if reason is None else []
-            is_slashed = reason is not None and self._reject(found, reason, verdict.detail)
+            is_slashed = reason is not None and self._reject(found, reason, detail)
         worker = self._name(found.worker)
         if reason is None:
             log.info("%s by %s accepted, %d groups", found.id, worker, len(verdict.groups))
         else:
-            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, _printable(verdict.detail))
+            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, _printable(detail))
         if is_slashed:
             log.info("%s slashed and evicted: %s in %s", worker, reason, found.id)
         for step in filled:
@@ -182,6 +188,8 @@ class Submissions:
     def _reject(self, found: Submission, reason: Reason, detail: str) -> bool:
         """Returns whether the worker was slashed for it."""
         self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
+        if reason is Reason.SPENDING and self.spending.dismiss(found.worker, found.id, detail):
+            self.db.submissions.requeue_unchecked_of(found.worker)
         if reason not in HARD or not self._evict(found.worker):
             return False
         self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})

@@ -264,6 +264,35 @@ class Replay(Message):
     mismatched: Count
 
 
+LogEValue = Annotated[float, Field(ge=-1e6, le=1e6)]  # nats
+AtLeast0 = Annotated[float, Field(ge=0, le=1e12)]
+BEYOND = (0.0, 1 / 8, 1 / 2, 1.0)  # margins, in units of `validator.sampling_margin`, whose excess is counted
+
+
+class Spent(Message):
+    """What one submission used of the tolerance that its checks leave. The coordinator adds it up over a worker's work.
+
+    The four e-values have a mean of at most 1 for any honest worker (`shoal.evidence`).
+    """
+
+    exposure: AtLeast0  # sum over sampled tokens of 1 - P(token): how often numerics could have moved a token
+    beyond: tuple[Count, Count, Count, Count]  # tokens that miss their seeds' tokens by more than each of BEYOND
+    better: LogEValue  # these fall on a group's better completions
+    worse: LogEValue  # on its worse ones
+    easier: LogEValue  # on groups of higher mean reward
+    harder: LogEValue
+    proof_exponent_mean: AtLeast0
+    proof_mantissa_mean: AtLeast0
+    logprob_error_mean: AtLeast0
+    distribution: LogEValue  # tokens are too likely or too unlikely
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Spent":
+        if list(self.beyond) != sorted(self.beyond, reverse=True):
+            raise ValueError("beyond must not grow with the margin")
+        return self
+
+
 class Verdict(Message):
     submission: str = SubmissionId
     reason: Reason | None  # None: accepted
@@ -273,6 +302,7 @@ class Verdict(Message):
     accepted_hash: str | None = None
     groups: list[GroupResult] = []
     replay: Replay | None = None  # None: judged within the limits, or without a prefill
+    spent: Spent | None = None  # of an accepted submission that was prefilled whole and judged within the limits
 
 
 class CurriculumPage(Message):
@@ -353,6 +383,7 @@ class NodeStatus(Message):
     accepted: int
     rejected: int
     stats: Stats
+    evidence: float = 0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.alpha) dismisses it
     fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
 
 

@@ -32,6 +32,7 @@ from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.exact import replay
+from shoal.validator.spending import spent
 from shoal.validator.judge import Examined, Judge, group_results
 
 IDLE_S = 0.1
@@ -135,7 +136,9 @@ class Validator:
         case = examined.case
         self.node.tokens += sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows)
         groups = group_results(case, self.judge.tokenizer)
-        return verdict.model_copy(update={"groups": groups}), self.judge.accepted_file(case, self.node.identity)
+        whole = case.prefill is not None and verdict.replay is None
+        used = spent(case, self.config, examined.evidence) if whole else None
+        return verdict.model_copy(update={"groups": groups, "spent": used}), self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
         """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""

@@ -93,6 +93,14 @@ class Groups:
             worker,
         )
 
+    def mark_all_stale(self, worker: str) -> None:
+        """Unbatched groups of this worker."""
+        self.connection.change(
+            "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND submission IN"
+            " (SELECT id FROM submissions WHERE worker = ?)",
+            worker,
+        )
+
     def recent_useful_share(self, limit: int) -> float | None:
         """Share of useful groups among the newest ones, None if there are none."""
         share: float | None = self.connection.value(

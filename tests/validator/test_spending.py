@@ -1,0 +1,92 @@
+"""What a submission is said to have used of the tolerance, from margins and rewards that are known."""
+
+
+import pytest
+import torch
+
+from shoal.config import parse
+from shoal.protocol.messages import Spent
+from shoal.tasks.derive import GroupPlan
+from shoal.validator.case import Case, Prefill
+from shoal.validator.spending import spent
+
+EVIDENCE = {
+    "proof_exponent_mean": 1.0,
+    "proof_mantissa_mean": 0.5,
+    "logprob_error_mean": 0.01,
+    "distribution_evidence": -3.0,
+}
+CONFIG = parse({"validator": {"sampling_margin": 0.8}})
+
+
+def case(margins: list[list[float]], rewards: list[float], group_size: int = 4) -> Case:
+    """Rollouts of three tokens, each of probability 1/2."""
+    margins_N = torch.tensor([margin for row in margins for margin in row])
+    prefill = Prefill(
+        hidden_NH=torch.zeros(len(margins_N), 1),
+        logprobs_N=torch.full((len(margins_N),), 0.5).log(),
+        margins_N=margins_N,
+        evidence_NA=torch.zeros(len(margins_N), 4),
+        lengths=[len(row) for row in margins],
+    )
+    plan = GroupPlan.__new__(GroupPlan)
+    object.__setattr__(plan, "seeds", tuple(range(group_size)))
+    empty = Case.__new__(Case)
+    for name, value in {"plans": [plan], "rewards": rewards, "prefill": prefill}.items():
+        object.__setattr__(empty, name, value)
+    return empty
+
+
+def found(margins: list[list[float]], rewards: list[float]) -> Spent:
+    return spent(case(margins, rewards), CONFIG, EVIDENCE)
+
+
+QUIET = [0.0, 0.0, 0.0]
+
+
+def test_tokens_are_counted_by_how_far_they_miss() -> None:
+    used = found([[0.01, 0.05, 0.0], [0.2, 0.5, 0.9], QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
+    assert used.beyond == (5, 3, 2, 1), "limits are 0, 0.1, 0.4 and 0.8"
+    assert used.exposure == pytest.approx(12 * 0.5)
+    assert (used.proof_exponent_mean, used.distribution) == (1.0, -3.0)
+
+
+def test_misses_in_better_completions_speak_for_choice() -> None:
+    missed = [0.0, 0.02, 0.0]
+    up = found([QUIET, QUIET, missed, missed], [0.0, 0.0, 1.0, 1.0])
+    assert up.better > 0.2 and up.worse < -1, up
+    down = found([missed, missed, QUIET, QUIET], [0.0, 0.0, 1.0, 1.0])
+    assert down.worse == pytest.approx(up.better) and down.better == pytest.approx(up.worse)
+    assert found([missed] * 4, [1.0] * 4).better == 0.0, "equal rewards teach nothing and prove nothing"
+
+
+def test_misses_in_groups_of_high_reward_speak_for_choice_of_tasks() -> None:
+    missed = [0.0, 0.02, 0.02]
+    used = found([missed] * 4 + [QUIET] * 4, [1.0] * 4 + [0.0] * 4)
+    assert used.easier > 0.5 and used.harder < -1
+    assert used.better == used.worse == 0.0
+
+
+def test_honest_misses_pay_nothing_on_average_even_where_exposure_follows_the_reward() -> None:
+    """Right completions twice as likely to be moved, per token that can be, is within the tilt."""
+    generator = torch.Generator().manual_seed(0)
+    paid = []
+    for _ in range(400):
+        rewards = [0.0, 0.0, 1.0, 1.0]
+        chances = torch.tensor([0.05, 0.05, 0.1, 0.1])[:, None].expand(4, 3)
+        missed = torch.bernoulli(chances, generator=generator) * 0.02
+        paid.append(found(missed.tolist(), rewards).better)
+    mean = float(torch.tensor(paid).exp().mean())
+    assert mean < 1.1
+
+
+def test_a_case_without_a_prefill_is_no_observation() -> None:
+    with pytest.raises(RuntimeError, match="prefill"):
+        spent(replace_prefill(case([QUIET] * 4, [0.0] * 4)), CONFIG, EVIDENCE)
+
+
+def replace_prefill(one: Case) -> Case:
+    object.__setattr__(one, "prefill", None)
+    return one
+
+
