@@ -80,6 +80,20 @@ def test_what_the_ratio_divides_by_is_the_learners_own_where_that_is_asked_for(
     assert (figures["policy/clip_low"] + figures["policy/clip_high"] == 0.0) is is_on_policy
 
 
+def test_what_nobody_checked_is_recomputed_and_nothing_else(tiny_folder: Path, tmp_path: Path) -> None:
+    """The worker claims -4 nats, or what dominates the batch: of an unchecked group neither is used."""
+    learner = make_learner(tiny_folder, tmp_path, row_tokens=20)
+    checked, *rest = make_groups()
+    figures = [
+        make_learner(tiny_folder, tmp_path, row_tokens=20).train(
+            [checked, *(replace(group, checked=False, behaviour=claim(group)) for group in rest)]
+        )
+        for claim in (lambda group: group.behaviour, lambda group: [[-49.0] * len(of) for of in group.behaviour])
+    ]
+    assert figures[0]["loss"] == figures[1]["loss"]
+    assert 0.0 < figures[0]["policy/mismatch_kl"] < learner.train(make_groups())["policy/mismatch_kl"]
+
+
 def test_recomputed_behaviour_is_of_the_steps_start_for_all_its_updates(tiny_folder: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_folder, tmp_path, behaviour_logprobs="recomputed", optimizer_steps_per_step=3)
     figures = learner.train(make_groups())

@@ -1,5 +1,6 @@
 """Several submissions are judged together as each would be alone; cases without a prefill get every cheap check."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from shoal.adversary.cheats import QuantizedWeights
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.protocol.messages import MILLION, CurriculumPage, Outcomes, Reason
 from shoal.rollout.produce import Producer
-from shoal.store.rollouts import Rollout, read_accepted
+from shoal.store.rollouts import PROOF_BYTES, Rollout, read_accepted
 from shoal.tasks import Grade
 from shoal.tasks.curriculum import Curriculum
+from shoal.toploc import build
 from shoal.validator.case import Case
 from shoal.validator.checks import ALL, rewards
 from shoal.validator.judge import Examined, Judge, group_results
@@ -93,6 +95,63 @@ def test_a_logprob_that_sampling_cannot_yield_is_prefilled_in_any_case(judge: Ju
         assert (examined.case.prefill is not None) == prefilled
 
 
+def test_hand_written_answers_are_found_without_a_whole_check(
+    judge: Judge, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made in no time: null proofs, or well-formed proofs of nothing, over the first tokens that come to mind."""
+    written = [replace(row, tokens=[5, 1], logprobs=[-1.0, -1.0], proofs=[bytes(PROOF_BYTES)]) for row in honest]
+    assert reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, written))], cheaply=[True])) == [
+        Reason.PROOF
+    ]
+    sizes: list[int] = []
+    prefill = judge.prefill
+    monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
+    copied = [replace(row, proofs=honest[0].proofs[:1]) for row in written]
+    found = reasons(judge.examine([case_of(judge, ASKED, signed(worker, ASKED, copied))], cheaply=[True]))
+    assert found == [Reason.PROOF] and sizes == [2, 8], "a spot check first, and a whole one before it counts"
+
+
+def test_a_spot_check_reads_a_few_rollouts_that_are_drawn_now(
+    judge: Judge, files: list[bytes], worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One false rollout of eight passes unless it is drawn; what is drawn and honest costs nobody anything."""
+    other = make_false(honest[6])
+    rows = [*honest[:6], other, honest[7]]
+    case = case_of(judge, ASKED, signed(worker, ASKED, rows))
+    asked: list[tuple[int, int]] = []
+
+    def drawn(*numbers: int) -> list[Reason | None]:
+        def choose(of: Sequence[int], k: int) -> list[int]:
+            asked.append((len(of), k))
+            return list(numbers)
+
+        monkeypatch.setattr(judge, "choose", choose)
+        [examined] = judge.examine([case], cheaply=[True])
+        assert (examined.case.prefill is None) == (6 not in numbers)
+        return reasons([examined])
+
+    assert drawn(0, 7) == drawn(5, 1) == [None]
+    assert drawn(6, 0) == drawn(3, 6) == [Reason.PROOF]
+    assert asked == [(8, 2)] * 4
+
+
+def make_false(row: Rollout) -> Rollout:
+    return replace(row, proofs=[build_proof(number) for number in range(len(row.proofs))])
+
+
+def build_proof(number: int) -> bytes:
+    hidden_TH = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+    return build(hidden_TH)[0]
+
+
+def test_what_was_not_prefilled_whole_is_marked_for_the_learner(judge: Judge, files: list[bytes]) -> None:
+    [case, *_] = opened(judge, files)
+    for cheaply, prefilled in (([True], False), ([False], True)):
+        [examined] = judge.examine([case], cheaply=cheaply)
+        accepted = read_accepted(judge.accepted_file(examined.case, VALIDATOR), max_rows=8, max_tokens=4096)
+        assert accepted.header.prefilled is prefilled
+
+
 def test_checks_change_nothing(judge: Judge, files: list[bytes]) -> None:
     """Any check can run at any time, in any order, as often as one likes."""
     assert judge.rules is not None
@@ -154,7 +213,7 @@ def test_what_no_model_of_the_run_wrote_is_never_graded(
     assert graded == [0, 2, 3]
     graded.clear()
     judge.examine(cases, cheaply=[True] * 4)
-    assert graded == [0, 1, 2, 3], "without a prefill nothing tells"
+    assert graded == [0, 2, 3], "a few of its rollouts tell"
 
 
 def test_a_judge_without_weights_says_so(files: list[bytes]) -> None:

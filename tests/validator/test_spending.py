@@ -1,6 +1,5 @@
 """What a submission is said to have used of the tolerance, from margins and rewards that are known."""
 
-
 import pytest
 import torch
 
@@ -88,5 +87,3 @@ def test_a_case_without_a_prefill_is_no_observation() -> None:
 def replace_prefill(one: Case) -> Case:
     object.__setattr__(one, "prefill", None)
     return one
-
-

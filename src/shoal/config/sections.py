@@ -192,11 +192,29 @@ class ValidatorSection(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="smallest share of a trusted worker's submissions that are prefilled; 1: all. Below 1, the learner "
-        "uses the worker's own logprobs for the others",
+        description="smallest share of a trusted worker's submissions that are prefilled whole; 1: all. Of the others "
+        "`spot_rollouts` are",
     )
     trust_after: int = Field(
         default=32, ge=1, description="honest submissions in a row that halve the share that is prefilled"
+    )
+    spot_rollouts: int = Field(
+        default=2,
+        ge=1,
+        description="rollouts, drawn after upload, that are prefilled of a submission that is not whole",
+    )
+    unchecked_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="largest share of a batch's groups from submissions that were not prefilled whole; when enough of them "
+        "wait, every submission is",
+    )
+    escrow_checks: int = Field(
+        default=16,
+        ge=1,
+        description="whole prefills that a worker must pass after a submission before it is credited; rejected lies take "
+        "the credit that waits. At least 1 / check_floor",
     )
 
 
@@ -275,6 +293,11 @@ class Config(Section):
             raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
         if self.sampling.max_tokens >= self.learner.row_tokens:
             raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
+        if self.validator.escrow_checks * self.validator.check_floor < 1:
+            raise ValueError(
+                f"validator.escrow_checks = {self.validator.escrow_checks} is below 1 / validator.check_floor "
+                f"({1 / self.validator.check_floor:.4g}): lies would pay (docs/trust.md); raise one of the two"
+            )
         answered = [source.label for source in self.tasks.sources if source.environment]
         if answered and self.sampling.max_turns == 1:
             raise ValueError(

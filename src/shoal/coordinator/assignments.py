@@ -10,6 +10,7 @@ chosen here. Left out: more work for faster workers.
 
 from shoal.config import Config
 from shoal.coordinator.arrivals import Arrivals
+from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
 from shoal.coordinator.nonces import assignment_nonce
@@ -116,7 +117,8 @@ class Assignments:
         share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
         a_submission = share * self.config.workers.groups_per_submission
         need = self.config.coordinator.prompts_per_step / a_submission
-        missing = need - self.db.groups.count_waiting() / a_submission - self.db.submissions.count_unjudged()
+        waiting = self.db.groups.count_waiting(most_unchecked=most_unchecked(self.config))
+        missing = need - waiting / a_submission - self.db.submissions.count_unjudged()
         seen_since_s = now_s - self.config.coordinator.node_timeout_s
         proven, young = self.arrivals.count_open(seen_since_s)
         node = self.db.nodes.get(worker)

@@ -3,6 +3,8 @@
 A group is useful if its rewards differ, or always with `coordinator.online_filter = false`; but never if the grader failed
 for one of its completions, because that one's reward says nothing of it.
 
+At most `validator.unchecked_share` of a batch are groups of submissions that were not prefilled whole.
+
 Invariant: a full batch never changes, so a learner that restarts trains on the same groups; and no group is in two
 batches.
 Called by `submissions` for each acceptance, and by the routes for the learner.
@@ -16,13 +18,23 @@ from shoal.coordinator.database import Database
 from shoal.protocol.messages import Batch, BatchGroup, GroupResult
 
 
+def most_unchecked(config: Config) -> int:
+    """How many groups of a batch may be of submissions that were not prefilled whole."""
+    return int(config.validator.unchecked_share * config.coordinator.prompts_per_step)
+
+
 class Batches:
     def __init__(self, db: Database, config: Config) -> None:
         self.db = db
         self.config = config
 
-    def credit(self, submission: str, version: int, groups: Sequence[GroupResult]) -> list[int]:
-        """Add the groups of an accepted submission. Returns the steps whose batches became full."""
+    def credit(
+        self, submission: str, version: int, groups: Sequence[GroupResult], *, checked: bool = True
+    ) -> list[int]:
+        """Add the groups of an accepted submission. Returns the steps whose batches became full.
+
+        `checked`: it was prefilled whole.
+        """
         with self.db.transaction():
             step = self.db.open_step()
             for index, group in enumerate(groups):
@@ -32,6 +44,7 @@ class Batches:
                     group,
                     version=version,
                     useful=self._is_useful(group),
+                    checked=checked,
                     accepted_during=step,
                 )
             return self._fill()
@@ -41,9 +54,13 @@ class Batches:
         need = self.config.coordinator.prompts_per_step
         found = self.db.groups.of_batch(step)
         if len(found) < need:
-            return Batch(step=step, ready=False, have=self.db.groups.count_waiting(), need=need)
+            return Batch(step=step, ready=False, have=self.count_waiting(), need=need)
         groups = [BatchGroup(submission=submission, group=group) for submission, group in found]
         return Batch(step=step, ready=True, have=need, need=need, groups=groups)
+
+    def count_waiting(self) -> int:
+        """Groups that the open batch could take now."""
+        return self.db.groups.count_waiting(most_unchecked=most_unchecked(self.config))
 
     def _is_useful(self, group: GroupResult) -> bool:
         return not group.outcomes.grader_error and (group.useful or not self.config.coordinator.online_filter)
@@ -54,7 +71,7 @@ class Batches:
         filled: list[int] = []
         while (step := self.db.open_step()) < self.config.run.steps:
             self.db.groups.mark_stale(older_than=step - self.config.coordinator.async_level)
-            waiting = self.db.groups.oldest_waiting(need)
+            waiting = self.db.groups.oldest_waiting(need, most_unchecked=most_unchecked(self.config))
             if len(waiting) < need:
                 break
             for seq in waiting:

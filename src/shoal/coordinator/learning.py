@@ -9,6 +9,7 @@ import logging
 
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.escrow import Escrow
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.step_metrics import judged
 from shoal.protocol.messages import Evaluation, Policy, StepReport
@@ -17,10 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class Learning:
-    def __init__(self, db: Database, config: Config, history: HistoryLog) -> None:
+    def __init__(self, db: Database, config: Config, history: HistoryLog, escrow: Escrow) -> None:
         self.db = db
         self.config = config
         self.history = history
+        self.escrow = escrow
 
     def published(self, policy: Policy) -> None:
         """Record a published version. Raises PoolError if it was published with another digest."""
@@ -44,6 +46,8 @@ class Learning:
             is_first = self.history.put("step", str(report.step), json.dumps(metrics))
             if is_first:
                 self.db.ledger.append("trained", {"step": report.step, "submissions": sorted(set(report.trained))})
+            if is_first and report.step == self.config.run.steps - 1:
+                self.escrow.close()
         if is_first:
             reward = f", mean reward {figures['reward/mean']:.3f}" if figures else ""
             log.info("step %d of %d trained%s", report.step + 1, self.config.run.steps, reward)

@@ -17,6 +17,7 @@ from shoal.coordinator.classes import Classes
 from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
 from shoal.coordinator.doubts import Doubts
+from shoal.coordinator.escrow import Escrow
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
 from shoal.coordinator.members import Members
@@ -56,8 +57,20 @@ class Pool:
         self.history = HistoryLog(self.db)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
         doubts = Doubts(self.db, classes, self.notices.append)
-        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history, classes, doubts, Spending(self.db, config))
-        self.learning = Learning(self.db, config, self.history)
+        escrow = Escrow(self.db, config)
+        self.submissions = Submissions(
+            self.db,
+            config,
+            assignments,
+            self.batches,
+            trust,
+            self.history,
+            classes,
+            doubts,
+            Spending(self.db, config),
+            escrow,
+        )
+        self.learning = Learning(self.db, config, self.history, escrow)
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run, self.notices)

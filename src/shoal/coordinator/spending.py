@@ -28,7 +28,9 @@ from shoal.protocol.messages import Spent, Verdict
 
 THETAS = (0.1, 0.4, 1.5, 3.0)  # ln of the excess that each bet on a frequency is best at: 1.1, 1.5, 4.5, 20 times
 STAKES = (0.3, 0.8)  # of bets on averages
-SURE = 2 / 3  # of a limit: honest averages where none was measured, because limits are 1.5 times the worst honest figure
+SURE = (
+    2 / 3
+)  # of a limit: honest averages where none was measured, because limits are 1.5 times the worst honest figure
 FOR_GOOD_S = 10 * 365 * 86400.0
 
 log = logging.getLogger(__name__)

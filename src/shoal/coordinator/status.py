@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from shoal.config import Config
+from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.database import Database
 from shoal.coordinator.suspension import left_s
 from shoal.protocol.messages import Exactness, Grading, NodeStatus, Signal, Stats, Status
@@ -22,7 +23,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         state="finished" if db.is_finished(config.run.steps) else "running",
         step=db.open_step(),
         steps=config.run.steps,
-        have=db.groups.count_waiting(),
+        have=db.groups.count_waiting(most_unchecked=most_unchecked(config)),
         need=config.coordinator.prompts_per_step,
         newest_version=db.policies.newest(),
         started_s=db.run.started_s(),
@@ -46,6 +47,7 @@ def _grading(db: Database, groups: int) -> Grading:
 
 
 def _nodes(db: Database) -> list[NodeStatus]:
+    credit = db.submissions.tokens_by_credit()
     counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
     return [
         NodeStatus(
@@ -61,6 +63,8 @@ def _nodes(db: Database) -> list[NodeStatus]:
             rejected=counts.get((node.key, "rejected"), 0),
             missed=missed.get(node.key, 0),
             stats=Stats.model_validate_json(node.stats),
+            credited=credit.get((node.key, "credited"), 0),
+            pending=credit.get((node.key, "pending"), 0),
             evidence=db.evidence.of(node.key).evidence,
             fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )

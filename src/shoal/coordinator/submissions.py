@@ -18,6 +18,7 @@ from shoal.coordinator.batches import Batches
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.doubts import Doubts
+from shoal.coordinator.escrow import Escrow
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.spending import Spending
 from shoal.coordinator.tables.submissions import Submission
@@ -39,6 +40,7 @@ class Submissions:
         classes: Classes,
         doubts: Doubts,
         spending: Spending,
+        escrow: Escrow,
     ) -> None:
         self.db = db
         self.config = config
@@ -50,6 +52,7 @@ class Submissions:
         self.classes = classes
         self.doubts = doubts
         self.spending = spending
+        self.escrow = escrow
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -176,11 +179,12 @@ class Submissions:
     def _accept(self, found: Submission, verdict: Verdict) -> list[int]:
         """Returns the steps whose batches became full."""
         self.assignments.arrivals.came(found)
-        filled = self.batches.credit(found.id, found.version, verdict.groups)
+        filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
         self.history.put_samples(self._samples(found, verdict))
         tokens = sum(group.tokens for group in verdict.groups)
         counts = {"tokens": tokens, "groups": len(verdict.groups)}
         self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
+        self.escrow.accepted(found.worker, found.id, tokens)
         if filled:
             self.curriculum.close(self.db.open_step())
         return filled
@@ -189,10 +193,12 @@ class Submissions:
         """Returns whether the worker was slashed for it."""
         self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
         if reason is Reason.SPENDING and self.spending.dismiss(found.worker, found.id, detail):
+            self.escrow.forfeit(found.worker)
             self.db.submissions.requeue_unchecked_of(found.worker)
         if reason not in HARD or not self._evict(found.worker):
             return False
         self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
+        self.escrow.forfeit(found.worker)
         return True
 
     def _samples(self, found: Submission, verdict: Verdict) -> list[WorkerSample]:

@@ -2,17 +2,23 @@
 
     share = max(check_floor, 2 ^ -(n // trust_after))       n: full checks passed in a row
 
-Any rejection, also a soft one, resets n to 0. Every submission gets the cheap checks; `share` is the probability that it
-is prefilled as well. The draw happens when a validator claims, from the system's randomness, so nobody can predict it.
-If a share q of a worker's submissions is false and a share s is checked, it is caught within m submissions with
-probability 1 - (1 - q s)^m (docs/trust.md).
+Any rejection, also a soft one, resets n to 0. Every submission gets the cheap checks and a prefill of a few rollouts;
+`share` is the probability that it is prefilled whole. The draw happens when a validator claims, from the system's
+randomness, so nobody can predict it. When as many unchecked groups wait as a batch may take, every submission is checked.
+What a lie earns and costs at these shares is in docs/trust.md.
 Called by `submissions`.
 """
 
 from collections.abc import Callable
 
 from shoal.config import Config
+from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.database import Database
+
+
+def share(honest_in_a_row: int, check_floor: float, trust_after: int) -> float:
+    """The probability that a submission is checked in full."""
+    return max(check_floor, 2.0 ** -(honest_in_a_row // trust_after))
 
 
 class Trust:
@@ -24,9 +30,12 @@ class Trust:
     def share(self, worker: str) -> float:
         """The probability that a submission of this worker is checked in full."""
         section = self.config.validator
-        honest_in_a_row = self.db.submissions.honest_in_a_row(worker)
-        return max(section.check_floor, 2.0 ** -(honest_in_a_row // section.trust_after))
+        return share(self.db.submissions.honest_in_a_row(worker), section.check_floor, section.trust_after)
 
     def draw(self, worker: str) -> bool:
         """Whether this worker's next submission is checked in full."""
-        return self.random() < self.share(worker)
+        return self.random() < self.share(worker) or self._enough_unchecked()
+
+    def _enough_unchecked(self) -> bool:
+        under_way = self.db.submissions.count_unchecked_claims() * self.config.workers.groups_per_submission
+        return self.db.groups.count_waiting_unchecked() + under_way >= most_unchecked(self.config)

@@ -32,8 +32,7 @@ class Process:
         staked = -math.log(n) - math.log(n + 1)
         names = list(self.money) + [name for name in e_values if name not in self.money]
         money = {
-            name: max(log_add([self.money.get(name, FLOOR), staked]) + e_values.get(name, 0.0), FLOOR)
-            for name in names
+            name: max(log_add([self.money.get(name, FLOOR), staked]) + e_values.get(name, 0.0), FLOOR) for name in names
         }
         return Process(n, money)
 

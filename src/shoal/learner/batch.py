@@ -5,8 +5,9 @@ the forward and in no target, so they have no loss.
 Called by the learner's loop.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class MicroBatch:
     """N tokens to train on in one packed row."""
 
     pack: Pack
-    behaviour_N: Tensor
+    behaviour_N: Tensor  # NaN where nobody checked it: see `with_own_behaviour`
     advantage_N: Tensor
     rollout_N: Tensor  # int64: the number of each token's rollout, from 0
 
@@ -54,12 +55,21 @@ def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bo
     return [_micro_batch([parts[i] for i in row]) for row in rows]
 
 
+def with_own_behaviour(rows: Sequence[MicroBatch], own: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The rows with the behaviour of `own` where nobody checked theirs."""
+    return [
+        replace(row, behaviour_N=torch.where(row.behaviour_N.isnan(), other.behaviour_N, row.behaviour_N))
+        for row, other in zip(rows, own, strict=True)
+    ]
+
+
 def _parts(group: Group, row_tokens: int, normalize_std: bool) -> list[_Part]:
     advantages = group_advantages(torch.tensor(group.rewards), normalize_std=normalize_std).tolist()
+    behaviour = group.behaviour if group.checked else [[math.nan] * len(of) for of in group.behaviour]
     parts, at = [], 0
     for tree in split(Tree(group.prompt, group.completions, group.turns), row_tokens):
         end = at + len(tree.completions)
-        parts.append(_Part(tree, group.behaviour[at:end], advantages[at:end]))
+        parts.append(_Part(tree, behaviour[at:end], advantages[at:end]))
         at = end
     return parts
 

@@ -44,6 +44,7 @@ class Group:
     completions: list[list[int]]
     behaviour: list[list[float]]  # logprobs of trained tokens under the sampling version, from the accepted file
     rewards: list[float]
+    checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
     turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
 
     @property
@@ -153,6 +154,7 @@ def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, siz
         completions=[row.tokens for row in rows],
         behaviour=[row.logprobs for row in rows],
         rewards=[row.reward for row in rows],
+        checked=file.header.prefilled,
         turns=[row.turns for row in rows],
     )
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 from shoal.config import Config
 from shoal.files import copy_tree
 from shoal.learner import lora, metrics
-from shoal.learner.batch import micro_batches, teaching
+from shoal.learner.batch import micro_batches, teaching, with_own_behaviour
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.groups import Fetched, Group, decode, encode, fetch
 from shoal.learner.loss import denominator
@@ -113,6 +113,8 @@ class Learner:
         ]
         if settings.behaviour_logprobs == "recomputed":
             packed = [self.policy.recompute_behaviour(rows) for rows in packed]
+        elif not all(group.checked for group in groups):
+            packed = [with_own_behaviour(rows, self.policy.recompute_behaviour(rows)) for rows in packed]
         updates = []
         for share, rows in zip(shares, packed, strict=True):
             n_tokens = sum(group.n_tokens for group in share)

@@ -188,7 +188,17 @@ class Reason(StrEnum):
 
 # Soft: what a broken disk, a coordinator that returns to older state, a changed answer on an open link, or a program of the
 # model can cause. A hard reason follows from what the worker signed, and nobody else can cause it (docs/trust.md).
-SOFT = frozenset({Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT, Reason.BOUNDS, Reason.UNREPEATABLE, Reason.INEXACT, Reason.SPENDING})
+SOFT = frozenset(
+    {
+        Reason.UNREADABLE,
+        Reason.SIGNATURE,
+        Reason.CONTEXT,
+        Reason.BOUNDS,
+        Reason.UNREPEATABLE,
+        Reason.INEXACT,
+        Reason.SPENDING,
+    }
+)
 HARD = frozenset(Reason) - SOFT
 
 
@@ -383,7 +393,11 @@ class NodeStatus(Message):
     accepted: int
     rejected: int
     stats: Stats
-    evidence: float = 0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.alpha) dismisses it
+    credited: Count = 0  # tokens of accepted work, paid for good
+    pending: Count = 0  # tokens of accepted work whose credit waits for more checks
+    evidence: float = (
+        0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.alpha) dismisses it
+    )
     fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
 
 

@@ -77,6 +77,7 @@ class Header(BaseModel):
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
     prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts
     graded_with: str = Field(default="", max_length=1000)  # submissions only: the versions that its rewards are of
+    prefilled: bool = True  # accepted files only: false: most logprobs are the worker's own and were not checked
     content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows, proofs included
 
 

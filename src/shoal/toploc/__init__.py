@@ -12,7 +12,7 @@ Paper: TOPLOC, arXiv 2501.16007, sections 3 and 4.
 """
 
 from shoal.toploc.build import build, build_many
-from shoal.toploc.proof import ProofError, from_base64, to_base64
+from shoal.toploc.proof import ProofError, from_base64, parse, to_base64
 from shoal.toploc.result import BFLOAT16, FLOAT16, PRESETS, ChunkResult, Thresholds
 from shoal.toploc.verify import verify, verify_many
 
@@ -26,6 +26,7 @@ __all__ = [
     "build",
     "build_many",
     "from_base64",
+    "parse",
     "to_base64",
     "verify",
     "verify_many",

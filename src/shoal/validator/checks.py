@@ -26,7 +26,7 @@ from shoal import toploc
 from shoal.config import Config
 from shoal.model.turns import fit, model_positions, model_spans, model_tokens
 from shoal.protocol.messages import Reason
-from shoal.store.rollouts import PROOF_CHUNK_TOKENS, prompts_digest
+from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import versions
 from shoal.tasks.environments import Conversation, interpreter
 from shoal.validator.case import Case, Finding, Outcome
@@ -141,6 +141,16 @@ def endings(rules: Rules, case: Case) -> Outcome:
                 return rejected(Reason.TERMINATION, f"rollout {number} continues after an end token")
             if row.tokens[end - 1] not in rules.eos_ids and end != rules.config.sampling.max_tokens:
                 return rejected(Reason.TERMINATION, f"rollout {number} stops after {end} tokens without an end token")
+    return PASSED
+
+
+def commitments(rules: Rules, case: Case) -> Outcome:
+    """Is every proof well formed: no null proof, nothing out of its field?"""
+    for number, row in enumerate(case.rows):
+        try:
+            toploc.parse(row.proofs, top_k=PROOF_BYTES // 2 - 1, sequence=number)
+        except toploc.ProofError as error:
+            return rejected(Reason.PROOF, f"malformed proof: {error}")
     return PASSED
 
 
@@ -282,7 +292,7 @@ def _tolerance(reward: float) -> float:
     return REWARD_TOLERANCE * max(1.0, abs(reward))
 
 
-FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings]
+FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings, commitments]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 GRADED: list[Check] = [environment, rewards]
 ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]

@@ -4,16 +4,18 @@
     examine  checks of the file, one prefill of all cases that passed, expensive checks of each, grading, checks of rewards
 
 Invariant: it accepts only what it has recomputed; the accepted file holds its own prompts, rewards and logprobs. The
-exception: cases that are accepted without a prefill keep the worker's logprobs.
+exception: of cases that are accepted after a spot check only a few rollouts were prefilled; their file says so, keeps the
+worker's logprobs, and the learner uses its own instead.
 Grading comes last, though it is often cheap: a reward or an environment may run the program in a completion. After a prefill
 that program is one which the run's own model wrote, not one which the worker made up.
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Self
 
 import torch
@@ -47,6 +49,8 @@ from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, Rules, run
 from shoal.validator.exact import EXACT
 from shoal.validator.prefill import prefill
 
+Choose = Callable[[Sequence[int], int], list[int]]
+DRAW: Choose = SystemRandom().sample
 SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
 
 
@@ -67,8 +71,13 @@ class Judge:
         dtype: DtypeName,
         task_set: TaskSet | None = None,
         page: Fetch = no_pages,
+        choose: Choose = DRAW,
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
+
+        `choose(of, k)` draws k of them, unpredictably to workers.
+        """
+        self.choose = choose
         self.config = config
         self.run = run
         self.dtype = dtype
@@ -131,17 +140,30 @@ class Judge:
         )
 
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
-        """Run the checks on each case. `cheaply`: which cases to accept without a prefill, if their logprobs are plausible.
+        """Run the checks on each case. `cheaply`: which cases to accept after a spot check, if their logprobs are plausible.
 
-        All must be of the loaded version.
+        What a spot check finds is not held against anyone: the case is prefilled whole, and that decides. All must be of the
+        loaded version.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
-        accepted = [bool(cheaply and cheaply[n]) and plausible(case) for n, case in enumerate(cases)]
+        cheap = [n for n, one in enumerate(examined) if one.finding is None and cheaply and cheaply[n]]
+        passed = self._spot_checked([cases[n] for n in cheap])
+        accepted = [n in cheap and passed[cheap.index(n)] for n in range(len(cases))]
         waiting = [n for n, one in enumerate(examined) if one.finding is None and not accepted[n]]
         for n, case in zip(waiting, self.prefill([examined[n].case for n in waiting]), strict=True):
-            checks = [*EXPENSIVE, *EXACT] if case.exact else EXPENSIVE
-            examined[n] = self._check(checks, replace(examined[n], case=case))
+            examined[n] = self._check(_expensive(case), replace(examined[n], case=case))
         return [self._graded(one) for one in examined]
+
+    def _spot_checked(self, cases: Sequence[Case]) -> list[bool]:
+        """Whether nothing is wrong with a few rollouts of each case, drawn now, after its upload, and with its logprobs."""
+        spots = [self._some_rollouts(case) for case in cases]
+        checked = [run(_expensive(spot), self._rules(), spot) for spot in self.prefill(spots)]
+        return [plausible(case) and outcome.finding is None for case, outcome in zip(cases, checked, strict=True)]
+
+    def _some_rollouts(self, case: Case) -> Case:
+        most = min(self.config.validator.spot_rollouts, len(case.rows))
+        chosen = sorted(self.choose(range(len(case.rows)), most))
+        return replace(case, rows=[case.rows[number] for number in chosen])
 
     def examine_cheaply(self, case: Case) -> Examined:
         """Run the checks that need no model: of the file, and of the recomputed rewards."""
@@ -209,6 +231,7 @@ class Judge:
             nonce=case.assignment.nonce,
             curriculum=case.assignment.curriculum,
             signer=identity.public,
+            prefilled=case.prefill is not None,
         )
         return write_accepted(header, rows, identity)
 
@@ -220,6 +243,10 @@ class Judge:
         if self.rules is None:
             raise RuntimeError("load() must run before a file can be judged")
         return self.rules
+
+
+def _expensive(case: Case) -> list[Check]:
+    return [*EXPENSIVE, *EXACT] if case.exact else EXPENSIVE
 
 
 def plausible(case: Case) -> bool:

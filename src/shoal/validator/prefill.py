@@ -64,6 +64,7 @@ def hidden_states(model: Any, cases: Sequence[Case], row_tokens: int) -> torch.T
         part
         for case in cases
         for group, prompt in enumerate(case.prompts)
+        if any(row.group == group for row in case.rows)  # a spot check prefills some of the rollouts
         for part in split(_tree(prompt, [row for row in case.rows if row.group == group]), width)
     ]
     device = next(model.parameters()).device

@@ -32,8 +32,8 @@ from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.exact import replay
-from shoal.validator.spending import spent
 from shoal.validator.judge import Examined, Judge, group_results
+from shoal.validator.spending import spent
 
 IDLE_S = 0.1
 GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
@@ -138,7 +138,8 @@ class Validator:
         groups = group_results(case, self.judge.tokenizer)
         whole = case.prefill is not None and verdict.replay is None
         used = spent(case, self.config, examined.evidence) if whole else None
-        return verdict.model_copy(update={"groups": groups, "spent": used}), self.judge.accepted_file(case, self.node.identity)
+        verdict = verdict.model_copy(update={"groups": groups, "spent": used})
+        return verdict, self.judge.accepted_file(case, self.node.identity)
 
     def upload(self, verdict: Verdict, accepted: bytes | None) -> None:
         """Upload a verdict. A refusal means that the claim was lost meanwhile; the verdict is dropped."""

@@ -17,7 +17,7 @@ SCHEMA = [
     useful BOOLEAN NOT NULL, flat BOOLEAN NOT NULL, tokens BIGINT NOT NULL, accepted_during BIGINT NOT NULL, batch BIGINT,
     stale BOOLEAN NOT NULL DEFAULT FALSE, task BIGINT NOT NULL, source TEXT NOT NULL, target BIGINT NOT NULL,
     score BIGINT NOT NULL, graded BIGINT NOT NULL, wrong_format BIGINT NOT NULL, grader_error BIGINT NOT NULL,
-    error TEXT NOT NULL, UNIQUE (submission, grp))""",
+    error TEXT NOT NULL, checked BOOLEAN NOT NULL DEFAULT TRUE, UNIQUE (submission, grp))""",
     "CREATE INDEX IF NOT EXISTS groups_batch ON groups (batch, seq)",
     "CREATE INDEX IF NOT EXISTS groups_accepted ON groups (accepted_during)",
 ]
@@ -44,17 +44,25 @@ class Groups:
         self.connection = connection
 
     def add(
-        self, submission: str, group: int, found: GroupResult, *, version: int, useful: bool, accepted_during: int
+        self,
+        submission: str,
+        group: int,
+        found: GroupResult,
+        *,
+        version: int,
+        useful: bool,
+        checked: bool,
+        accepted_during: int,
     ) -> None:
-        """`useful`: may be trained on; `accepted_during`: the step that was open."""
+        """`useful`: may be trained on; `checked`: prefilled whole; `accepted_during`: the step that was open."""
         outcomes = found.outcomes
         self.connection.change(
             "INSERT INTO groups (submission, grp, version, reward, useful, flat, tokens, accepted_during,"
-            " task, source, target, score, graded, wrong_format, grader_error, error)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " task, source, target, score, graded, wrong_format, grader_error, error, checked)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(submission, group, version, found.reward_mean, useful, not found.useful, found.tokens, accepted_during),
             *(found.task, found.source, found.target_length, found.score_millionths),
-            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, found.error),
+            *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, found.error, checked),
         )
 
     def open_step(self) -> int:
@@ -65,16 +73,23 @@ class Groups:
         """Submission and group number, oldest first."""
         return self.connection.rows("SELECT submission, grp FROM groups WHERE batch = ? ORDER BY seq", step)
 
-    def count_waiting(self) -> int:
-        """Useful groups that are in no batch yet and not stale."""
-        return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING}"))
+    def count_waiting(self, *, most_unchecked: int) -> int:
+        """Useful groups that are in no batch yet and not stale; of unchecked ones at most so many."""
+        checked = int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND checked"))
+        return checked + min(self.count_waiting_unchecked(), most_unchecked)
 
-    def oldest_waiting(self, limit: int) -> list[int]:
-        """Their sequence numbers."""
-        return [
-            seq
-            for (seq,) in self.connection.rows(f"SELECT seq FROM groups WHERE {WAITING} ORDER BY seq LIMIT ?", limit)
-        ]
+    def count_waiting_unchecked(self) -> int:
+        return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
+
+    def oldest_waiting(self, limit: int, *, most_unchecked: int) -> list[int]:
+        """The sequence numbers of the oldest so many of them."""
+        rows = self.connection.rows(
+            f"SELECT seq FROM groups WHERE {WAITING} AND (checked OR seq IN"
+            f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",
+            most_unchecked,
+            limit,
+        )
+        return [seq for (seq,) in rows]
 
     def put_in_batch(self, seq: int, step: int) -> None:
         self.connection.change("UPDATE groups SET batch = ? WHERE seq = ?", step, seq)

@@ -20,7 +20,7 @@ SCHEMA = [
     version BIGINT NOT NULL, digest TEXT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, file_hash TEXT,
     accepted_hash TEXT, nonce TEXT NOT NULL, assigned_s DOUBLE PRECISION NOT NULL, validator TEXT, full_check BOOLEAN,
     lease_s DOUBLE PRECISION, content TEXT, reason TEXT, verdict TEXT, uploaded_s DOUBLE PRECISION,
-    judged_s DOUBLE PRECISION)""",
+    judged_s DOUBLE PRECISION, tokens BIGINT NOT NULL DEFAULT 0, credit TEXT NOT NULL DEFAULT '')""",
     "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_worker ON submissions (worker, state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content)",
@@ -204,6 +204,48 @@ class Submissions:
                 worker,
             )
         )
+
+    def count_unchecked_claims(self) -> int:
+        """Claimed, not to be prefilled whole, and not yet judged."""
+        return int(
+            self.connection.value("SELECT count(*) FROM submissions WHERE state = 'validating' AND NOT full_check")
+        )
+
+    # --- credit ------------------------------------------------------------------------------------------------------
+
+    def set_pending(self, id: str, tokens: int) -> None:
+        """An accepted submission, whose credit waits."""
+        self.connection.change("UPDATE submissions SET tokens = ?, credit = 'pending' WHERE id = ?", tokens, id)
+
+    def pending_before(self, worker: str, checks: int) -> list[tuple[str, int]]:
+        """Id and tokens of what waits and has at least so many accepted full checks of this worker after it."""
+        return self.connection.rows(
+            "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' AND seq <"
+            " (SELECT seq FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check"
+            " ORDER BY seq DESC LIMIT 1 OFFSET ?) ORDER BY seq",
+            worker,
+            worker,
+            checks - 1,
+        )
+
+    def pending_of(self, worker: str) -> list[tuple[str, int]]:
+        return self.connection.rows(
+            "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' ORDER BY seq", worker
+        )
+
+    def workers_with_pending(self) -> list[str]:
+        rows = self.connection.rows("SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker")
+        return [worker for (worker,) in rows]
+
+    def set_credit(self, id: str, credit: Literal["credited", "forfeited"]) -> None:
+        self.connection.change("UPDATE submissions SET credit = ? WHERE id = ?", credit, id)
+
+    def tokens_by_credit(self) -> dict[tuple[str, str], int]:
+        """Summed tokens by worker and what became of their credit: pending, credited or forfeited."""
+        rows = self.connection.rows(
+            "SELECT worker, credit, sum(tokens) FROM submissions WHERE credit != '' GROUP BY worker, credit"
+        )
+        return {(worker, credit): tokens for worker, credit, tokens in rows}
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
