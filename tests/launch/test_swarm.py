@@ -39,6 +39,7 @@ KEYS = {
     "reject_reasons",
     "slashed",
     "tokens_generated",
+    "exact",
     "tokens_trained",
     "learner_busy_frac",
     "max_staleness",

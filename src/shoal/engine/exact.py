@@ -109,7 +109,9 @@ class _PositionCache(Cache):  # type: ignore[misc]
     def _prompts(self, x_1kTD: Tensor) -> Tensor:
         rows, longest = self.index_BL.shape
         _, heads, _, depth = x_1kTD.shape
-        buffer_BkPD = torch.zeros(rows, heads, self.capacity, depth)  # zeros: attention multiplies what stands unused by 0
+        buffer_BkPD = torch.zeros(
+            rows, heads, self.capacity, depth
+        )  # zeros: attention multiplies what stands unused by 0
         found_kBLD = x_1kTD[0].float().index_select(1, self.index_BL.flatten()).view(heads, rows, longest, depth)
         buffer_BkPD[:, :, :longest] = found_kBLD.transpose(0, 1)
         return buffer_BkPD

@@ -27,7 +27,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.files import write_file
 from shoal.model.dtype import DtypeName
 from shoal.model.fingerprint import fixed_tokens
-from shoal.model.sampling import token_logprobs
+from shoal.model.logprobs import logits, token_logprobs
 from shoal.model.sources import cache_dir
 from shoal.model.tree import Tree, forward_hidden, pack
 
@@ -89,7 +89,7 @@ def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion
     claimed_N = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
     for step in (len(tokens_N), 16):
         parts = [
-            token_logprobs(model.lm_head(hidden_NH[start : start + step]), tokens_N[start : start + step])
+            token_logprobs(logits(model.lm_head, hidden_NH[start : start + step]), tokens_N[start : start + step])
             for start in range(0, len(tokens_N), step)
         ]
         if not torch.equal(torch.cat(parts).cpu(), claimed_N):

@@ -1,8 +1,9 @@
 """Measures what honest work looks like to the validator on this machine, and writes the limits that follow.
 
-Numerics differ between dtypes, batch shapes, packings and thread counts, so proofs and tokens of an honest worker do not
-agree exactly with the validator's. Every worker condition is judged under every validator condition. The limit of each
-statistic is its worst honest value times a margin.
+Machines that compute unlike each other, dtypes for example, do not agree to the last bit on proofs and tokens. Every worker
+condition is judged under every validator condition. The limit of each statistic is its worst honest value times a margin.
+The limits are for workers outside the validator's exactness class. How many judgements agree bit for bit is told as well:
+with exact numerics those of one dtype must, in all batch shapes, packings and thread counts.
 
     limits.toml     [validator] limits, for `--with`
     measured.json   every submission's figures, by condition
@@ -37,6 +38,7 @@ from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
 from shoal.validator.checks import EXPENSIVE
+from shoal.validator.exact import EXACT
 from shoal.validator.judge import Judge
 
 RUN = "calibration"
@@ -129,6 +131,13 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     for name, (limit, _, _) in LIMITS.items():
         say(f"validator.{limit} = {limits[limit]:g}  (worst honest {worst[name]:.4g})")
     failed = sum(row["failed_checks"] > 0 for row in measured)
+    for kind, part in {
+        "one dtype": _of_one_dtype(measured, True),
+        "two dtypes": _of_one_dtype(measured, False),
+    }.items():
+        if part:
+            equal = sum(bool(row["exact"]) for row in part)
+            say(f"worker and validator in {kind}: {equal} of {len(part)} honest judgements agree to the last bit")
     rollouts = sum(int(row["rollouts"]) for row in measured)
     say(
         f"the config's own limits would have rejected {failed} of {len(measured)} honest judgements ({rollouts} rollouts)"
@@ -148,7 +157,12 @@ def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) ->
     outcomes = [check(judge.rules, case) for check in EXPENSIVE]
     figures = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
     failed = sum(outcome.finding is not None for outcome in outcomes)
-    return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows))}
+    exact = not any(check(judge.rules, case).finding for check in EXACT)
+    return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows)), "exact": float(exact)}
+
+
+def _of_one_dtype(measured: Sequence[dict[str, Any]], one: bool) -> list[dict[str, Any]]:
+    return [row for row in measured if (row["worker"]["dtype"] == row["validator"]["dtype"]) == one]
 
 
 def _machine() -> dict[str, str | int]:

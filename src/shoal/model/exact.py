@@ -25,7 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from shoal.model.attention import Layout, cascade_backward
 
-TILE = 256  # keys whose weighted values are summed by one product; larger products are split in ways that depend on shape
+TILE = (
+    256  # keys whose weighted values are summed by one product; larger products are split in ways that depend on shape
+)
 KEYS = 64  # keys of a sequence are rounded up to multiples of this
 ROWS = 8  # rows of every product are rounded up to multiples of this: a product of few rows takes other kernels
 QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out

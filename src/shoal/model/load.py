@@ -27,9 +27,7 @@ WEIGHTS = "model.safetensors"
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
 
-def load_model(
-    folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast"
-) -> Any:
+def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast") -> Any:
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
 
     `numerics` stays with the model: `numerics.of(model)`.

@@ -10,13 +10,7 @@ Invariant: a model keeps the numerics it was loaded with. Called by `load`, `tre
 Left out: devices other than the CPU. A GPU needs batch-invariant products and attention.
 """
 
-from functools import cache
 from typing import Any, Literal
-
-import torch
-import torch.nn.functional as F
-
-from shoal.model.dtype import DtypeName
 
 Numerics = Literal["exact", "fast"]
 

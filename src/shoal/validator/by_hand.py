@@ -1,7 +1,8 @@
 """Checks one submission by hand and explains every check. For operators, and for workers whose work was rejected.
 
 The file is checked against the task that its own header names. Only the pool knows whether the coordinator gave out that
-task, and whether these rollouts were submitted before.
+task, whether these rollouts were submitted before, and which exactness class the worker claimed. So it is judged by the
+limits, and then compared bit for bit as well: within a class, what differs would be `inexact`.
 Called by `shoal verify`.
 """
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
+from shoal.model.numerics import Numerics
 from shoal.protocol.messages import Assignment
 from shoal.shardcast.format.names import version_name
 from shoal.store.quarantine import Quarantine
@@ -18,9 +20,14 @@ from shoal.tasks.curriculum import Fetch, no_pages
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, bounds
+from shoal.validator.exact import EXACT
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
+ONLY_WITHIN_LIMITS = (
+    "accepted within the limits; not bit for bit: a validator that computes like the worker would reject it as inexact, "
+    "and this machine may only compute unlike it"
+)
 
 
 def read_header(data: bytes, config: Config) -> Header:
@@ -38,12 +45,13 @@ def verify(
     *,
     curriculum: str = "",
     page: Fetch = no_pages,
+    numerics: Numerics = "fast",
 ) -> tuple[int, list[str]]:
     """The exit status, and lines of text for each check that ran.
 
     `curriculum`: digest of the page that the step's tasks were drawn by; `page` gets it and those before it.
     """
-    with Judge(config, header.run, dtype, page=page) as judge:
+    with Judge(config, header.run, dtype, page=page, numerics=numerics) as judge:
         judge.load(weights)
         asked = offline_assignment(
             config,
@@ -65,8 +73,12 @@ def verify(
         lines += more
         if findings:
             return REJECTED, [*lines, "rejected; rewards were not checked"]
+        inexact, more = _run(judge, EXACT, case)
+        lines += ["to the last bit, as within an exactness class:", *more]
         findings, more = _run(judge, GRADED, judge.grade(case))
-        return (REJECTED, [*lines, *more, "rejected"]) if findings else (ACCEPTED, [*lines, *more, "accepted"])
+        if findings:
+            return REJECTED, [*lines, *more, "rejected"]
+        return ACCEPTED, [*lines, *more, ONLY_WITHIN_LIMITS if inexact else "accepted, bit for bit"]
 
 
 def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:

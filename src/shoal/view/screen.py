@@ -30,6 +30,7 @@ from shoal.view.figures import (
     counted,
     duration,
     eta_s,
+    exactness,
     grader_errors,
     memory,
     no_signal,
@@ -316,6 +317,7 @@ def _verdicts(status: Status, cells: int) -> Text:
     reasons, slashed = counted(status.reject_reasons), ", ".join(clean(name) for name in status.slashed)
     items = [
         Text(f"verdicts  {accepted} accepted, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
+        *([Text(exactness(status.exact))] if status.exact.submissions else []),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
     ]
     return _flow(items, cells)
