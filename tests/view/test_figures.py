@@ -1,8 +1,8 @@
 """Figures are short, and right."""
 
-from shoal.protocol.messages import Status
+from shoal.protocol.messages import Exactness, Status
 from shoal.view import Pace, clean, count, duration, memory
-from shoal.view.figures import eta_s, sparkline
+from shoal.view.figures import eta_s, exactness, sparkline
 
 from .support import Seen, node, status, step
 
