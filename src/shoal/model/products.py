@@ -97,10 +97,11 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
 def cut(count: int, allowed: tuple[Tile, ...]) -> list[Tile]:
     """Tiles, largest first, that together hold `count` rows; the last one may be up to half empty."""
     parts: list[Tile] = []
-    for larger, smaller in pairwise((*allowed, (0, 0))):
-        while count > 0 and (count >= larger[0] or count > max(smaller[0], larger[0] // 2)):
-            parts.append(larger)
-            count -= larger[0]
+    for tile, smaller in pairwise((*allowed, None)):
+        worth = 0 if smaller is None else max(smaller[0], tile[0] // 2)  # more rows than this are worth a tile
+        while count > worth:
+            parts.append(tile)
+            count -= tile[0]
     return parts
 
 
