@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from shoal.model import attention, exact
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import EXACT, Numerics
+from shoal.model.products import repeatable_
 from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
 
 WEIGHTS = "model.safetensors"
@@ -51,6 +52,8 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
             raise
         raise UnsupportedModelError(f"{folder}: its attention cannot be replaced by Shoal's; {NEXT_STEP}") from error
     model = model.to(device).eval()
+    if numerics == "exact":
+        repeatable_(model)
     check_packing(model, folder)
     return model
 
