@@ -16,8 +16,8 @@ from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks.curriculum import Curriculum
 from shoal.validator.by_hand import ACCEPTED, REJECTED, UNREADABLE, find_weights
-from shoal.validator.exact import EXACT
 from shoal.validator.checks import ALL, FILE, GRADED
+from shoal.validator.exact import EXACT
 
 from ..workers import produced, signed
 from .support import ASKED, config, make_producer

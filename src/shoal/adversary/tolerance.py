@@ -1,7 +1,7 @@
 """Spending the tolerance: an attacker that has read the limits and chooses among the tokens that they allow.
 
 At each position it knows every token's score under its seed. A token whose score misses the winner's by less than the
-margin's limit, while the submission's budget lasts, passes the checks with limits. It tries each such change alone, completes
+margin's limit, while the submission's budget lasts, passes the checks with limits. It tries each such change, completes
 the rest honestly and keeps the change if the reward rises (or falls).
 In an exactness class every such token has a margin above 0: nothing is left to choose.
 
@@ -16,7 +16,6 @@ import torch
 
 from shoal.adversary.lab import Attack
 from shoal.engine.protocol import Completion
-from shoal.model.logprobs import logits
 from shoal.model.sampling import gumbel_noise, position_keys
 from shoal.tasks.derive import GroupPlan
 
@@ -37,7 +36,7 @@ class Swap:
 class SpendsTolerance(Attack):
     """Swaps tokens within 90 % of the limits where that raises the reward."""
 
-    sign = 1.0
+    direction = 1.0  # of the reward
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         groups = super().complete(prompts, plans)
@@ -53,7 +52,7 @@ class SpendsTolerance(Attack):
             new = self.continued(prompts[swap.group], plans[swap.group], swap, old)
             plan = plans[swap.group]
             gained = self.rewards([(plan, new)])[0] - self.rewards([(plan, old)])[0]
-            if self.sign * gained > 0:
+            if self.direction * gained > 0:
                 groups[swap.group][swap.number] = new
                 left -= swap.margin
         return self.scored(prompts, groups)
@@ -67,7 +66,7 @@ class SpendsTolerance(Attack):
                 if completion.turns:
                     continue
                 hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
-                scaled_TV = logits(self.model.lm_head, hidden_TH).float().cpu() / self.sampling.temperature
+                scaled_TV = self.model.lm_head(hidden_TH).float().cpu() / self.sampling.temperature
                 count, vocabulary = scaled_TV.shape
                 keys_T = position_keys([plans[g].seeds[number]] * count, range(count))
                 ids_V = torch.arange(vocabulary).numpy()
@@ -94,7 +93,7 @@ class SpendsTolerance(Attack):
 class SpendsToleranceDown(SpendsTolerance):
     """Swaps tokens within 90 % of the limits where that lowers the reward."""
 
-    sign = -1.0
+    direction = -1.0
 
 
 def shifted(seed: int, positions: int) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shoal.model import numerics
-from shoal.model.logprobs import logits
 from shoal.model.tree import Tree, forward_hidden, pack
 
 PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
@@ -35,7 +34,7 @@ def fingerprint(model: Any) -> str:
     branches = [fixed_tokens(f"branch {number}", length, vocabulary) for number, length in enumerate(BRANCHES)]
     packed = pack([Tree(fixed_tokens("prompt", PROMPT, vocabulary), branches)]).to(model.device)
     hidden_NH = forward_hidden(model, packed)
-    logits_NV = logits(model.lm_head, hidden_NH)
+    logits_NV = model.lm_head(hidden_NH)
     digest = hashlib.sha256(
         f"shoal/fingerprint/1\n{numerics.of(model)}\n{hidden_NH.dtype}\n{logits_NV.dtype}\n".encode()
     )

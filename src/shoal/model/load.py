@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from shoal.model import attention, exact
 from shoal.model.dtype import DtypeName
-from shoal.model.numerics import EXACT, Numerics
+from shoal.model.numerics import Numerics
 from shoal.model.products import repeatable_
 from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
 
@@ -35,7 +35,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
 
     Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
     """
-    name = EXACT if numerics == "exact" else attention.NAME
+    name = exact.NAME if numerics == "exact" else attention.NAME
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
     AttentionMaskInterface.register(name, sdpa_mask)
     check_config(AutoConfig.from_pretrained(folder, local_files_only=True), folder)
