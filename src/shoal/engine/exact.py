@@ -1,6 +1,6 @@
 """Decoding with exact numerics: a row's hidden states are those of a prefill of it alone, bit for bit.
 
-    prefill the prompts packed into one row -> copy each prompt's keys and values for its completions -> one token a row and step
+    prefill the prompts in one row -> copy each prompt's keys and values for its completions -> one token a row and step
 
 A row's keys stand at its own positions 0, 1, 2, ... whatever the other rows' lengths are. They are kept in float32, as
 attention uses them: converting a whole cache at every step would take as long as attention itself.
@@ -110,7 +110,9 @@ class _PositionCache(Cache):  # type: ignore[misc]
     def _prompts(self, x_1kTD: Tensor) -> Tensor:
         rows, self.used = self.index_BL.shape
         _, heads, _, depth = x_1kTD.shape
-        buffer_BkPD = torch.zeros(rows, heads, self.capacity, depth)  # zeros: attention multiplies what stands unused by 0
+        buffer_BkPD = torch.zeros(
+            rows, heads, self.capacity, depth
+        )  # zeros: attention multiplies what stands unused by 0
         found_kBLD = x_1kTD[0].float().index_select(1, self.index_BL.flatten()).view(heads, rows, self.used, depth)
         buffer_BkPD[:, :, : self.used] = found_kBLD.transpose(0, 1)
         return buffer_BkPD

@@ -1,18 +1,18 @@
 """Matrix products that give a row the same bits beside any number of other rows, at any number of threads.
 
-A product's bits depend on the order of the sum over its depth. Libraries choose that order by shape: with AMX, oneDNN cuts the
-depth of some bf16 products in two, and MKL takes other float32 kernels for few rows. Small products are not cut: 16 rows on one
-thread are the reference here. A large product is computed in tiles of rows and columns, of sizes whose bits were found equal
-to the reference's on this machine. `tiles` measures them once per process, dtype, depth and thread count, in milliseconds.
+A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
+cuts the depth of some bf16 products in two, and MKL takes other float32 kernels for few rows. Small products are not cut: 16
+rows on one thread are the reference here. A large product is computed in tiles of rows and columns, of sizes whose bits were
+found equal to the reference's on this machine. `tiles` measures them once for a process, dtype, shape and thread count.
 
-The data of the measurement shows every difference of order: the products of each sum cancel in pairs, at random places, so that
-what is left is rounding alone.
+The data of the measurement shows every difference of order: the products of each sum cancel in pairs, at random places, so
+that what is left is rounding alone.
 Invariant: `linear` returns the reference's bits, or `OrderError` names the product that this machine cannot repeat.
 Called by every linear layer of a model with exact numerics, and by the learner's logprobs.
 """
 
 from functools import cache
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Linear(nn.Linear):
     """nn.Linear with the reference's bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
+        return linear(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)
 
 
 def repeatable_(model: nn.Module) -> None:
@@ -97,8 +97,8 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
 def cut(count: int, allowed: tuple[Tile, ...]) -> list[Tile]:
     """Tiles, largest first, that together hold `count` rows; the last one may be up to half empty."""
     parts: list[Tile] = []
-    for tile, smaller in pairwise((*allowed, None)):
-        worth = 0 if smaller is None else max(smaller[0], tile[0] // 2)  # more rows than this are worth a tile
+    for tile, smaller in zip_longest(allowed, allowed[1:]):
+        worth = max(smaller[0], tile[0] // 2) if smaller else 0  # more rows than this are worth a tile
         while count > worth:
             parts.append(tile)
             count -= tile[0]
@@ -114,8 +114,8 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
         torch.set_num_threads(1)
         expected_RC = torch.cat(
             [
-                torch.cat([F.linear(x, w) for w in weight_CK.split(COLUMNS[1])], 1)
-                for x in x_RK.split(UNIT)
+                torch.cat([F.linear(x, w) for w in torch.split(weight_CK, COLUMNS[1])], 1)
+                for x in torch.split(x_RK, UNIT)
             ]
         )
     finally:
@@ -127,8 +127,8 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
                 continue
             if all(
                 torch.equal(F.linear(x, w), e)
-                for x, e_row in zip(x_RK.split(rows), expected_RC.split(rows), strict=True)
-                for w, e in zip(weight_CK.split(wide), e_row.split(wide, 1), strict=True)
+                for x, e_row in zip(torch.split(x_RK, rows), torch.split(expected_RC, rows), strict=True)
+                for w, e in zip(torch.split(weight_CK, wide), torch.split(e_row, wide, 1), strict=True)
             ):
                 found.append((rows, wide))
                 break
