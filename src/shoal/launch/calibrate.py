@@ -171,7 +171,10 @@ def _machine() -> dict[str, str | int]:
 
 def _judge(config: Config, checking: Checking) -> Judge:
     section = config.validator.model_copy(update={"row_tokens": checking.row_tokens})
-    return Judge(config.model_copy(update={"validator": section}), RUN, checking.dtype)
+    model = config.model.model_copy(
+        update={"numerics": "fast"}
+    )  # limits are for machines that compute unlike each other
+    return Judge(config.model_copy(update={"validator": section, "model": model}), RUN, checking.dtype)
 
 
 def _producer(config: Config, generation: Generation, identity: Identity, folder: Path) -> Producer:

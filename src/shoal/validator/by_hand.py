@@ -11,7 +11,6 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
-from shoal.model.numerics import Numerics
 from shoal.protocol.messages import Assignment
 from shoal.shardcast.format.names import version_name
 from shoal.store.quarantine import Quarantine
@@ -45,13 +44,12 @@ def verify(
     *,
     curriculum: str = "",
     page: Fetch = no_pages,
-    numerics: Numerics = "fast",
 ) -> tuple[int, list[str]]:
     """The exit status, and lines of text for each check that ran.
 
     `curriculum`: digest of the page that the step's tasks were drawn by; `page` gets it and those before it.
     """
-    with Judge(config, header.run, dtype, page=page, numerics=numerics) as judge:
+    with Judge(config, header.run, dtype, page=page) as judge:
         judge.load(weights)
         asked = offline_assignment(
             config,

@@ -20,9 +20,9 @@ import torch
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.model import numerics
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
-from shoal.model.numerics import Numerics
 from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import last_turn, model_tokens
@@ -68,13 +68,11 @@ class Judge:
         dtype: DtypeName,
         task_set: TaskSet | None = None,
         page: Fetch = no_pages,
-        numerics: Numerics = "fast",
     ) -> None:
         """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
         self.config = config
         self.run = run
         self.dtype = dtype
-        self.numerics = numerics
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.curriculum = Curriculum(page)
@@ -97,7 +95,10 @@ class Judge:
         if self.model is not None:
             load_weights_(self.model, folder)
             return
-        self.model = load_model(folder, self.dtype, self.config.model.device, self.numerics)
+        settings = self.config.model
+        self.model = load_model(
+            folder, self.dtype, settings.device, numerics.pick(settings.numerics, self.dtype, settings.device)
+        )
         tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
         self.rules = Rules(
             config=self.config,

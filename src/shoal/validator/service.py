@@ -14,7 +14,6 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
-from shoal.model.numerics import Numerics
 from shoal.model.turns import model_tokens
 from shoal.protocol.messages import (
     Claim,
@@ -51,14 +50,13 @@ class Validator:
         dtype: DtypeName,
         task_set: TaskSet | None = None,
         fingerprint: Callable[[Any], str] = lambda model: "",
-        numerics: Numerics = "fast",
     ) -> None:
         """`fingerprint` of a loaded model; "" if this machine's arithmetic depends on batch shapes."""
         self.node = node
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
-        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page, numerics)
+        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page)
         self.fingerprint = fingerprint
         self.folder: Path | None = None  # of the loaded version
 
