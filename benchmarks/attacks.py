@@ -122,7 +122,8 @@ def main() -> int:
     }
     path.parent.mkdir(exist_ok=True)
     head = HEAD_EXACT if arguments.exact else HEAD
-    with Judge(settings, RUN, dtype, numerics=numerics) as judge:
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": numerics})})
+    with Judge(settings, RUN, dtype) as judge:
         judge.load(folders[-1])
         engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker loads its weights into it anew
         honest = None

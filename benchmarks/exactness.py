@@ -58,7 +58,8 @@ def main() -> int:
     counts = {"rollouts": 0, "tokens": 0, "mismatched_tokens": 0, "mismatched_logprobs": 0, "mismatched_proofs": 0}
     shapes: set[tuple[int, ...]] = set()
     begun, number, said = time.perf_counter(), itertools.count(), 0.0
-    with Judge(settings, RUN, dtype, numerics="exact") as judge:
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": "exact"})})
+    with Judge(settings, RUN, dtype) as judge:
         judge.load(folder)
         producer = Producer(settings, RUN, identity, TorchEngine(dtype, settings.model.device, "exact"))
         producer.load(folder, 0)

@@ -20,10 +20,11 @@ from shoal.store.rollouts import Rollout
 from shoal.validator.service import Validator
 
 from ..workers import ALICE, RUN, produced, signed
-from .support import ASKED, SETTINGS, ValidatorsNode, claim, config
+from .support import ASKED, ValidatorsNode, claim, config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONE, TWO = "1" * 64, "2" * 64
+SETTINGS = config(model={"numerics": "exact"})
 
 
 def exact_producer(folder: Path) -> Producer:
@@ -44,7 +45,7 @@ def rows(worker: Producer) -> list[Rollout]:
 
 def make(folder: Path, settings: Any = SETTINGS, own: Callable[[Any], str] = lambda model: ONE) -> Validator:
     node = ValidatorsNode(policy_version=2)
-    validator = Validator(node, settings, folder, "", "float32", None, own, "exact")  # type: ignore[arg-type]
+    validator = Validator(node, settings, folder, "", "float32", None, own)  # type: ignore[arg-type]
     validator.folder = folder
     validator.reload()
     return validator
@@ -131,7 +132,7 @@ def test_the_same_difference_passes_where_no_class_is_claimed(
 def test_a_run_of_exact_work_tolerates_nothing_whatever_class_is_claimed(
     tiny_folder: Path, worker: Producer, rows: list[Rollout]
 ) -> None:
-    validator = make(tiny_folder, config(validator={"classes": "exact"}))
+    validator = make(tiny_folder, config(model={"numerics": "exact"}, validator={"classes": "exact"}))
     changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
     with validator.judge:
         for claimed in ("", TWO, ONE):

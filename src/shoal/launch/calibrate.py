@@ -2,8 +2,8 @@
 
 Machines that compute unlike each other, dtypes for example, do not agree to the last bit on proofs and tokens. Every worker
 condition is judged under every validator condition. The limit of each statistic is its worst honest value times a margin.
-The limits are for workers outside the validator's exactness class. How many judgements agree bit for bit is told as well:
-with exact numerics those of one dtype must, in all batch shapes, packings and thread counts.
+So the limits are for workers outside the validator's exactness class, and measured with fast numerics. Within a class nothing
+is tolerated; whether this machine may claim one, its self-test tells, for each dtype.
 
     limits.toml     [validator] limits, for `--with`
     measured.json   every submission's figures, by condition
@@ -26,10 +26,13 @@ import tomli_w
 import torch
 
 from shoal.config import Config
+from shoal.engine import selftest
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
+from shoal.model import numerics
 from shoal.model.dtype import DtypeName, measure_gflops
+from shoal.model.load import load_model
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
@@ -38,7 +41,6 @@ from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
 from shoal.validator.checks import EXPENSIVE
-from shoal.validator.exact import EXACT
 from shoal.validator.judge import Judge
 
 RUN = "calibration"
@@ -118,6 +120,8 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                     what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
                     measured.append(what | {"number": number} | figures)
             say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
+    for dtype in dict.fromkeys(generation.dtype for generation in generations):
+        say(f"{dtype}: {_exactness(folders[0], dtype, config.model.device)}")
     worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}
     limits = {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
     out.mkdir(parents=True, exist_ok=True)
@@ -131,13 +135,6 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     for name, (limit, _, _) in LIMITS.items():
         say(f"validator.{limit} = {limits[limit]:g}  (worst honest {worst[name]:.4g})")
     failed = sum(row["failed_checks"] > 0 for row in measured)
-    for kind, part in {
-        "one dtype": _of_one_dtype(measured, True),
-        "two dtypes": _of_one_dtype(measured, False),
-    }.items():
-        if part:
-            equal = sum(bool(row["exact"]) for row in part)
-            say(f"worker and validator in {kind}: {equal} of {len(part)} honest judgements agree to the last bit")
     rollouts = sum(int(row["rollouts"]) for row in measured)
     say(
         f"the config's own limits would have rejected {failed} of {len(measured)} honest judgements ({rollouts} rollouts)"
@@ -157,12 +154,17 @@ def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) ->
     outcomes = [check(judge.rules, case) for check in EXPENSIVE]
     figures = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
     failed = sum(outcome.finding is not None for outcome in outcomes)
-    exact = not any(check(judge.rules, case).finding for check in EXACT)
-    return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows)), "exact": float(exact)}
+    return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows))}
 
 
-def _of_one_dtype(measured: Sequence[dict[str, Any]], one: bool) -> list[dict[str, Any]]:
-    return [row for row in measured if (row["worker"]["dtype"] == row["validator"]["dtype"]) == one]
+def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:
+    """Whether this machine may claim an exactness class in this dtype, in words."""
+    if numerics.pick("auto", dtype, device) == "fast":
+        return "no exact numerics here: work is judged by the limits"
+    found = selftest.disagreements(load_model(folder, dtype, device, "exact"), dtype, device)
+    if found:
+        return f"results depend on batch shapes here ({', '.join(found)}): work is judged by the limits"
+    return "results do not depend on batch shapes here: within a class of such machines nothing is tolerated"
 
 
 def _machine() -> dict[str, str | int]:
