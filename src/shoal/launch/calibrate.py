@@ -2,7 +2,7 @@
 
 Machines that compute unlike each other, dtypes for example, do not agree to the last bit on proofs and tokens. Every worker
 condition is judged under every validator condition. The limit of each statistic is its worst honest value times a margin.
-So the limits are for workers outside the validator's exactness class, and measured with fast numerics. Within a class nothing
+So the limits are for workers outside of a validator's class, and measured with fast numerics. Within a class nothing
 is tolerated; whether this machine may claim one, its self-test tells, for each dtype.
 
     limits.toml     [validator] limits, for `--with`
