@@ -1,4 +1,4 @@
-"""In an exactness class every attack that changes a token, a logprob or a proof is rejected; so is one that spends the tolerance."""
+"""In a class every attack that changes a token, a logprob or a proof is rejected; so is one that spends the tolerance."""
 
 from collections.abc import Iterator
 from dataclasses import replace
