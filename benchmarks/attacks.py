@@ -168,6 +168,7 @@ class Tally:
         computed = dict(zip(unseen, judge.prefill(list(unseen.values())), strict=True))
         for n, one in enumerate(examined):
             case = computed.get(n, one.case)
+            case = case if case.rewards else judge.grade(case)  # what a check of the prefill rejected is not graded
             checks = [*ALL, *EXACT] if case.exact else ALL
             outcomes = {check.__name__: check(judge.rules, case) for check in checks}
             fired = [name for name, outcome in outcomes.items() if outcome.finding]
