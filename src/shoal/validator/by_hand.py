@@ -23,9 +23,10 @@ from shoal.validator.exact import EXACT
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
-ONLY_WITHIN_LIMITS = (
-    "accepted within the limits; not bit for bit: a validator that computes like the worker would reject it as inexact, "
-    "and this machine may only compute unlike it"
+EQUAL = "this machine computes the same to the last bit"
+UNEQUAL = (
+    "within the limits, but not to the last bit: a validator of the worker's exactness class would say inexact; this machine "
+    "may be of another"
 )
 
 
@@ -76,7 +77,7 @@ def verify(
         findings, more = _run(judge, GRADED, judge.grade(case))
         if findings:
             return REJECTED, [*lines, *more, "rejected"]
-        return ACCEPTED, [*lines, *more, ONLY_WITHIN_LIMITS if inexact else "accepted, bit for bit"]
+        return ACCEPTED, [*lines, *more, UNEQUAL if inexact else EQUAL, "accepted"]
 
 
 def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:
