@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.engine.fast import prefill
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine, _close_gaps
 from shoal.model.load import load_model
@@ -239,7 +240,7 @@ def test_generating_leaves_the_weights_alone(engine: TorchEngine, groups: Any, t
 
 def test_the_prompts_cache_is_freed_once_it_is_repeated(engine: TorchEngine) -> None:
     with torch.inference_mode():
-        _, prompts, _ = engine._prefill(PROMPTS)
+        _, prompts, _ = prefill(engine.model, PROMPTS)
         type(prompts).repeat(prompts, torch.tensor([0, 0, 1]), room=4)
     held = [t for layer in prompts.layers for v in vars(layer).values() for t in (v if isinstance(v, list) else [v])]
     assert [tensor.shape for tensor in held if isinstance(tensor, Tensor) and tensor.numel()] == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.model.logprobs import token_logprobs
 from shoal.model.sampling import (
     _fmix32_,
     choose,
@@ -15,7 +16,6 @@ from shoal.model.sampling import (
     position_keys,
     replay_margins,
     rollout_seed,
-    token_logprobs,
 )
 
 NAMED: dict[str, Any] = {"run": "run", "step": 1, "worker": "worker", "submission": 2, "rollout": 3}

@@ -17,7 +17,8 @@ from shoal import toploc
 from shoal.adversary.cheats import QuantizedWeights, WrongTemperature, round_to_4_bits_
 from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
-from shoal.model.sampling import choose, gumbel_noise, position_keys, replay_margins, token_logprobs
+from shoal.model.logprobs import token_logprobs
+from shoal.model.sampling import choose, gumbel_noise, position_keys, replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.protocol.messages import Reason, Verdict
 from shoal.rollout.produce import Producer

@@ -122,7 +122,7 @@ class DraftTokens(Attack):
 
     def load(self, folder: Path, version: int) -> int | None:
         if self.draft is None:
-            self.draft = TorchEngine(self.torch_engine.dtype, self.torch_engine.device)
+            self.draft = TorchEngine(self.torch_engine.dtype, self.torch_engine.device, self.torch_engine.numerics)
             self.draft.load(self.lab.versions[0])
             round_linears_(self.draft.model, round_to_4_bits_)
         return super().load(folder, version)

@@ -39,6 +39,11 @@ class ModelSection(Section):
         default="auto", description="compute dtype; auto: the faster one, measured at start"
     )
     device: str = Field(default="cpu", description="torch device to compute on: cpu, cuda, cuda:1")
+    numerics: Literal["auto", "exact", "fast"] = Field(
+        default="auto",
+        description="exact: a token's results have the same bits in every batch; fast: the fastest kernels; auto: exact "
+        "on a CPU that can",
+    )
 
 
 class SourceSection(Section):

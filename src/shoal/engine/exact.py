@@ -1,6 +1,6 @@
 """Decoding with exact numerics: a row's hidden states are those of a prefill of it alone, bit for bit.
 
-    prefill the prompts packed into one row -> copy each prompt's keys and values for its completions -> one token a row and step
+    prefill the prompts in one row -> copy each prompt's keys and values for its completions -> one token a row and step
 
 A row's keys stand at its own positions 0, 1, 2, ... whatever the other rows' lengths are. They are kept in float32, as
 attention uses them: converting a whole cache at every step would take as long as attention itself.
@@ -71,14 +71,15 @@ class _PositionCache(Cache):  # type: ignore[misc]
         self.index_BL = index_BL  # of each row's positions in the packed prompts
         self.capacity = rounded(index_BL.shape[1] + room, KEYS)
         self.rows = len(index_BL)
-        self.used = 0  # keys that attention reads; 0 while prompts are taken in
-        self.at_B = torch.empty(0)
+        self.used = 0  # keys that attention reads
+        self.decoding = False  # prompts are taken in
+        self.line_N = torch.empty(0)  # where `update` writes, in lines of a buffer [B * key heads * positions, depth]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def begin(self, step: Step, at_B: Tensor) -> None:
         """From now on, `update` writes one position a row: at_B."""
-        self.used, self.at_B = step.keys, at_B
+        self.used, self.decoding = step.keys, True
         if self.used > self.capacity:
             self.capacity = rounded(self.used + GROW_BY - KEYS, KEYS)
             for buffers in (self.keys, self.values):
@@ -89,7 +90,7 @@ class _PositionCache(Cache):  # type: ignore[misc]
         self.line_N = line_Bk.flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if not self.used:
+        if not self.decoding:
             self.keys.append(self._prompts(key))
             self.values.append(self._prompts(value))
             return key, value
@@ -107,11 +108,13 @@ class _PositionCache(Cache):  # type: ignore[misc]
         self.rows = len(kept_B)
 
     def _prompts(self, x_1kTD: Tensor) -> Tensor:
-        rows, longest = self.index_BL.shape
+        rows, self.used = self.index_BL.shape
         _, heads, _, depth = x_1kTD.shape
-        buffer_BkPD = torch.zeros(rows, heads, self.capacity, depth)  # zeros: attention multiplies what stands unused by 0
-        found_kBLD = x_1kTD[0].float().index_select(1, self.index_BL.flatten()).view(heads, rows, longest, depth)
-        buffer_BkPD[:, :, :longest] = found_kBLD.transpose(0, 1)
+        buffer_BkPD = torch.zeros(
+            rows, heads, self.capacity, depth
+        )  # zeros: attention multiplies what stands unused by 0
+        found_kBLD = x_1kTD[0].float().index_select(1, self.index_BL.flatten()).view(heads, rows, self.used, depth)
+        buffer_BkPD[:, :, : self.used] = found_kBLD.transpose(0, 1)
         return buffer_BkPD
 
     def _write(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:

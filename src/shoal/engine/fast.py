@@ -1,6 +1,6 @@
 """Decoding with fast numerics: a batched cache and transformers' SDPA. Results differ by rounding with the batch.
 
-    left-pad the prompts and run them once -> repeat each prompt's keys and values for its completions -> one token a row and step
+    prefill the prompts, left-padded -> repeat each prompt's keys and values for its completions -> one token a row and step
 
 Invariant: a row attends to its own tokens only. Called by the torch engine.
 Left out: paged caches, continuous batching, prefix reuse across groups.
@@ -22,7 +22,7 @@ class FastDecoding:
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], groups: Sequence[int], max_tokens: int) -> None:
         """One row for each of `groups`: the index of its prompt."""
         self.model = model
-        hidden_PH, caches, seen_PL = self._prefill(prompts)
+        hidden_PH, caches, seen_PL = prefill(model, prompts)
         rows = torch.tensor(groups)
         self.first_BH, self.seen_BL = hidden_PH[rows], seen_PL[rows]
         self.cache = GroupCache.repeat(caches, rows, room=min(GROW_BY, max_tokens))
@@ -47,28 +47,27 @@ class FastDecoding:
         self.cache.keep(rows)
         self.positions_B, self.seen_BL = self.positions_B[torch.tensor(rows)], self.seen_BL[torch.tensor(rows)]
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, "GroupCache", Tensor]:
-        """Left-pad the prompts and run them once. Returns the last position's hidden_PH, the cache, and seen_PL."""
-        longest = max(map(len, prompts))
-        ids_PL = torch.zeros(len(prompts), longest, dtype=torch.long)
-        seen_PL = torch.zeros(len(prompts), longest, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids_PL[row, longest - len(prompt) :] = torch.as_tensor(prompt)
-            seen_PL[row, longest - len(prompt) :] = True
-        positions_PL = (seen_PL.cumsum(-1) - 1).clamp(min=0)
-        itself = torch.eye(
-            longest, dtype=torch.bool
-        )  # keeps the softmax of padded queries defined; their output is unused
-        mask_P1LL = (seen_PL[:, None, None, :] & torch.ones(longest, longest, dtype=torch.bool).tril()) | itself
-        cache = GroupCache(self.model.config.num_hidden_layers)
-        output = self.model.base_model(
-            input_ids=ids_PL.to(self.model.device),
-            position_ids=positions_PL.to(self.model.device),
-            attention_mask=mask_P1LL.to(self.model.device),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return output.last_hidden_state[:, -1], cache, seen_PL.to(self.model.device)
+
+def prefill(model: Any, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, "GroupCache", Tensor]:
+    """Left-pad the prompts and run them once. Returns the last position's hidden_PH, the cache, and seen_PL."""
+    longest = max(map(len, prompts))
+    ids_PL = torch.zeros(len(prompts), longest, dtype=torch.long)
+    seen_PL = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids_PL[row, longest - len(prompt) :] = torch.as_tensor(prompt)
+        seen_PL[row, longest - len(prompt) :] = True
+    positions_PL = (seen_PL.cumsum(-1) - 1).clamp(min=0)
+    itself = torch.eye(longest, dtype=torch.bool)  # keeps the softmax of padded queries defined; their output is unused
+    mask_P1LL = (seen_PL[:, None, None, :] & torch.ones(longest, longest, dtype=torch.bool).tril()) | itself
+    cache = GroupCache(model.config.num_hidden_layers)
+    output = model.base_model(
+        input_ids=ids_PL.to(model.device),
+        position_ids=positions_PL.to(model.device),
+        attention_mask=mask_P1LL.to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return output.last_hidden_state[:, -1], cache, seen_PL.to(model.device)
 
 
 class GroupCache(Cache):  # type: ignore[misc]

@@ -24,7 +24,6 @@ from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
-from shoal.model.logprobs import logits
 from shoal.model.numerics import Numerics
 from shoal.model.sampling import choose
 from shoal.shardcast.fetch.inplace import advance_
@@ -68,7 +67,7 @@ class TorchEngine:
         hidden_BH = rows.first_BH
 
         for position in range(sampling.max_tokens):
-            logits_BV = logits(self.model.lm_head, hidden_BH)
+            logits_BV = self.model.lm_head(hidden_BH)
             tokens_B, logprobs_B = choose(
                 logits_BV, [draft.seed for draft in live], [position] * len(live), sampling.temperature
             )

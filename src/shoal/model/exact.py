@@ -7,8 +7,8 @@ shape. Here the order is fixed. Queries meet the keys of their own sequence at a
     softmax      over all keys; a hidden key's weight is exactly 0, so how many hidden keys stand behind does not matter
     output       the sum over keys in tiles of TILE, one tile after the other
 
-Invariant: the result of a row depends on its query and its visible keys alone. It holds where matrix products give a row the
-same bits at every count of rows; `numerics.refusal` finds out whether this machine's do.
+Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` finds out whether this
+machine's float32 products and softmax keep it.
 The same function serves prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward need
 not be exact: it is the cascade's (`attention`). Registered with transformers as "shoal_exact".
 Left out: other devices than the CPU.
@@ -25,7 +25,10 @@ from torch.autograd.function import once_differentiable
 
 from shoal.model.attention import Layout, cascade_backward
 
-TILE = 256  # keys whose weighted values are summed by one product; larger products are split in ways that depend on shape
+NAME = "shoal_exact"
+TILE = (
+    256  # keys whose weighted values are summed by one product; larger products are split in ways that depend on shape
+)
 KEYS = 64  # keys of a sequence are rounded up to multiples of this
 ROWS = 8  # rows of every product are rounded up to multiples of this: a product of few rows takes other kernels
 QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out
@@ -218,7 +221,7 @@ class _Packed(torch.autograd.Function):
         _, heads, depth = query_ThD.shape
         key_heads = key_TkD.shape[1]
         sharing = heads // key_heads
-        query_kTgD = query_ThD.unflatten(1, (key_heads, sharing)).transpose(0, 1).float().mul(scale)
+        query_kTgD = query_ThD.view(len(query_ThD), key_heads, sharing, depth).transpose(0, 1).float().mul(scale)
         key_kTD, value_kTD = (x.transpose(0, 1).float().contiguous() for x in (key_TkD, value_TkD))
         wanted = any(ctx.needs_input_grad)
         outputs, sums = [], []
@@ -252,7 +255,9 @@ class _Packed(torch.autograd.Function):
         )
         padding = len(query_ThD) - ctx.layout.length
         query_grad, key_grad, value_grad = (F.pad(grad, (0, 0, 0, 0, 0, padding)) for grad in found)
-        key_grad, value_grad = (grad.unflatten(1, (-1, sharing)).sum(2) for grad in (key_grad, value_grad))
+        key_grad, value_grad = (
+            grad.view(len(grad), -1, sharing, grad.shape[-1]).sum(2) for grad in (key_grad, value_grad)
+        )
         return query_grad, key_grad, value_grad, None, None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.model import numerics
 from shoal.model.tree import Tree, forward_hidden, pack
 
 PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
@@ -34,7 +35,9 @@ def fingerprint(model: Any) -> str:
     packed = pack([Tree(fixed_tokens("prompt", PROMPT, vocabulary), branches)]).to(model.device)
     hidden_NH = forward_hidden(model, packed)
     logits_NV = model.lm_head(hidden_NH)
-    digest = hashlib.sha256(f"shoal/fingerprint/1\n{hidden_NH.dtype}\n{logits_NV.dtype}\n".encode())
+    digest = hashlib.sha256(
+        f"shoal/fingerprint/1\n{numerics.of(model)}\n{hidden_NH.dtype}\n{logits_NV.dtype}\n".encode()
+    )
     for tensor in (hidden_NH, logits_NV):
         digest.update(_bytes(tensor))
     return digest.hexdigest()

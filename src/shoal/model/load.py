@@ -20,23 +20,22 @@ from transformers.masking_utils import sdpa_mask
 
 from shoal.model import attention, exact
 from shoal.model.dtype import DtypeName
-from shoal.model.numerics import EXACT, Numerics
+from shoal.model.numerics import Numerics
+from shoal.model.products import repeatable_
 from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
 
 WEIGHTS = "model.safetensors"
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
 
-def load_model(
-    folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast"
-) -> Any:
+def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast") -> Any:
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
 
     `numerics` stays with the model: `numerics.of(model)`.
 
     Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
     """
-    name = EXACT if numerics == "exact" else attention.NAME
+    name = exact.NAME if numerics == "exact" else attention.NAME
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
     AttentionMaskInterface.register(name, sdpa_mask)
     check_config(AutoConfig.from_pretrained(folder, local_files_only=True), folder)
@@ -53,6 +52,8 @@ def load_model(
             raise
         raise UnsupportedModelError(f"{folder}: its attention cannot be replaced by Shoal's; {NEXT_STEP}") from error
     model = model.to(device).eval()
+    if numerics == "exact":
+        repeatable_(model)
     check_packing(model, folder)
     return model
 

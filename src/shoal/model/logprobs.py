@@ -10,7 +10,7 @@ the temperature, p their softmax and H its entropy:
 Called by all three; `chosen_logprobs` by the learner. Left out there: a bias in the output head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shoal.model.numerics import ROW_UNIT
+from shoal.model import products
 
 PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
 CACHED_BYTES = 4 << 20  # part of them exponentiated together: small enough for the CPU's cache
-
-
-def logits(head: Callable[[Tensor], Tensor], hidden_NH: Tensor) -> Tensor:
-    """The head's logits_NV, a row's bits the same beside any number of others (`numerics`)."""
-    padding = -len(hidden_NH) % ROW_UNIT
-    return head(F.pad(hidden_NH, (0, 0, 0, padding)))[: len(hidden_NH)] if padding else head(hidden_NH)
 
 
 class Likelihoods(NamedTuple):
@@ -62,15 +56,16 @@ def chosen_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     keep_logits: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprob of each target under softmax(hidden @ head.T / temperature), and the entropy if requested.
 
     hidden_NH and head_VH are in the compute dtype, target_N is int64. Returns (logp_N, entropy_N or None), float32, in
     nats, differentiable in hidden and head. `keep_logits` keeps all logits in memory, in the compute dtype, and the
-    backward pass, which may run once, uses them. The results are the same.
+    backward pass, which may run once, uses them. The results are the same. `exact`: with the bits of `products.linear`.
     """
     logp_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, target_N, temperature, with_entropy, keep_logits
+        hidden_NH, head_VH, target_N, temperature, with_entropy, keep_logits, exact
     )
     return logp_N, entropy_N if with_entropy else None
 
@@ -85,11 +80,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         keep_logits: bool,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         logsumexp_N = hidden_NH.new_empty(len(target_N), dtype=torch.float32)
         logp_N, entropy_N = torch.empty_like(logsumexp_N), torch.zeros_like(logsumexp_N)
         kept = []
-        for start, z_CV in _logits(hidden_NH, head_VH):
+        for start, z_CV in _logits(hidden_NH, head_VH, exact):
             if keep_logits and any(ctx.needs_input_grad):
                 kept.append(z_CV)
             for i, z_RV in _cached(z_CV, start, temperature):
@@ -99,7 +95,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 if with_entropy:
                     entropy_N[i] = logsumexp_N[i] - torch.linalg.vecdot(found.each_NV, z_RV) / found.total_N
         ctx.save_for_backward(hidden_NH, head_VH, target_N, logsumexp_N, entropy_N, *kept)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.temperature, ctx.with_entropy, ctx.exact = temperature, with_entropy, exact
         return logp_N, entropy_N
 
     @staticmethod
@@ -110,7 +106,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if wants_head else None
         grad_logp_N, grad_entropy_N = (grad_N / ctx.temperature for grad_N in (grad_logp_N, grad_entropy_N))
-        for start, z_CV in _in_turn(kept) if kept else _logits(hidden_NH, head_VH):
+        for start, z_CV in _in_turn(kept) if kept else _logits(hidden_NH, head_VH, ctx.exact):
             for i, z_RV in _cached(z_CV, start, ctx.temperature):
                 logp_RV = z_RV.sub_(logsumexp_N[i, None])
                 if ctx.with_entropy:
@@ -126,14 +122,16 @@ class _ChosenLogprobs(torch.autograd.Function):
             if grad_head_VH is not None:
                 grad_head_VH += z_CV.T @ hidden_NH[rows]
         grad_head = None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype)
-        return grad_hidden_NH, grad_head, None, None, None, None
+        return grad_hidden_NH, grad_head, None, None, None, None, None
 
 
-def _logits(hidden_NH: Tensor, head_VH: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _logits(hidden_NH: Tensor, head_VH: Tensor, exact: bool) -> Iterator[tuple[int, Tensor]]:
     """(first row, logits_CV in the compute dtype), one slice of rows at a time."""
-    step = max(1, PRODUCT_BYTES // (4 * len(head_VH)) // ROW_UNIT) * ROW_UNIT
+    step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
+    step -= step % products.ROWS[1] if step > products.ROWS[1] else 0  # whole tiles
+    head = products.linear if exact else F.linear
     for start in range(0, len(hidden_NH), step):
-        yield start, logits(lambda x_CH: F.linear(x_CH, head_VH), hidden_NH[start : start + step])
+        yield start, head(hidden_NH[start : start + step], head_VH)
 
 
 def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:

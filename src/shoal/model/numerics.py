@@ -1,29 +1,87 @@
 """Exact or fast: whether a token's results have the same bits wherever and beside whatever they are computed.
 
-    exact   a token's hidden state, logits and logprob depend on its own prefix and the weights alone: attention of a fixed
-            order (`exact`), rows padded to multiples of ROW_UNIT. Machines that compute alike agree to the last bit.
+    exact   a token's hidden state, logits and logprob depend on its own prefix and the weights alone: products and attention
+            sum in a fixed order (`products`, `exact`). Machines that compute alike agree to the last bit.
     fast    whichever kernels are fastest (`attention`); results differ by rounding with batch and packing.
 
-Exactness rests on matrix products that give a row the same bits beside any number of others. Whether this machine's do is
-measured: `refusal`.
-Invariant: a model keeps the numerics it was loaded with. Called by `load`, `tree`, the roles, and the engine.
-Left out: devices other than the CPU. A GPU needs batch-invariant products and attention.
+Invariant: a model keeps the numerics it was loaded with. Called by `load`, `tree`, the engine, and whoever loads a model.
+Left out: devices other than the CPU. A GPU needs products and attention that do not depend on the batch, and a test of them.
 """
 
+import logging
 from functools import cache
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
+from shoal.errors import ShoalError
+from shoal.model import exact, products
 from shoal.model.dtype import DtypeName
+
+log = logging.getLogger(__name__)
 
 Numerics = Literal["exact", "fast"]
 
-EXACT = "shoal_exact"  # the name of exact attention in transformers
-ROW_UNIT = 16  # products of other counts of rows may take other kernels: float32 does below 8
+ROW_UNIT = (
+    products.UNIT
+)  # rows of tokens are padded to multiples of this: what is left of a vector is computed differently
+SHAPES = ((64, 192), (576, 192))  # depths and columns of the products that are tried
+
+
+class NumericsError(ShoalError):
+    """The configured numerics cannot be had here; the message says why."""
 
 
 def of(model: Any) -> Numerics:
     """What the model was loaded with."""
-    return "exact" if model.config._attn_implementation == EXACT else "fast"
+    return "exact" if model.config._attn_implementation == exact.NAME else "fast"
+
+
+def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
+    """The numerics to load a model with; "auto" is exact where possible. Raises NumericsError for "exact" elsewhere."""
+    if wanted == "fast":
+        return "fast"
+    why = refusal(dtype, device)
+    if why is None:
+        return "exact"
+    if wanted == "exact":
+        raise NumericsError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
+    log.info("numerics are fast: %s", why)
+    return "fast"
+
+
+@cache
+def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
+    """Why exact numerics cannot be had here; None if they can. Measured in a fraction of a second, once a process."""
+    if torch.device(device).type != "cpu":
+        return f"on {device} nobody made products and attention that do not depend on the batch"
+    try:
+        for depth, width in SHAPES:
+            products.tiles(depth, width, getattr(torch, dtype), torch.get_num_threads())
+    except products.OrderError as error:
+        return str(error)
+    return _attention_refusal()
+
+
+def _attention_refusal() -> str | None:
+    """Whether one row's attention depends on the rows and hidden keys beside it."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(6, n, 64, generator=draw) for n in (3 * exact.QUERIES, 640, 640))
+
+    def attend(heads: int, rows: int, keys: int, seen: int) -> Tensor:
+        bias_K = torch.zeros(keys - 1)
+        bias_K[seen - 1 :] = float("-inf")
+        hidden = exact.Hidden(1, bias_K, (heads, rows))
+        return exact.attention(query[:heads, :rows], key[:heads, :keys], value[:heads, :keys], hidden)[0]
+
+    for seen in (40, 130, 300):
+        expected = attend(6, 3 * exact.QUERIES, 640, seen)
+        for heads in (1, 6):
+            for rows in (exact.ROWS, 24, 128):
+                for keys in (exact.rounded(seen, exact.KEYS), 512):
+                    if not torch.equal(attend(heads, rows, keys, seen), expected[:heads, :rows]):
+                        return (
+                            f"attention of {heads} heads, {rows} rows and {keys} keys depends on what is beside a row"
+                        )
+    return None

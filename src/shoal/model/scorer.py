@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.model import numerics
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.tree import Pack, forward_hidden
 
@@ -29,6 +30,7 @@ class Scorer(nn.Module):
             temperature=temperature,
             with_entropy=with_entropy,
             keep_logits=self.keep_logits,
+            exact=numerics.of(self.model) == "exact",
         )
 
     @property

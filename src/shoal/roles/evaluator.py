@@ -17,6 +17,7 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     """Returns how the run ended."""
     from shoal.engine.torch_engine import TorchEngine
     from shoal.evals.heldout import Evaluator
+    from shoal.model import numerics
 
     os.nice(NICENESS)
     node, config, dtype = join(invite, folder, threads, stop)
@@ -24,7 +25,8 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
         publisher = node.wait_for_key("origin", stop)
 
         def new_engine() -> TorchEngine:
-            return TorchEngine(dtype, config.model.device)
+            picked = numerics.pick(config.model.numerics, dtype, config.model.device)
+            return TorchEngine(dtype, config.model.device, picked)
 
         tasks = task_set(node, config, folder)
         with closing(Evaluator(node, config, new_engine, folder / "weights", publisher, tasks)) as evaluator:

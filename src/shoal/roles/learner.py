@@ -29,13 +29,16 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
     from shoal.learner.ranks import Ranks
+    from shoal.model import numerics
     from shoal.model.sources import resolve
 
     ranks = Ranks.start(RANKS_TIMEOUT_S)
     with _leading(invite, folder, threads, ranks, stop) as (node, config, dtype):
         torch.manual_seed(config.run.seed)
         model = resolve(config.model.name)
-        policy = Policy(model, config.learner, dtype, config.model.device, config.sampling.temperature, ranks)
+        device = config.model.device
+        picked = numerics.pick(config.model.numerics, dtype, device)
+        policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
         ended = Learner(node, config, policy, folder).run(stop)
     ranks.stop()
     return ended

@@ -16,13 +16,15 @@ def run_worker(
 ) -> str:
     """Returns how the run ended. `producer_type`: the honest `Producer` if None, or one of `shoal.adversary.cheats`."""
     from shoal.engine.torch_engine import TorchEngine
+    from shoal.model import numerics
     from shoal.rollout.produce import Producer
     from shoal.rollout.worker import Worker, follow
 
     node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
-        engine = TorchEngine(dtype, config.model.device)
+        picked = numerics.pick(config.model.numerics, dtype, config.model.device)
+        engine = TorchEngine(dtype, config.model.device, picked)
         producer = (producer_type or Producer)(
             config,
             node.invite.run,

@@ -22,6 +22,7 @@ import torch
 
 from shoal import tasks
 from shoal.config import Config
+from shoal.model import numerics
 from shoal.model.dtype import DtypeName
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.model.positions import check_max_tokens
@@ -103,7 +104,10 @@ class Judge:
         if self.model is not None:
             load_weights_(self.model, folder)
             return
-        self.model = load_model(folder, self.dtype, self.config.model.device)
+        settings = self.config.model
+        self.model = load_model(
+            folder, self.dtype, settings.device, numerics.pick(settings.numerics, self.dtype, settings.device)
+        )
         tokenizer, ends = load_tokenizer(folder), eos_ids(folder)
         self.rules = Rules(
             config=self.config,

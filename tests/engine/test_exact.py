@@ -1,0 +1,191 @@
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.model import exact as exact_attention
+from shoal.model.dtype import DtypeName
+from shoal.model.load import load_model
+from shoal.model.tree import Tree
+
+from ..model.exactness import ARCHITECTURES, exact_model, make, skip_unless_exact, states
+
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
+PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
+SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
+SOME_END = Sampling(temperature=0.9, max_tokens=70, eos_ids=(1, 7, 20, 33, 50))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine_for(architecture: str, folder: Path, dtype: DtypeName) -> TorchEngine:
+    engine = TorchEngine(dtype, "cpu", "exact")
+    engine.model = exact_model(architecture, folder, dtype)
+    return engine
+
+
+def assert_replayed(
+    model: Any, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]], t: float
+) -> None:
+    """Every hidden state and logprob is the one that a prefill of all completions yields."""
+    trees = [
+        Tree(prompt, [c.tokens for c in group], [c.turns for c in group] if any(c.turns for c in group) else ())
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]
+    hidden_NH, logp_N = states(model, trees, t)
+    flat = [completion for group in groups for completion in group]
+    assert torch.equal(hidden_NH.bfloat16(), torch.cat([completion.hidden_TH for completion in flat]))
+    assert logp_N.tolist() == [logprob for completion in flat for logprob in completion.logprobs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decoding_has_the_bits_of_one_prefill(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
+    """Rows of different lengths end at different times, and the cache grows."""
+    engine = engine_for(architecture, tmp_path, dtype)
+    groups = engine.generate(PROMPTS, SEEDS, SOME_END)
+    assert len({len(c.tokens) for group in groups for c in group}) > 3
+    assert_replayed(engine.model, PROMPTS, groups, SOME_END.temperature)
+
+
+def test_the_batch_changes_no_bit(tmp_path: Path) -> None:
+    engine = engine_for("three to a key head", tmp_path, "bfloat16")
+    together = engine.generate(PROMPTS, SEEDS, SOME_END)
+    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], SOME_END)[::-1]
+    alone = [engine.generate([prompt], [seeds], SOME_END)[0] for prompt, seeds in zip(PROMPTS, SEEDS, strict=True)]
+    for groups in (backwards, alone):
+        for group, expected in zip(groups, together, strict=True):
+            for one, other in zip(group, expected, strict=True):
+                assert one.tokens == other.tokens
+                assert one.logprobs == other.logprobs
+                assert torch.equal(one.hidden_TH, other.hidden_TH)
+
+
+def test_given_tokens_change_no_bit(tmp_path: Path) -> None:
+    engine = engine_for("grouped heads", tmp_path, "float32")
+
+    def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]) -> list[int] | None:
+        return [60 + group, 61, 62] if len(turns) < 4 and len(tokens) < 40 else None
+
+    groups = engine.generate(PROMPTS, SEEDS, SOME_END, respond)
+    assert sum(len(c.turns) > 0 for group in groups for c in group) > 3
+    assert_replayed(engine.model, PROMPTS, groups, SOME_END.temperature)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_changed_in_place_have_the_bits_of_a_full_load(
+    tiny_folders: tuple[Path, Path], dtype: DtypeName
+) -> None:
+    skip_unless_exact(dtype)
+    moved, fresh = TorchEngine(dtype, "cpu", "exact"), TorchEngine(dtype, "cpu", "exact")
+    moved.load(tiny_folders[0])
+    moved.generate(PROMPTS, SEEDS, SOME_END)
+    moved.load(tiny_folders[1])
+    fresh.load(tiny_folders[1])
+    groups = moved.generate(PROMPTS, SEEDS, SOME_END)
+    assert_replayed(fresh.model, PROMPTS, groups, SOME_END.temperature)
+
+
+def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
+    engine = engine_for("wide", tmp_path, "bfloat16")
+    few = Sampling(temperature=1.0, max_tokens=6, eos_ids=())
+    one = engine.generate(PROMPTS, SEEDS, few)
+    torch.set_num_threads(2)
+    two = engine.generate(PROMPTS, SEEDS, few)
+    assert [c.logprobs for group in one for c in group] == [c.logprobs for group in two for c in group]
+
+
+# ---- these tests can fail
+
+
+@pytest.mark.parametrize("mutant", ["another tile", "keys backwards"])
+def test_a_decoding_that_sums_in_another_order_is_seen(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for("wide", tmp_path, "float32")
+    sampling = Sampling(temperature=1.0, max_tokens=20, eos_ids=())
+    with monkeypatch.context() as patch:
+        if mutant == "another tile":
+            plain = exact_attention.Step.attend
+
+            def attend(*arguments: Any) -> Any:
+                with monkeypatch.context() as inner:
+                    inner.setattr(exact_attention, "TILE", 16)
+                    return plain(*arguments)
+
+            patch.setattr(exact_attention.Step, "attend", attend)
+        else:
+            core = exact_attention.attention
+
+            def backwards(query: Any, key: Any, value: Any, hidden: Any, wanted: bool = False) -> Any:
+                if len(hidden.shape) != 3:  # the prefill of the prompts
+                    return core(query, key, value, hidden, wanted)
+                bias = torch.cat([torch.zeros(*hidden.bias.shape[:-1], hidden.start), hidden.bias], -1).flip(-1)
+                turned = exact_attention.Hidden(0, bias, hidden.shape)
+                return core(query, key.flip(1), value.flip(1), turned, wanted)
+
+            patch.setattr(exact_attention, "attention", backwards)
+        groups = engine.generate(PROMPTS, SEEDS, sampling)
+    with pytest.raises(AssertionError):
+        assert_replayed(engine.model, PROMPTS, groups, 1.0)
+
+
+def test_fast_decoding_is_not_replayed_to_the_bit(tmp_path: Path) -> None:
+    make("wide", tmp_path)
+    skip_unless_exact("bfloat16")
+    engine = TorchEngine("bfloat16", "cpu", "fast")
+    engine.model = load_model(tmp_path, "bfloat16")
+    groups = engine.generate(PROMPTS, SEEDS, Sampling(temperature=1.0, max_tokens=20, eos_ids=()))
+    with pytest.raises(AssertionError):
+        assert_replayed(engine.model, PROMPTS, groups, 1.0)
+
+
+# ---- larger sweeps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smollm2_decoding_has_the_bits_of_one_prefill(bundled: Path, dtype: DtypeName) -> None:
+    skip_unless_exact(dtype)
+    engine = TorchEngine(dtype, "cpu", "exact")
+    engine.load(bundled)
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = engine.model.config.vocab_size
+    for round_ in range(3):
+        torch.set_num_threads(1 + round_ % 2)
+        lengths = torch.randint(1, 300, (4,), generator=draw).tolist()
+        prompts = [torch.randint(5, vocabulary, (n,), generator=draw).tolist() for n in lengths]
+        seeds = [[1000 * round_ + 10 * g + i for i in range(1 + 3 * g)] for g in range(4)]
+        ends = tuple(torch.randint(vocabulary, (vocabulary // 60,), generator=draw).tolist())
+        groups = engine.generate(prompts, seeds, Sampling(1.0, 100, ends))
+        assert_replayed(engine.model, prompts, groups, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_many_batches_have_the_bits_of_one_prefill(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
+    engine = engine_for(architecture, tmp_path, dtype)
+    draw = torch.Generator().manual_seed(0)
+    for round_ in range(6):
+        torch.set_num_threads(1 + round_ % 2)
+        groups = int(torch.randint(1, 7, (), generator=draw))
+        prompts = [
+            torch.randint(90, (int(n),), generator=draw).tolist()
+            for n in torch.randint(1, 400, (groups,), generator=draw)
+        ]
+        seeds = [
+            [100 * g + i for i in range(int(n))] for g, n in enumerate(torch.randint(1, 9, (groups,), generator=draw))
+        ]
+        sampling = Sampling(1.0, int(torch.randint(1, 300, (), generator=draw)), (1, 7))
+        assert_replayed(engine.model, prompts, engine.generate(prompts, seeds, sampling), 1.0)

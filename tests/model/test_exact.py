@@ -1,0 +1,282 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.model import exact, numerics, products
+from shoal.model.attention import Layout, Span
+from shoal.model.dtype import DtypeName
+from shoal.model.load import load_model
+from shoal.model.logprobs import likelihoods, token_logprobs
+from shoal.model.scorer import Scorer, recompute_activations
+from shoal.model.tree import Tree, pack
+
+from .exactness import ARCHITECTURES, exact_model, make, random_trees, skip_unless_exact, states
+
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def alone(trees: list[Tree]) -> list[Tree]:
+    """Every completion as a tree of its own."""
+    return [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
+
+
+def each_alone(model: Any, trees: list[Tree]) -> tuple[Tensor, Tensor]:
+    parts = [states(model, [one]) for one in alone(trees)]
+    return torch.cat([hidden for hidden, _ in parts]), torch.cat([logp for _, logp in parts])
+
+
+def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+# ---- a token's results do not depend on what is computed beside it
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packing_changes_no_bit(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
+    model = exact_model(architecture, tmp_path, dtype)
+    trees = random_trees(1, model.config.vocab_size)
+    together = states(model, trees)
+    assert_same(each_alone(model, trees), together)
+    assert_same(states(model, alone(trees)), together)
+    torch.set_num_threads(2)
+    assert_same(states(model, trees), together)
+
+
+def test_a_longer_row_changes_no_bit_of_its_start(tmp_path: Path) -> None:
+    model = exact_model("wide", tmp_path, "bfloat16")
+    tree = Tree([5], [list(range(5, 90)) * 8])
+    long_NH, _ = states(model, [tree])
+    for length in (1, 15, 17, 64, 65, 130, 255, 300, 513):
+        short_NH, _ = states(model, [Tree([5], [tree.completions[0][:length]])])
+        assert torch.equal(short_NH, long_NH[:length]), length
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_learners_forward_has_the_validators_bits(tmp_path: Path, dtype: DtypeName) -> None:
+    model = exact_model("three to a key head", tmp_path, dtype)
+    trees = random_trees(2, model.config.vocab_size)
+    _, expected_N = states(model, trees, 0.7)
+    for keep_logits in (False, True):
+        scorer = Scorer(model, keep_logits=keep_logits)
+        logp_N, _ = scorer(pack(trees), 0.7, with_entropy=True)
+        assert torch.equal(logp_N, expected_N)
+    recompute_activations(scorer)
+    assert torch.equal(scorer(pack(trees), 0.7, with_entropy=False)[0], expected_N)
+
+
+@pytest.mark.parametrize("architecture", ["three to a key head", "biases", "norms of queries and keys"])
+def test_gradients_are_those_of_fast_numerics(architecture: str, tmp_path: Path) -> None:
+    trees = random_trees(3, 96, longest=40)
+    grads = []
+    model = exact_model(architecture, tmp_path, "float32")
+    for own in (model, load_model(tmp_path, "float32", numerics="fast")):
+        logp_N, entropy_N = Scorer(own)(pack(trees), 1.0, with_entropy=True)
+        (logp_N.sum() + entropy_N.sum()).backward()
+        grads.append({name: weight.grad for name, weight in own.named_parameters()})
+    for name, grad in grads[0].items():
+        assert float((grad - grads[1][name]).norm() / grads[1][name].norm()) < 1e-4, name
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
+    model = exact_model("grouped heads", tmp_path, "float32")
+    packed = pack(random_trees(3, 96, longest=40))
+    grads = []
+    for recompute in (False, True):
+        scorer = Scorer(model)
+        if recompute:
+            recompute_activations(scorer)
+        scorer(packed, 1.0, with_entropy=False)[0].sum().backward()
+        grads.append([weight.grad.clone() for weight in model.parameters()])
+        model.zero_grad()
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+
+
+def test_exact_logprobs_are_those_of_fast_numerics_up_to_rounding(tmp_path: Path) -> None:
+    model = exact_model("norms of queries and keys", tmp_path, "float32")
+    trees = random_trees(4, 96)
+    fast = load_model(tmp_path, "float32", numerics="fast")
+    torch.testing.assert_close(states(model, trees)[1], states(fast, trees)[1], rtol=0, atol=1e-4)
+
+
+# ---- these tests can fail
+
+
+def test_fast_numerics_do_not_pass(tmp_path: Path) -> None:
+    make("wide", tmp_path)
+    model = load_model(tmp_path, "bfloat16", numerics="fast")
+    trees = random_trees(1, 96)
+    assert not torch.equal(each_alone(model, trees)[0], states(model, trees)[0])
+
+
+@pytest.mark.parametrize("changed", ["tile", "order"])
+def test_another_order_of_summing_keys_is_seen(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = exact_model("wide", tmp_path, "float32")
+    trees = random_trees(5, 96, longest=400)
+    before = states(model, trees)[0]
+    if changed == "tile":
+        monkeypatch.setattr(exact, "TILE", 48)
+    else:
+        forwards = exact.attention
+
+        def backwards(query: Tensor, key: Tensor, value: Tensor, hidden: exact.Hidden, *wanted: bool) -> Any:
+            size = key.shape[1]
+            bias = torch.cat([torch.zeros(*hidden.bias.shape[:-1], hidden.start), hidden.bias], -1)
+            turned = exact.Hidden(0, bias.flip(-1), hidden.shape)
+            assert bias.shape[-1] == size
+            return forwards(query, key.flip(1), value.flip(1), turned, *wanted)
+
+        monkeypatch.setattr(exact, "attention", backwards)
+    assert not torch.equal(states(model, trees)[0], before)
+
+
+def test_another_order_of_summing_a_products_depth_is_seen() -> None:
+    x_RK, weight_CK = products.cancelling(32, 32, 64, torch.float32)
+    whole = x_RK @ weight_CK.T
+    halves = x_RK[:, :32] @ weight_CK[:, :32].T + x_RK[:, 32:] @ weight_CK[:, 32:].T
+    assert float((whole != halves).float().mean()) > 0.5
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
+    x_TK, weight_NK = products.cancelling(1100, 300, 576, dtype)
+    whole = products.linear(x_TK, weight_NK)
+    for count in (1, 2, 7, 8, 16, 31, 33, 48, 64, 100, 127, 200, 256, 384, 513, 700, 1023):
+        assert torch.equal(products.linear(x_TK[:count], weight_NK), whole[:count]), count
+    torch.set_num_threads(2)
+    assert torch.equal(products.linear(x_TK, weight_NK), whole)
+
+
+def test_tiles_hold_all_rows_and_are_not_half_empty() -> None:
+    allowed = ((512, 64), (128, 64), (32, 64), (16, 64))
+    for count in (*range(1, 200), 511, 512, 513, 700, 1025):
+        parts = products.cut(count, allowed)
+        held = sum(rows for rows, _ in parts)
+        assert held - parts[-1][0] < count <= held, count
+        assert held < 2 * count or held == 16, count
+
+
+def test_a_machine_whose_products_do_not_repeat_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.nn.functional.linear
+
+    def split_among_threads(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if torch.get_num_threads() == 1:
+            return plain(x, weight, bias)
+        return plain(x[:, :32], weight[:, :32]) + plain(x[:, 32:], weight[:, 32:])
+
+    monkeypatch.setattr(products.F, "linear", split_among_threads)
+    with pytest.raises(products.OrderError, match='model.numerics = "fast"'):
+        products.tiles.__wrapped__(64, 130, torch.float32, 2)
+
+
+def test_a_products_gradients() -> None:
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((5, 8), (3, 8), (3,)))
+    got = torch.autograd.grad(products.linear(x, weight, bias).square().sum(), (x, weight, bias))
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).square().sum(), (x, weight, bias))
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# ---- logprobs
+
+
+def test_a_logprob_does_not_depend_on_the_rows_beside_it() -> None:
+    scaled_NV = torch.randn(40, 40_000, generator=torch.Generator().manual_seed(0))
+    tokens_N = torch.arange(40)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        whole = token_logprobs(scaled_NV, tokens_N)
+        for count in (1, 2, 3, 16, 33):
+            assert torch.equal(token_logprobs(scaled_NV[:count], tokens_N[:count]), whole[:count])
+    assert torch.equal(likelihoods(scaled_NV[:1]).total_N, likelihoods(scaled_NV).total_N[:1])
+
+
+# ---- what is computed together
+
+
+@pytest.mark.parametrize("heads", [1, 9])
+def test_every_query_is_computed_once_and_sees_its_sequence(heads: int) -> None:
+    spans = [Span(0, 300, (5, 140, 1)), Span(446, 7, (200,)), Span(653, 3, ())]
+    layout = Layout(spans, torch.device("cpu"))
+    plan = exact.Plan(layout, heads)
+    seen: dict[int, set[int]] = {}
+    for batch in plan.batches:
+        for s, queries in enumerate(batch.query_SM):
+            for m, query in enumerate(queries.tolist()):
+                if batch.padded_SM[s, m]:
+                    continue
+                assert query not in seen
+                bias_K = torch.cat([torch.zeros(batch.start), batch.bias_SM1K[s, m, 0]])
+                seen[query] = set(batch.key_SK[s][bias_K == 0].tolist())
+    expected = {query: set(sees_T.nonzero()[:, 0].tolist()) for query, sees_T in enumerate(layout.mask_11TT[0, 0])}
+    assert seen == expected
+
+
+# ---- choosing
+
+
+def test_numerics_follow_the_model(tiny_folder: Path) -> None:
+    assert numerics.of(load_model(tiny_folder)) == "fast"
+    assert numerics.of(load_model(tiny_folder, numerics="exact")) == "exact"
+
+
+def test_auto_is_fast_where_exact_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "refusal", lambda dtype, device: "no")
+    assert numerics.pick("auto", "float32", "cpu") == "fast"
+    with pytest.raises(numerics.NumericsError, match='set model.numerics = "auto" or "fast"'):
+        numerics.pick("exact", "float32", "cpu")
+    monkeypatch.setattr(numerics, "refusal", lambda dtype, device: None)
+    assert numerics.pick("auto", "float32", "cpu") == "exact"
+    assert numerics.pick("fast", "float32", "cpu") == "fast"
+
+
+def test_exact_is_refused_on_other_devices() -> None:
+    assert "cuda" in str(numerics.refusal("float32", "cuda"))
+
+
+# ---- larger sweeps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(5))
+def test_smollm2_packing_changes_no_bit(bundled: Path, dtype: DtypeName, seed: int) -> None:
+    skip_unless_exact(dtype)
+    model = load_model(bundled, dtype, numerics="exact")
+    trees = random_trees(seed, model.config.vocab_size, longest=400)
+    together = states(model, trees)
+    assert_same(each_alone(model, trees), together)
+    torch.set_num_threads(2)
+    assert_same(states(model, trees[::-1][::-1]), together)
+    logp_N, _ = Scorer(model)(pack(trees), 1.0, with_entropy=False)
+    assert torch.equal(logp_N, together[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_many_packings_change_no_bit(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
+    model = exact_model(architecture, tmp_path, dtype)
+    for seed in range(20):
+        torch.set_num_threads(1 + seed % 2)
+        trees = random_trees(seed, model.config.vocab_size, longest=350)
+        assert_same(each_alone(model, trees), states(model, trees))
