@@ -15,7 +15,7 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 @pytest.fixture
 def harness() -> Harness:
     """Two submissions found honest halve the share, down to a tenth. Every draw is "check it" until a test says else."""
-    harness = open_pool(validator={"trust_after": 2, "check_floor": 0.1, "unchecked_share": 1.0}, prompts_per_step=4)
+    harness = open_pool(validator={"trust_after": 2, "check_floor": 0.1, "unchecked_share": 1.0})
     for key in (ALICE, BOB):
         harness.join(key)
     for key in (VALIDATOR, OTHER_VALIDATOR):

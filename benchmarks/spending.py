@@ -1,0 +1,256 @@
+"""The worker that knows every limit and spends it best: what it gains, and how many submissions it lasts. Runs no model.
+
+    python benchmarks/spending.py                 benchmarks/results/spending.json and .md, docs/images/spending.png
+
+benchmarks/results/spending-measured.json has what honest work spent, rollout by rollout, under each pair of dtypes, from
+real prefills of configs/tiny.toml and configs/quickstart.toml: the exposure, and tokens beyond each part of the margin. The
+simulated rollouts have these exposures. A choice: by the Gumbel noise a second token comes within x nats of the first with
+chance x per unit of exposure, and a share `useful` of these leads to the wished reward. `useful` is set so that the attack
+at 90 % of all limits gains what it gained for real without these tests: 0.438 -> 0.511 on tiny, 0.069 -> 0.231 on SmolLM2.
+To lower the reward every second near tie is taken to help. Bets, capital and limits are the coordinator's own code.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal import config
+from shoal.coordinator.spending import bets
+from shoal.evidence.bets import allocation
+from shoal.evidence.process import Process
+from shoal.protocol.messages import BEYOND, Spent
+from shoal.validator.spending import STAKE
+
+HERE = Path(__file__).parent
+WORKERS, MOST = 8, 300  # simulated workers of each strategy, submissions of each
+HONEST, SUBMISSIONS = 40, 300
+HARMFUL = 0.5  # share of near ties of a right completion whose other side is wrong
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    config: str
+    reward: float  # of honest work
+    tokens: float  # of a rollout
+    useful: float  # share of near ties whose other side is right
+    groups: int
+    pair: str  # of dtypes: the noisiest honest one
+
+
+MODELS = [
+    Model("tiny", "tiny", 0.438, 3.8, 0.5, 16, "bfloat16|float32"),
+    Model("SmolLM2", "quickstart", 0.069, 15.0, 0.03, 4, "bfloat16|bfloat16"),
+]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`reach`: nats up to which it chooses, in units of the margin limit. `rate`: most chosen tokens per unit of exposure."""
+
+    name: str
+    reach: float = 0.0
+    rate: float | None = None
+    decoys: float = 0.0  # tokens moved for nothing, for each that is moved for the reward
+    far: int = 0  # tokens beyond the margin limit in each submission
+    figures: float = 0.4  # proofs' and logprobs' figures, as a share of their limits
+    distribution: float = -5.0
+
+
+def strategies(model: Model, settings: Any) -> list[Strategy]:
+    limits, rate = settings.validator, settings.evidence.rates[0]
+    budget = 0.9 * limits.sampling_margin_mean * model.tokens  # nats per rollout
+    exposure = exposures(model).mean()
+    reach = min(float(np.sqrt(2 * budget / (exposure * model.useful))) / limits.sampling_margin, 1.0)
+    return [
+        Strategy("90 % of every limit", reach, figures=0.9),
+        Strategy("90 % of the mean margin", reach),
+        Strategy("two tokens beyond the margin", far=2),
+        Strategy("up to half of the margin", 1 / 2),
+        Strategy("up to an eighth of the margin", 1 / 8),
+        Strategy("an eighth, at the honest rate", 1 / 8, rate=rate / 2),
+        Strategy("an eighth, half of the honest rate", 1 / 8, rate=rate / 4),
+        Strategy("an eighth, with as many decoys", 1 / 8, rate=rate / 4, decoys=1.0),
+        Strategy("an eighth, with nine times as many decoys", 1 / 8, rate=rate / 20, decoys=9.0),
+        Strategy("proofs and logprobs at 90 %", figures=0.9),
+        Strategy("tokens at 90 % of the distribution limit", distribution=0.9 * limits.distribution_evidence),
+        Strategy("tokens at 10 % of the distribution limit", distribution=0.1 * limits.distribution_evidence),
+    ]
+
+
+def measured(model: Model) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((HERE / "results" / "spending-measured.json").read_text())[model.name]
+    return found
+
+
+def exposures(model: Model) -> np.ndarray:
+    return np.array(measured(model)["exposure"])
+
+
+def honest_rates(model: Model) -> np.ndarray:
+    """Tokens beyond each part of the margin per unit of exposure, in the noisiest pair of dtypes measured."""
+    found = measured(model)
+    return np.array(found["beyond"][model.pair]) / found["total_exposure"]
+
+
+def submission(model: Model, plan: Strategy, settings: Any, up: bool, rng: np.random.Generator) -> tuple[Spent, float]:
+    """One submission: what it used, and how much the mean reward of its rollouts changed as wished."""
+    size = settings.sampling.group_size
+    shape = (model.groups, size)
+    exposed = rng.choice(exposures(model), shape)
+    chance = rng.beta(2 * model.reward + 0.2, 2 * (1 - model.reward) + 0.2, model.groups)
+    chance *= model.reward / ((2 * model.reward + 0.2) / 2.4)
+    right = rng.random(shape) < np.clip(chance, 0, 1)[:, None]
+    wished = right if up else ~right
+    useful = model.useful if up else HARMFUL
+    # The cheapest choice that helps, in units of the limit.
+    limit = settings.validator.sampling_margin
+    nats = rng.exponential(1 / (exposed * useful)) / limit
+    moved = ~wished & (nats <= plan.reach)
+    if plan.rate is not None:
+        room = plan.rate * exposed.mean() / max(moved.mean(), 1e-9)
+        moved &= rng.random(shape) < room
+    counts, sizes = moved.astype(int), list(nats[moved])
+    if plan.far:
+        open_ = np.argwhere(~wished & (rng.exponential(1 / (exposed * useful)) / limit <= 4))[: plan.far]
+        for place in open_:
+            moved[tuple(place)] = True
+            counts[tuple(place)] += 1
+            sizes.append(2.0)
+    decoys = rng.poisson(plan.decoys * len(sizes))
+    for place in rng.integers(0, shape[0] * size, decoys):
+        counts.flat[place] += 1
+        sizes.append(float(rng.uniform(0, plan.reach)))
+    noise = honest_rates(model) if plan.name == "honest" else np.zeros(4)
+    numbers = rng.poisson(exposed[..., None] * -np.diff([*noise, 0.0]))
+    counts = counts + numbers.sum(-1)
+    beyond = [int((np.array(sizes) > part).sum() + numbers[..., n:].sum()) for n, part in enumerate(BEYOND)]
+    reward = (wished | moved).astype(float) if up else (right & ~moved).astype(float)
+    tilt = settings.evidence.reward_tilt
+
+    def within(sign: int) -> float:
+        groups = zip(counts.tolist(), exposed.tolist(), (sign * reward).tolist(), strict=True)
+        return sum(allocation(*of_group, tilt, STAKE) for of_group in groups)
+
+    def between(sign: int) -> float:
+        means = (sign * reward.mean(1)).tolist()
+        return allocation(counts.sum(1).tolist(), exposed.sum(1).tolist(), means, settings.evidence.task_tilt, STAKE)
+
+    figures = settings.validator
+    used = Spent(
+        exposure=float(exposed.sum()),
+        beyond=(beyond[0], beyond[1], beyond[2], beyond[3]),
+        better=within(1),
+        worse=within(-1),
+        easier=between(1),
+        harder=between(-1),
+        proof_exponent_mean=plan.figures * figures.proof_exponent_mean,
+        proof_mantissa_mean=plan.figures * figures.proof_mantissa_mean,
+        logprob_error_mean=plan.figures * figures.logprob_error_mean,
+        distribution=plan.distribution,
+    )
+    return used, float(moved.mean())
+
+
+def lasted(draw: Callable[[], tuple[Spent, float]], settings: Any, most: int) -> tuple[int | None, float, float]:
+    """Submissions until one worker is dismissed (None: not within `most`), its mean gain, the highest evidence in nats."""
+    process, gains, highest = Process(), [], 0.0
+    for number in range(1, most + 1):
+        used, gain = draw()
+        gains.append(gain)
+        process = process.after(bets(used, settings))
+        highest = max(highest, process.evidence)
+        if process.evidence >= -np.log(settings.evidence.alpha):
+            return number, statistics.fmean(gains), highest
+    return None, statistics.fmean(gains), highest
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    result: dict[str, Any] = {"alpha": None, "rows": [], "honest": []}
+    for model in MODELS:
+        settings = config.load(HERE.parent / "configs" / f"{model.config}.toml")
+        result["alpha"] = settings.evidence.alpha
+        honest = Strategy("honest", figures=0.6)
+        highest = [
+            lasted(lambda: submission(model, honest, settings, True, rng), settings, SUBMISSIONS)[2]  # noqa: B023
+            for _ in range(HONEST)
+        ]
+        result["honest"].append(
+            {"model": model.name, "workers": HONEST, "submissions": SUBMISSIONS, "highest_nats": max(highest)}
+        )
+        for plan in strategies(model, settings):
+            for up in (True, False):
+                runs = [
+                    lasted(lambda: submission(model, plan, settings, up, rng), settings, MOST)  # noqa: B023
+                    for _ in range(WORKERS)
+                ]
+                ends = sorted(end or MOST + 1 for end, _, _ in runs)
+                row = {
+                    "model": model.name,
+                    "strategy": plan.name,
+                    "direction": "raise" if up else "lower",
+                    "gain": statistics.fmean(gain for _, gain, _ in runs),
+                    "found": sum(end is not None for end, _, _ in runs),
+                    "workers": WORKERS,
+                    "median": ends[WORKERS // 2],
+                    "worst": ends[-1],
+                }
+                result["rows"].append(row)
+                sys.stdout.write(line(row))
+                sys.stdout.flush()
+    (HERE / "results" / "spending.json").write_text(json.dumps(result, indent=1) + "\n")
+    head = "| model | spends | to | change of the mean reward meanwhile | submissions until found: median, worst |\n"
+    table = head + "| --- | --- | --- | --- | --- |\n" + "".join(line(row) for row in result["rows"])
+    (HERE / "results" / "spending.md").write_text(table)
+    plot(result, HERE.parent / "docs" / "images" / "spending.png")
+
+
+def line(row: dict[str, Any]) -> str:
+    late = f"not within {MOST}"
+    ends = ", ".join(late if row[key] > MOST else str(row[key]) for key in ("median", "worst"))
+    sign = "+" if row["direction"] == "raise" else "−"
+    gain = f"{sign}{row['gain']:.3f}" if row["gain"] else "0"
+    return f"| {row['model']} | {row['strategy']} | {row['direction']} | {gain} | {ends} |\n"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(MODELS), figsize=(12, 4.6), sharex=True)
+    for panel, model in zip(panels, MODELS, strict=True):
+        rows = [row for row in result["rows"] if row["model"] == model.name]
+        names = list(dict.fromkeys(row["strategy"] for row in rows))
+        for row in rows:
+            y = names.index(row["strategy"])
+            marker, color = ("^", "tab:red") if row["direction"] == "raise" else ("v", "tab:blue")
+            free = row["found"] == 0
+            panel.scatter(
+                min(row["median"], MOST), y, s=30 + 1500 * row["gain"], marker=marker,
+                facecolors="none" if free else color, edgecolors=color, alpha=0.7,
+            )  # fmt: skip
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.invert_yaxis()
+        panel.set_xscale("log")
+        panel.grid(alpha=0.25)
+        panel.set_title(model.name)
+        panel.set_xlabel("submissions until it is dismissed (median)")
+    figure.suptitle(
+        f"Red raises, blue lowers the reward; size: by how much; empty: not found within {MOST} submissions",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
