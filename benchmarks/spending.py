@@ -52,7 +52,7 @@ MODELS = [
 
 @dataclass(frozen=True)
 class Strategy:
-    """`reach`: nats up to which it chooses, in units of the margin limit. `rate`: most chosen tokens per unit of exposure."""
+    """`reach`: how far it chooses, in units of the margin limit. `rate`: most chosen tokens per unit of exposure."""
 
     name: str
     reach: float = 0.0

@@ -73,9 +73,9 @@ def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
     judge: Judge, files: list[bytes], worker: Producer
 ) -> None:
     examined = judge.examine(opened(judge, files), cheaply=[True, True, False, True])
-    assert reasons(examined) == [None, None, None, Reason.REWARD]
+    assert reasons(examined) == [None, Reason.PROOF, None, Reason.REWARD], "two rollouts show quantised weights"
     cases = [one.case for one in examined]
-    assert [case.prefill is None for case in cases] == [True, True, False, True]
+    assert [case.prefill is None for case in cases] == [True, False, False, True]
     claimed = [row.logprobs for row in cases[0].rows]
     accepted = read_accepted(judge.accepted_file(cases[0], VALIDATOR), max_rows=8, max_tokens=4096)
     assert [row.logprobs for row in accepted.rows] == claimed
