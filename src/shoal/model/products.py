@@ -90,7 +90,7 @@ def packed(model: nn.Module) -> Iterator[None]:
 @cache
 def _packed_rows(depth: int, width: int, dtype: torch.dtype, threads: int) -> int:
     """The most rows whose product with packed weights has the reference's bits; 0: none."""
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]:
+    if dtype != torch.bfloat16 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return 0
     x_RK, weight_CK = cancelling(4 * UNIT, width, depth, dtype)
     copied = torch.ops.mkldnn._reorder_linear_weight(weight_CK, 2 * UNIT)
