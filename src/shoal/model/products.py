@@ -105,8 +105,8 @@ def _packed_rows(depth: int, width: int, dtype: torch.dtype, threads: int) -> in
 
 
 def _packed_product(x_RK: Tensor, copied: Tensor, bias_N: Tensor | None) -> Tensor:
-    y_RN: Tensor = torch.ops.mkldnn._linear_pointwise(x_RK, copied, bias_N, "none", [], "")
-    return y_RN
+    y_RN: Tensor = torch.ops.mkldnn._linear_pointwise(x_RK, copied, None, "none", [], "")
+    return y_RN if bias_N is None else y_RN.add_(bias_N)
 
 
 class _Linear(torch.autograd.Function):
@@ -131,23 +131,26 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
     allowed = tiles(x_TK.shape[1], len(weight_NK), x_TK.dtype, torch.get_num_threads())
     parts = cut(len(x_TK), allowed)
     if len(parts) == 1 and parts[0][0] == len(x_TK) and parts[0][1] >= len(weight_NK):
-        return F.linear(x_TK, weight_NK, bias_N)
+        y_TN = torch.mm(x_TK, weight_NK.T)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)  # in every case after rounding
     y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
     start = 0
     for rows, columns in parts:
         x_RK = x_TK[start : start + rows]
-        if len(x_RK) == rows and columns >= len(weight_NK) and bias_N is None:
-            torch.mm(x_RK, weight_NK.T, out=y_TN[start : start + rows])
-            start += rows
-            continue
         if missing := rows - len(x_RK):
-            x_RK = F.pad(x_RK, (0, 0, 0, missing))
-        for at in range(0, len(weight_NK), columns):
-            piece = slice(at, at + columns)
-            y_RC = F.linear(x_RK, weight_NK[piece], None if bias_N is None else bias_N[piece])
-            y_TN[start : start + rows, piece] = y_RC[: rows - missing]
+            y_TN[start:] = _in_columns(
+                F.pad(x_RK, (0, 0, 0, missing)), weight_NK, columns, y_TN.new_empty(rows, len(weight_NK))
+            )[: len(x_RK)]
+        else:
+            _in_columns(x_RK, weight_NK, columns, y_TN[start : start + rows])
         start += rows
-    return y_TN
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def _in_columns(x_RK: Tensor, weight_NK: Tensor, columns: int, y_RN: Tensor) -> Tensor:
+    for weight_CK, y_RC in zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True):
+        torch.mm(x_RK, weight_CK.T, out=y_RC)
+    return y_RN
 
 
 def cut(count: int, allowed: tuple[Tile, ...]) -> list[Tile]:
@@ -168,12 +171,8 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
     x_RK, weight_CK = cancelling(ROWS[0], most, depth, dtype)
     try:
         torch.set_num_threads(1)
-        expected_RC = torch.cat(
-            [
-                torch.cat([F.linear(x, w) for w in torch.split(weight_CK, COLUMNS[1])], 1)
-                for x in torch.split(x_RK, UNIT)
-            ]
-        )
+        parts = [_in_columns(x, weight_CK, COLUMNS[1], x.new_empty(UNIT, most)) for x in torch.split(x_RK, UNIT)]
+        expected_RC = torch.cat(parts)
     finally:
         torch.set_num_threads(threads)
     found: list[Tile] = []
@@ -181,11 +180,8 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
         for wide in COLUMNS:
             if wide >= width and wide != COLUMNS[0]:  # one piece in any case
                 continue
-            if all(
-                torch.equal(F.linear(x, w), e)
-                for x, e_row in zip(torch.split(x_RK, rows), torch.split(expected_RC, rows), strict=True)
-                for w, e in zip(torch.split(weight_CK, wide), torch.split(e_row, wide, 1), strict=True)
-            ):
+            parts = [_in_columns(x, weight_CK, wide, x.new_empty(rows, most)) for x in torch.split(x_RK, rows)]
+            if torch.equal(torch.cat(parts), expected_RC):
                 found.append((rows, wide))
                 break
     if not found or found[-1][0] != UNIT:
