@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.config import Config
 from shoal.coordinator.admission import Admission, body_pieces, read_body
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.nonces import nonce_secret
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.tables.connection import Connection, DatabaseFullError, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces
@@ -60,7 +61,8 @@ class Coordinator:
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
         database = open_sqlite(folder / "pool.sqlite")
-        self.pool = Pool(database, SqliteLedger(database, identity, clock=time.time), config, run, time.time)
+        ledger = SqliteLedger(database, identity, clock=time.time)
+        self.pool = Pool(database, ledger, config, run, time.time, secret=nonce_secret(identity))
         nonces = Nonces(Connection(open_sqlite(folder / "nonces.sqlite")))
         self.admission = Admission(run, nonces, self.pool.members.role, time.time)
         self.store = Folder(folder / "store")
@@ -86,6 +88,7 @@ class Coordinator:
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
                 web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
                 web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
+                web.get("/v1/missed/{key}", self._signed(self._missed, ["validator"])),
                 web.get("/v1/curricula/{digest}", self._signed(self._curriculum, ["worker", "validator"])),
                 web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
@@ -203,6 +206,11 @@ class Coordinator:
 
     async def _content(self, request: Request) -> Answer:
         return self.pool.submissions.content_owner(request.match["digest"])
+
+    async def _missed(self, request: Request) -> Answer:
+        if not SHA256.fullmatch(request.match["key"]):
+            raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
+        return self.pool.submissions.missed(request.match["key"])
 
     async def _curriculum(self, request: Request) -> Answer:
         return self.pool.curriculum.page(request.match["digest"])
