@@ -29,13 +29,13 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import InviteError, open_payload
 from shoal.protocol.messages import Role
 from shoal.protocol.signing import SignatureError
-from shoal.shardcast.serve.guard import issue
+from shoal.shardcast.serve.passes import issue
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
 Answer = BaseModel | bytes | web.StreamResponse
 Handler = Callable[["Request"], Awaitable[Answer]]
-READER_TOKEN_S = 600.0  # renewed with each heartbeat
+READER_GRANT_S = 600.0  # renewed with each heartbeat
 MAX_JSON_BYTES = 1 << 20
 MAX_REGISTRATION_BYTES = 64 << 10  # strangers may send one
 MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
@@ -135,8 +135,8 @@ class Coordinator:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
         if answer.state == "evicted":
             return answer
-        token = issue(self.identity.private_key, request.key, self.run, time.time() + READER_TOKEN_S)
-        return answer.model_copy(update={"reader_token": token})
+        grant = issue(self.identity.private_key, request.key, self.run, time.time() + READER_GRANT_S)
+        return answer.model_copy(update={"reader_grant": grant})
 
     async def _task_data(self, request: Request) -> Answer:
         """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""

@@ -43,6 +43,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access
+from shoal.shardcast.serve.passes import Passes
 from shoal.shardcast.tls import client_context
 
 HEARTBEAT_S = 1.0
@@ -97,6 +98,7 @@ class Node:
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
         self.intake = Intake()
+        self.reader_pass = Passes(identity.private_key, self.reader_grant, time.time)
 
     @classmethod
     def join(
@@ -255,7 +257,7 @@ class Node:
         return Access(
             publisher,
             self.invite.run,
-            token=self.reader_token,
+            token=self.reader_pass,
             tls=client_context(authority),
             on_fetched=self.came,
         )
@@ -265,9 +267,9 @@ class Node:
         fastest = sorted(rates_Bps, key=lambda url: -rates_Bps[url])[:MAX_SENDERS]
         self.intake = Intake(bytes_per_s={url: rates_Bps[url] for url in fastest}, behind_s=behind_s)
 
-    def reader_token(self) -> str:
-        """The token that relays and the origin ask for; each heartbeat's answer renews it."""
-        return self.answer.reader_token if self.answer else ""
+    def reader_grant(self) -> str:
+        """What the pool grants this key; each heartbeat's answer renews it."""
+        return self.answer.reader_grant if self.answer else ""
 
     def curriculum_page(self, digest: str) -> CurriculumPage:
         """A page of the run's curriculum, as the coordinator has it; the caller checks its digest."""

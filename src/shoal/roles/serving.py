@@ -46,6 +46,7 @@ async def serve_store(
     runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
     try:
         url = f"{'https' if tls else 'http'}://{host}:{bound}"
+        guard.servers = frozenset({url})
         log.info("listening at %s", url)
         node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heart():

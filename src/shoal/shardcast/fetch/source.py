@@ -92,7 +92,7 @@ class Source:
         public_key: str,
         run: str | None,
         answer_timeout_s: float,
-        token: Callable[[], str] | None = None,
+        token: Callable[[str], str] | None = None,
     ) -> None:
         self.session = session
         self.url = url.rstrip("/")
@@ -164,7 +164,7 @@ class Source:
         self, path: str, what: str, headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self.token is not None:
-            headers = headers | {"Authorization": f"Bearer {self.token()}"}
+            headers = headers | {"Authorization": f"Bearer {self.token(self.url)}"}
         try:
             async with self.session.get(
                 f"{self.url}/{path}",

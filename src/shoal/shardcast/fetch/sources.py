@@ -56,7 +56,7 @@ class Access:
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
-    token: Callable[[], str] | None = None  # makes a reader's bearer token, see `serve.guard`
+    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `serve.passes`
     tls: ssl.SSLContext | None = None
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # speed by URL, age
