@@ -68,6 +68,11 @@ class CoordinatorSection(Section):
     task_deadline_s: float = Field(default=600, gt=0, description="seconds from assigning work to its upload")
     claim_lease_s: float = Field(default=300, gt=0, description="seconds a validator has for a verdict")
     max_submission_bytes: int = Field(default=64 << 20, ge=1024, description="largest accepted submission")
+    connections: int = Field(
+        default=256,
+        ge=1,
+        description="simultaneous connections from one address; behind a proxy, all come from its own",
+    )
     node_timeout_s: float = Field(
         default=30, gt=0, description="seconds without a heartbeat after which a node counts as gone"
     )

@@ -21,19 +21,26 @@ class Members:
         self.config = config
         self.assignments = assignments
 
+    def may_register(self, key: str, invite: InvitePayload) -> None:
+        """Raise PoolError unless this invite lets this key in. Changes nothing."""
+        node = self.db.nodes.get(key)
+        if node is not None:
+            if node.invite != invite.nonce:
+                raise PoolError(f"this key is already registered as {node.name}")
+            return
+        if self.db.clock() > invite.expires_s:
+            raise PoolError("the invite has expired; ask for a new one", 403)
+        if self.db.nodes.is_taken(invite.nonce, invite.name):
+            raise PoolError(f"the invite for {invite.name} was used by another key; ask for a new one", 403)
+
     def register(self, key: str, invite: InvitePayload, url: str | None) -> Registered:
         """Spend an invite. The same key may repeat the same invite (a restart), with a new address."""
         with self.db.transaction():
+            self.may_register(key, invite)
             node = self.db.nodes.get(key)
             if node is not None:
-                if node.invite != invite.nonce:
-                    raise PoolError(f"this key is already registered as {node.name}")
                 self.db.nodes.set_url(key, url)
                 return Registered(name=node.name, role=node.role)
-            if self.db.clock() > invite.expires_s:
-                raise PoolError("the invite has expired; ask for a new one", 403)
-            if self.db.nodes.is_taken(invite.nonce, invite.name):
-                raise PoolError(f"the invite for {invite.name} was used by another key; ask for a new one", 403)
             self.db.nodes.add(key, invite.name, invite.role, url, invite.nonce, self.db.clock())
             self.db.ledger.append("registered", {"key": key, "name": invite.name, "role": invite.role})
         log.info("%s joined as %s, key %s", invite.name, invite.role, key[:16])

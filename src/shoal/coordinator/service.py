@@ -18,16 +18,19 @@ from pydantic import ValidationError
 from shoal.config import Config
 from shoal.coordinator.routes import Coordinator
 from shoal.protocol.address import FILE as ADDRESS
-from shoal.protocol.address import Address, AddressError
+from shoal.protocol.address import Address, AddressError, http_url
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role, Status
+from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker
 
 POLL_S = 0.1
 RECORD_S = 2.0
+MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
+BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
 LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
 READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 KEY = "identity.pem"
@@ -74,19 +77,24 @@ async def _serve(
     *,
     reports: bool,
 ) -> None:
-    host = coordinator.config.coordinator.host
+    section = coordinator.config.coordinator
+    listener = Listener(section.host, port, PATIENCE, per_address=section.connections, total=MAX_CONNECTIONS)
+    application = coordinator.app()
+    application[LISTENER] = listener
+    application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
-        coordinator.app(),
+        application,
         access_log=None,
         shutdown_timeout=1.0,
+        keepalive_timeout=PATIENCE.idle_s,
         lingering_time=LINGER_S,
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-        address = Address(url=url or f"http://{host}:{int(runner.addresses[0][1])}", run=coordinator.run)
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        address = Address(url=url or http_url(section.host, int(listener.getsockname()[1])), run=coordinator.run)
         address.write(folder)
         log.info("run %s: listening at %s", coordinator.run, address.url)
         recorded_s = 0.0

@@ -13,6 +13,7 @@ Source: RFC 6750 (bearer tokens), RFC 9449 (proof of possession).
 from __future__ import annotations
 
 import re
+import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -86,7 +87,9 @@ def check(text: str, pool_key: str, audience: str, servers: Collection[str], now
 class Passes:
     """A reader's passes: one per server, renewed before it is too old."""
 
-    def __init__(self, private_key: Ed25519PrivateKey, grant: Callable[[], str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, private_key: Ed25519PrivateKey, grant: Callable[[], str], clock: Callable[[], float] = time.time
+    ) -> None:
         self._private_key, self._grant, self._clock = private_key, grant, clock
         self._made: dict[str, tuple[str, float, str]] = {}  # by server: grant, when, pass
 
