@@ -138,7 +138,7 @@ def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **setti
     connection = sqlite3.connect(path, isolation_level=None)
     clock = clock or Clock()
     ledger = SqliteLedger(connection, COORDINATOR, clock=clock)
-    return Harness(Pool(connection, ledger, config(**settings), "r", clock), clock)
+    return Harness(Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret"), clock)
 
 
 def advance(harness: Harness, steps: int, version: int = 0) -> None:

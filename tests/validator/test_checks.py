@@ -397,7 +397,7 @@ def test_work_that_was_not_asked_for_under_its_true_prompts(
     tiny_folder: Path, validator: Validator, kind: type[Producer]
 ) -> None:
     verdict = judged(validator, ASKED, make_producer(tiny_folder, SETTINGS, kind).submission(ASKED))
-    assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
+    assert verdict.reason is Reason.TASKS
 
 
 @pytest.mark.parametrize(
@@ -642,7 +642,7 @@ def test_a_completion_runs_to_its_end_and_no_further(
 def test_a_file_made_for_another_task(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     later = assignment(1)
     verdict = judged(validator, later, signed(worker, ASKED, honest))
-    assert verdict.reason is Reason.REPLAYED
+    assert verdict.reason is Reason.CONTEXT and "made for task 0" in verdict.detail
 
 
 def test_the_same_rollouts_signed_again_for_another_task(
@@ -700,9 +700,17 @@ def test_someone_elses_rollouts_under_ones_own_signature(
 
 
 @pytest.mark.parametrize(
-    "said", [{"step": 4}, {"policy_version": 1}, {"policy_digest": "e" * 64}, {"step": 4, "policy_version": 3}]
+    "said",
+    [
+        {"step": 4},
+        {"policy_version": 1},
+        {"policy_digest": "e" * 64},
+        {"step": 4, "policy_version": 3},
+        {"nonce": "e" * 32},
+        {"curriculum": "e" * 64},
+    ],
 )
-def test_another_step_or_version_in_the_header(
+def test_another_assignment_in_the_header(
     worker: Producer, validator: Validator, honest: list[Rollout], said: dict[str, Any]
 ) -> None:
     verdict = judged(validator, ASKED, signed(worker, ASKED.model_copy(update=said), honest))
@@ -752,6 +760,7 @@ def test_a_header_that_names_another_signer(worker: Producer, validator: Validat
         policy_digest=ASKED.policy_digest,
         worker=ALICE.public,
         submission=0,
+        nonce=ASKED.nonce,
         signer=ALICE.public,
     )
     data = rollout_file.write_submission(header, honest, Impostor(BOB.private_key))

@@ -23,6 +23,7 @@ from shoal.config import Config
 from shoal.coordinator.admission import Admission, body_pieces, read_body
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.front import Front, refusal
+from shoal.coordinator.nonces import nonce_secret
 from shoal.coordinator.pace import Pace
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.tables.connection import Connection, DatabaseFullError, open_sqlite
@@ -65,9 +66,10 @@ class Coordinator:
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
         database = open_sqlite(folder / "pool.sqlite")
-        self.pool = Pool(database, SqliteLedger(database, identity, clock=time.time), config, run, time.time)
-        database = open_sqlite(folder / "nonces.sqlite", survives_power_cuts=False)
-        nonces = Nonces(Connection(database), boot=this_boot(), now_s=time.time())
+        ledger = SqliteLedger(database, identity, clock=time.time)
+        self.pool = Pool(database, ledger, config, run, time.time, secret=nonce_secret(identity))
+        spent = open_sqlite(folder / "nonces.sqlite", survives_power_cuts=False)
+        nonces = Nonces(Connection(spent), boot=this_boot(), now_s=time.time())
         self.pace = pace or Pace()
         self.front = Front(identity, self.pace)
         self.admission = Admission(run, nonces, self.pool.members.role, time.time, self.pace)

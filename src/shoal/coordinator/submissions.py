@@ -44,21 +44,22 @@ class Submissions:
     # --- the worker's side -------------------------------------------------------------------------------------------
 
     def may_upload(self, worker: str, id: str) -> None:
-        """Raise PoolError unless this worker's grant for this submission is valid."""
+        """Raise PoolError unless this worker's grant for this submission is valid.
+
+        It is valid until no batch can take the version, or the worker takes another task: being late is no offence.
+        """
         found = self._get(id)
         if found.worker != worker:
             raise PoolError(f"{id} is another worker's task", 403)
         if found.state != "open":
             raise PoolError(f"{id} is {found.state}, not open for upload")
-        if self.db.clock() > found.deadline_s:
-            raise PoolError(f"{id} came after its deadline; take a new task")
         if found.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
+            self.db.submissions.set_stale(id)  # its worker came, so it missed nothing
             raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        with self.db.transaction():
-            self.may_upload(worker, id)
-            self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
+        self.may_upload(worker, id)  # outside the transaction, which an error would undo with what it records
+        self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
         log.info("%s uploaded by %s", id, self._name(worker))
 
     # --- the validator's side ----------------------------------------------------------------------------------------
@@ -145,6 +146,7 @@ class Submissions:
 
     def _accept(self, found: Submission, verdict: Verdict) -> list[int]:
         """Returns the steps whose batches became full."""
+        self.assignments.arrivals.came(found)
         filled = self.batches.credit(found.id, found.version, verdict.groups)
         self.history.put_samples(self._samples(found, verdict))
         tokens = sum(group.tokens for group in verdict.groups)
@@ -225,6 +227,8 @@ def _entry(found: Submission) -> dict[str, str | int | bool | None]:
         "submission": found.id,
         "worker": found.worker,
         "step": found.step,
+        "version": found.version,
+        "nonce": found.nonce,
         "file": found.file_hash,
         "full": bool(found.full_check),
     }
