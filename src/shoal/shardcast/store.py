@@ -46,7 +46,8 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keeps the newest `keep` versions and the versions that they are deltas of; fewer if they exceed `quota_bytes`,
-        which also holds while one is being written. A version requested within the last `lease_s` stays."""
+        which also holds while one is being written. A version read within the last `lease_s` stays, but at most `keep`
+        such versions, the newest: otherwise readers could fill the disk."""
         self.path = path
         self.keep, self.quota_bytes, self.lease_s, self._clock = keep, quota_bytes, lease_s, clock
         self._requested_s: dict[int, float] = {}
@@ -122,12 +123,13 @@ class Store:
     def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
         """The versions that `retain` would keep."""
         wanted: set[int] = set()
-        now_s = self._clock()
+        now_s, leases = self._clock(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
             family = set(chain(held, version))
             fits = self.quota_bytes is None or stored_bytes(held, wanted | family) <= self.quota_bytes
-            leased = now_s - self._requested_s.get(version, -inf) < self.lease_s
+            leased = leases > 0 and now_s - self._requested_s.get(version, -inf) < self.lease_s
             if place == 0 or ((place < self.keep or leased) and fits):
+                leases -= place >= self.keep
                 wanted |= family
         return wanted
 
