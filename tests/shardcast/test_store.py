@@ -258,7 +258,7 @@ def test_half_a_version_is_swept_and_half_a_shard_is_not(tmp_path):
     again = Store(tmp_path / "origin")
     again.recover()
     assert again.versions() == [7]
-    assert sorted(path.name for path in again.path.rglob(".*")) == [".00009.shard.tmp", ".latest"]
+    assert sorted(path.name for path in again.path.rglob(".*")) == [".00009.shard.tmp", ".latest", ".lock"]
     assert not (again.path / "v000008").exists()
 
 

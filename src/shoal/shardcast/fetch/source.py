@@ -21,9 +21,11 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch.proxy import proxy_for
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry, SignedManifest
 from shoal.shardcast.format.names import Listing, shard_name, version_name
+from shoal.shardcast.format.newest import SignedNewest
 
 MAX_SMALL_BYTES = 32 << 20  # a manifest of 100k shards has 7 MB
 READ_BUFFER_BYTES = 2 << 20
@@ -93,14 +95,17 @@ class Source:
         run: str | None,
         answer_timeout_s: float,
         token: Callable[[], str] | None = None,
+        heard: Callable[[SignedNewest | None], None] = lambda newest: None,
     ) -> None:
+        """`heard` gets the origin's statement from each listing. Raises FetchError for a proxy that is not http."""
         self.session = session
         self.url = url.rstrip("/")
         self.standing = standing
         self.public_key = public_key
         self.run = run
         self.answer_timeout_s = answer_timeout_s
-        self.token = token
+        self.token, self.heard = token, heard
+        self.proxy = proxy_for(self.url)
         self.received_bytes = self.shard_bytes = 0
 
     async def listing(self) -> Listing:
@@ -110,6 +115,7 @@ class Source:
             listing = Listing.model_validate_json(body)
         except ValidationError as error:
             raise BadData(self.url, "versions.json is malformed; check that this is a SHARDCAST server") from error
+        self.heard(listing.newest)
         return listing.model_copy(update={"versions": tuple(sorted(listing.versions, reverse=True))})
 
     async def manifest(self, version: int) -> Offer:
@@ -171,6 +177,8 @@ class Source:
                 allow_redirects=False,
                 headers=headers,
                 timeout=timeout or self.session.timeout,
+                proxy=self.proxy.url if self.proxy else None,
+                proxy_auth=self.proxy.auth if self.proxy else None,
             ) as response:
                 if response.status == 404:
                     raise NotHeld(self.url, f"does not hold {what} (404)")
@@ -182,9 +190,13 @@ class Source:
                     )
                 yield response
         except TimeoutError as error:
-            raise SourceError(self.url, f"timed out while sending {what}") from error
+            raise SourceError(self.url, f"timed out while sending {what}{self._through()}") from error
         except aiohttp.ClientError as error:
-            raise SourceError(self.url, f"{type(error).__name__} while fetching {what}: {error}") from error
+            reason = f"{type(error).__name__} while fetching {what}{self._through()}: {error}"
+            raise SourceError(self.url, reason) from error
+
+    def _through(self) -> str:
+        return f" through the proxy {self.proxy.url}, which the environment names" if self.proxy else ""
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, SourceErr
 from shoal.shardcast.fetch.source import Incoming, Source, open_session
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Part, ShardEntry
+from shoal.shardcast.format.newest import Newest, SignedNewest
 
 T = TypeVar("T")
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
@@ -60,6 +61,12 @@ class Access:
     tls: ssl.SSLContext | None = None
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # speed by URL, age
+    newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
+
+    def heard(self, signed: SignedNewest | None) -> None:
+        newest = signed and signed.open(self.public_key, run=self.run)
+        if newest and (self.newest is None or newest.as_of_s > self.newest.as_of_s):
+            self.newest = newest
 
     @asynccontextmanager
     async def open(
@@ -298,6 +305,7 @@ class Sources:
             run=self.access.run,
             answer_timeout_s=self.access.limits.answer_timeout_s,
             token=self.access.token,
+            heard=self.access.heard,
         )
 
 

@@ -96,6 +96,11 @@ async def serve(
     return runner, int(listener.getsockname()[1])
 
 
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL of a server; the address of an IPv6 host stands in brackets."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @web.middleware
 async def _note_request(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
