@@ -54,6 +54,12 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
     parser.add_argument("--ca", type=Path, help=CA)
     parser.add_argument("--version", type=whole(0, 1 << 40), help="default: the newest")
+    parser.add_argument(
+        "--max-age",
+        type=real(0, 1e9),
+        metavar="S",
+        help="refuse the newest version if the origin's latest statement that it is the newest is older than this",
+    )
     parser.add_argument("--follow", action="store_true", help="keep fetching new versions")
     parser.add_argument(
         "--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version"
@@ -98,7 +104,15 @@ def run_fetch(arguments: argparse.Namespace) -> None:
     tls = client_context(arguments.ca)
     with FetchBar() as bars:
         if arguments.follow:
-            for folder, _ in watch(arguments.urls, arguments.out, arguments.key, tls=tls, progress=bars.show):
+            following = watch(
+                arguments.urls,
+                arguments.out,
+                arguments.key,
+                max_age_s=arguments.max_age,
+                tls=tls,
+                progress=bars.show,
+            )
+            for folder, _ in following:
                 bars.say(str(folder))
         else:
             folder, _ = fetch(
@@ -107,6 +121,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 arguments.key,
                 version=arguments.version,
                 wait_s=arguments.wait,
+                max_age_s=arguments.max_age,
                 tls=tls,
                 progress=bars.show,
             )

@@ -22,6 +22,7 @@ Cheat = Literal[
     "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission", "forged_tool"
 ]
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
@@ -99,6 +100,11 @@ class RelaySection(Section):
     """Mirrors of the origin. Reader limits and TLS also apply to the origin."""
 
     public: bool = Field(default=False, description="serve weights to anyone; false: only to nodes of this run")
+    reach: Literal["local", "private", "public"] | None = Field(
+        default=None,
+        description="addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or "
+        "only the internet's; none: local if the coordinator listens on loopback, else public",
+    )
     rate_bytes_per_s: float | None = Field(default=None, gt=0, description="bandwidth per reader; none: no limit")
     connections: int = Field(default=64, ge=1, description="simultaneous connections from one address")
     tls_cert: str = Field(default="", description="PEM file with the certificate chain; empty: plain http")
@@ -223,6 +229,11 @@ class Config(Section):
     validator: ValidatorSection = ValidatorSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
+
+    @property
+    def reach(self) -> Literal["local", "private", "public"]:
+        """`relays.reach`, or what follows from where the coordinator listens."""
+        return self.relays.reach or ("local" if self.coordinator.host in LOOPBACK else "public")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

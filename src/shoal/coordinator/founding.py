@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from shoal import config as config_module
 from shoal.config import Config
+from shoal.config.sections import LOOPBACK
 from shoal.coordinator.routes import TASKS
 from shoal.coordinator.service import KEY
 from shoal.errors import ShoalError
@@ -23,9 +24,9 @@ from shoal.protocol.address import Address, coordinator_url
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Role
+from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class PoolFolderError(ShoalError):
@@ -100,7 +101,10 @@ def open_pool(folder: Path) -> tuple[Config, Address]:
 
 
 def _reachable(config: Config, url: str) -> Config:
-    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host."""
+    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
+
+    Relays may be as near as the coordinator: one on a private network has relays there too.
+    """
     parts, section = urlsplit(url), config.coordinator
     changed: dict[str, int | str] = {}
     if not section.port:
@@ -110,8 +114,9 @@ def _reachable(config: Config, url: str) -> Config:
             )
         changed["port"] = parts.port or 80
     if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
-        changed["host"] = "0.0.0.0"
-    return config.model_copy(update={"coordinator": section.model_copy(update=changed)})
+        changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
+    relays = config.relays.model_copy(update={"reach": config.relays.reach or narrowest(parts.hostname or "")})
+    return config.model_copy(update={"coordinator": section.model_copy(update=changed), "relays": relays})
 
 
 def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str, Role]) -> list[str]:

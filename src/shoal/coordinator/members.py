@@ -6,11 +6,14 @@ Called by the coordinator's routes. Left out: members that leave.
 
 import logging
 from typing import Literal
+from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.database import Database, PoolError
+from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
+from shoal.shardcast.fetch.reach import OutOfReach, check_host
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ class Members:
 
     def register(self, key: str, invite: InvitePayload, url: str | None) -> Registered:
         """Spend an invite. The same key may repeat the same invite (a restart), with a new address."""
+        if url is not None:
+            self._check_url(url)
         with self.db.transaction():
             self.may_register(key, invite)
             node = self.db.nodes.get(key)
@@ -45,6 +50,15 @@ class Members:
             self.db.ledger.append("registered", {"key": key, "name": invite.name, "role": invite.role})
         log.info("%s joined as %s, key %s", invite.name, invite.role, key[:16])
         return Registered(name=invite.name, role=invite.role)
+
+    def _check_url(self, url: str) -> None:
+        """Every node of the run connects to what relays announce, so nobody may send them into their own networks."""
+        try:
+            check_host(urlsplit(coordinator_url(url)).hostname or "", self.config.reach)
+        except AddressError as error:
+            raise PoolError(f"cannot announce {url[:80]!r}: a server's URL is http://HOST:PORT", 400) from error
+        except OutOfReach as error:
+            raise PoolError(f"cannot announce {url[:80]!r}: {error}", 400) from error
 
     def role(self, key: str) -> Role | None:
         """The role of a registered key, None for a stranger."""

@@ -18,11 +18,12 @@ from pydantic import ValidationError
 from shoal.config import Config
 from shoal.coordinator.routes import Coordinator
 from shoal.protocol.address import FILE as ADDRESS
-from shoal.protocol.address import Address, AddressError, http_url
+from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role, Status
 from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener
+from shoal.shardcast.serve.server import url_of
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker
@@ -94,7 +95,7 @@ async def _serve(
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
-        address = Address(url=url or http_url(section.host, int(listener.getsockname()[1])), run=coordinator.run)
+        address = Address(url=url or url_of(section.host, int(listener.getsockname()[1])), run=coordinator.run)
         address.write(folder)
         log.info("run %s: listening at %s", coordinator.run, address.url)
         recorded_s = 0.0

@@ -57,11 +57,6 @@ def coordinator_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def http_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of a server; an IPv6 address stands in brackets."""
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def find_coordinator(where: str) -> str:
     """The coordinator's URL, given as itself or as a folder that holds it. Raises AddressError."""
     if "://" in where:

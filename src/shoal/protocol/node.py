@@ -279,6 +279,7 @@ class Node:
             self.invite.run,
             token=self.reader_pass,
             tls=client_context(authority),
+            reach=config.reach,
             on_fetched=self.came,
         )
 

@@ -29,7 +29,7 @@ from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
 from shoal.shardcast.publish.origin import Origin
 from shoal.shardcast.relay.relay import Relay
-from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast.serve.server import app, serve, url_of
 from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.1
@@ -49,7 +49,10 @@ def publish(
 ) -> Manifest:
     """Publishes a file or a folder as `version` (default: the next one). Raises what `Origin.publish` raises."""
     origin = Origin(store, key, run=run)
-    return origin.publish(path, origin.next_version() if version is None else version)
+    try:
+        return origin.publish(path, origin.next_version() if version is None else version)
+    finally:
+        origin.store.unlock()
 
 
 def fetch(
@@ -59,11 +62,12 @@ def fetch(
     *,
     version: int | None = None,
     wait_s: float = 0.0,
+    max_age_s: float | None = None,
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
     """Fetches a version (default: the newest) into `out`/v000007/. Raises FetchError."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=A_DAY_S)
+    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=A_DAY_S, max_age_s=max_age_s)
     return fetch_with(client, version, progress)
 
 
@@ -72,16 +76,18 @@ def watch(
     out: Path,
     public_key: str,
     *,
+    max_age_s: float | None = None,
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yields each newest version, for ever. A failed fetch is reported to `progress` and tried again."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=A_DAY_S)
-    last: int | None = None
+    """Yields each newest version, for ever, and never an older one after a newer. A failed fetch is reported to
+    `progress` and tried again."""
+    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=A_DAY_S, max_age_s=max_age_s)
+    last: tuple[int, float] | None = None
     while True:
         try:
             newest = client.latest()
-            if newest is None or newest.version == last:
+            if newest is None or (newest.version, newest.created_s) == last:
                 time.sleep(LOOK_AGAIN_S)
                 continue
             folder, manifest = fetch_with(client, newest.version, progress)
@@ -89,7 +95,7 @@ def watch(
             progress(Progress(doing=str(error)))
             time.sleep(1.0)
             continue
-        last = manifest.version
+        last = manifest.version, manifest.created_s
         yield folder, manifest
 
 
@@ -124,6 +130,7 @@ async def serve_origin(
         if not watched:
             report(await asyncio.to_thread(origin.publish, path, origin.next_version()))
         while not stop.is_set():
+            origin.state()
             if watched:
                 known = max(origin.published(), default=-1)
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
@@ -183,7 +190,7 @@ async def _serve(
 ) -> None:
     runner, bound = await serve(application, address.host, address.port, ssl=address.tls)
     try:
-        say({"url": f"{'https' if address.tls else 'http'}://{address.host}:{bound}"} | facts)
+        say({"url": url_of(address.host, bound, tls=address.tls is not None)} | facts)
         await live()
     finally:
         await runner.cleanup()

@@ -4,7 +4,8 @@
     fetch     download each stream from several relays at once
     verify    read every file back and compare it with the signed manifest; then the folder gets its final name
 
-Invariant: the folder that `fetch` returns holds exactly the files that the learner published.
+Invariant: the folder that `fetch` returns holds exactly the files that the learner published, and never an older version
+than the client already holds, unless the caller asks for that number.
 Called by workers, validators and `shoal fetch`, from any thread without an event loop. Several clients may share a cache.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
@@ -12,6 +13,7 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -76,21 +78,23 @@ class Client:
         parallel: int = 8,
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
+        max_age_s: float | None = None,
     ) -> None:
         """`fallback` servers, such as the origin, are asked only while no relay delivers. `relays` returns the URLs that
         replace `urls` while a fetch runs. `timeout_s` limits a fetch until all bytes have arrived (verification follows).
-        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent."""
+        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent. `max_age_s` refuses
+        "the newest version" if the origin's latest statement of it is older, by this machine's clock."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
-        self.parallel, self.timeout_s, self.wait_s = parallel, timeout_s, wait_s
+        self.parallel, self.timeout_s, self.wait_s, self.max_age_s = parallel, timeout_s, wait_s, max_age_s
         self.progress = Progress()
         self.last_report: FetchReport | None = None
 
     def latest(self) -> Manifest | None:
-        """The newest version with a valid manifest at any relay; None if nothing is published.
+        """The newest version that the relays asked, or this client, have; None if nothing is published.
         Raises FetchError if no relay answers."""
 
         async def ask() -> Offer | None:
@@ -103,10 +107,10 @@ class Client:
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
         """The folder and manifest of a version (None: the newest; with `digest`: exactly that one).
-        A cached version is returned without a request if its number is given.
-        Raises FetchError; finished shards are kept for the next call."""
+        A cached version is returned without a request only if its digest is given, or if no server answers: the origin
+        may have started over. Raises FetchError; finished shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
-        held = None if version is None else self.cache.held(version, digest)
+        held = None if version is None or digest is None else self.cache.held(version, digest)
         if held is None:
             held = asyncio.run(self._fetch_version(version, digest, started_s + self.timeout_s))
         else:
@@ -131,7 +135,12 @@ class Client:
         wait_until_s = min(began_s + self.wait_s, deadline_s)
         async with self._sources() as sources:
             while True:
-                offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
+                try:
+                    offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
+                except FetchError:
+                    if version is not None and digest is None and (held := self.cache.held(version)):
+                        return held  # `progress.complaints` says that nobody answered
+                    raise
                 if offer is None:
                     raise FetchError(
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
@@ -152,9 +161,11 @@ class Client:
     ) -> tuple[Path, Manifest]:
         """Fetches one version, under the cache's lock."""
         while True:
-            if held := self.cache.held(offer[1].version, digest):
+            held = self.cache.held(offer[1].version, digest)
+            if held and (held[1].extends(offer[1]) or held[1].created_s > offer[1].created_s):
                 self.progress.reused_bytes = held[1].size_bytes
                 return held
+            self.cache.check_free(offer[1].version)
             start, steps = await plan(self.cache, sources, offer)
             done = await self._follow_plan(sources, start, steps, deadline_s)
             if done is not None:
@@ -186,7 +197,27 @@ class Client:
             wanted = "version list" if version is None else f"manifest of version {version}"
             why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
             raise FetchError(f"no relay gave a valid {wanted} ({why}); check the URLs and that a relay is up")
-        return max(offers, key=lambda o: (o[1].version, o[1].created_s, len(o[1].content.shards)), default=None)
+        if version is None:
+            return self._newest(offers)
+        return max(offers, key=lambda o: (o[1].created_s, len(o[1].content.shards)), default=None)
+
+    def _newest(self, offers: Sequence[Offer]) -> Offer | None:
+        """The newest of these and of what is here: a server that is behind cannot take a client back."""
+        stated = self.access.newest
+        age_s = time.time() - stated.as_of_s if stated else math.inf
+        if self.max_age_s is not None and age_s > self.max_age_s:
+            ago = f"is {age_s:.0f} s old" if stated else "is missing"
+            raise FetchError(
+                f"the origin's statement of its newest version {ago}, --max-age allows {self.max_age_s:.0f} s; "
+                f"{', '.join(self.urls)} may be cut off from the origin, or it stopped: ask others"
+            )
+        current = [offer for offer in offers if not (stated and stated.outdates(offer[1]))]
+        best = max(current, key=lambda o: (o[1].version, o[1].created_s, len(o[1].content.shards)), default=None)
+        here = self.cache.newest()
+        if here is None or (stated and stated.outdates(here)):
+            return best
+        behind = best is None or (best[1].version < here.version and best[1].created_s <= here.created_s)
+        return self.cache.offer(here.version) if behind else best
 
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float

@@ -24,9 +24,11 @@ from typing import TypeVar
 import aiohttp
 
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, SourceError
+from shoal.shardcast.fetch.reach import Reach
 from shoal.shardcast.fetch.source import Incoming, Source, open_session
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Part, ShardEntry
+from shoal.shardcast.format.newest import Newest, SignedNewest
 
 T = TypeVar("T")
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
@@ -58,8 +60,15 @@ class Access:
     limits: Limits = field(default_factory=Limits)
     token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `serve.passes`
     tls: ssl.SSLContext | None = None
+    reach: Reach | None = None  # of addresses that others name; None: any, the user named them
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # speed by URL, age
+    newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
+
+    def heard(self, signed: SignedNewest | None) -> None:
+        newest = signed and signed.open(self.public_key, run=self.run)
+        if newest and (self.newest is None or newest.as_of_s > self.newest.as_of_s):
+            self.newest = newest
 
     @asynccontextmanager
     async def open(
@@ -76,6 +85,7 @@ class Access:
             connect_timeout_s=self.limits.connect_timeout_s,
             idle_timeout_s=self.limits.idle_timeout_s,
             tls=self.tls,
+            reach=self.reach,
         ) as session:
             yield Sources(self, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
 
@@ -298,6 +308,8 @@ class Sources:
             run=self.access.run,
             answer_timeout_s=self.access.limits.answer_timeout_s,
             token=self.access.token,
+            reach=self.access.reach,
+            heard=self.access.heard,
         )
 
 

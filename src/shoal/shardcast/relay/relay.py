@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.shardcast.fetch.download import Download
@@ -30,6 +30,7 @@ from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
 from shoal.shardcast.format.names import MAX_HOPS, Listing
+from shoal.shardcast.format.newest import Newest, SignedNewest
 from shoal.shardcast.relay.places import by_choice, owners_of
 from shoal.shardcast.relay.shard_file import ShardFile
 from shoal.shardcast.store import Store, chain, stored_bytes
@@ -72,6 +73,7 @@ class Relay:
         self.poll_s, self.longest_pause_s = poll_s, longest_pause_s
         self.version_timeout_s, self.stall_s = version_timeout_s, stall_s
         self.status = RelayStatus()
+        self.store.lock()
         self.store.recover()
         self._held: dict[int, Manifest] = {}  # listed, complete or not
         # Filled by hashing the disk once, so that a failing version is not hashed again each round.
@@ -79,6 +81,7 @@ class Relay:
         self._parents: list[Source] = []
         self._siblings: dict[str, Source] = {}  # by the id of their store
         self._behind: set[Source] = set()  # they fetch through this relay, or are this relay
+        self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
         self._unfit: set[int] = set()  # versions that the quota has no room for
         self._open_held()
 
@@ -100,6 +103,7 @@ class Relay:
         """Completes the newest incomplete version, if any. Returns False if no upstream answered."""
         listings, _ = await sources.ask(lambda source: source.listing(), grace_s=0.5)
         self._find_place(listings)
+        self._pass_on(listings.values())
         listed = {version for listing in listings.values() for version in listing.versions}
         # Only the newest of each source, so that one that lists nonsense cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
@@ -138,6 +142,18 @@ class Relay:
         self._parents = by_choice(own, [source for source, path in others.items() if len(path) == shortest])
         self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
         self.store.reached_via(others[self._parents[0]])
+
+    def _pass_on(self, listings: Iterable[Listing]) -> None:
+        """Keeps the origin's latest statement that any server knows."""
+        said = [signed for listing in listings if (signed := listing.newest)] + [self.store.newest]
+        opened = [(signed, self._opened(signed)) for signed in said if signed]
+        genuine = [(newest.as_of_s, signed) for signed, newest in opened if newest]
+        self.store.state(max(genuine, key=lambda pair: pair[0])[1] if genuine else None)
+
+    def _opened(self, signed: SignedNewest) -> Newest | None:
+        if signed not in self._statements:
+            self._statements = {signed: signed.open(self.access.public_key, run=self.access.run)}
+        return self._statements[signed]
 
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
         """Stores the newest manifest of a version and returns it; None if there is none."""
