@@ -92,9 +92,11 @@ def init(arguments: argparse.Namespace) -> None:
 def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
     from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
-    from shoal.coordinator.service import serve_forever
+    from shoal.coordinator.service import KEY, serve_forever
     from shoal.launch.check import check_length
     from shoal.launch.task_data import FOLDER, build_tasks
+    from shoal.protocol.identity import Identity
+    from shoal.protocol.invite import run_id
 
     url = ""
     if arguments.config is None:
@@ -111,6 +113,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
         )
     else:
         config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
+        name = run_id(name, Identity.load_or_create(arguments.dir / KEY).public)
     check_length(config)
     config, _ = build_tasks(config, arguments.dir / FOLDER)
     serving = config.coordinator.port if arguments.port is None else arguments.port

@@ -22,7 +22,7 @@ from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.protocol.address import Address, coordinator_url
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import make_invite
+from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import Role
 from shoal.shardcast.fetch.reach import narrowest
 
@@ -72,17 +72,18 @@ def found_pool(
 
     Raises PoolFolderError, AddressError.
     """
-    address = Address(url=coordinator_url(url), run=run)
-    settings = _reachable(config, address.url)
+    url = coordinator_url(url)
+    settings = _reachable(config, url)
     check_new(folder)
     expires_s = int(time.time() + days * 86_400)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)  # the key is in it
     (folder / INVITES).mkdir()
     identity = Identity.load_or_create(folder / KEY)
+    address = Address(url=url, run=run_id(run, identity.public))
     roles = members.roles()
     for name, role in roles.items():
-        invite = make_invite(identity, url=address.url, run=run, role=role, name=name, expires_s=expires_s)
+        invite = make_invite(identity, url=address.url, run=address.run, role=role, name=name, expires_s=expires_s)
         invite.save(folder / INVITES / f"{name}.invite")
     if task_data is not None:
         task_data.rename(folder / TASKS)
