@@ -1,11 +1,11 @@
-"""What abuse costs a coordinator's honest nodes: a real process on loopback, honest heartbeats, and one attack after another.
+"""What abuse costs a coordinator's honest nodes: a real process on loopback, honest heartbeats, one attack after another.
 
     python benchmarks/abuse.py [--seconds 10] [--heartbeats 20] [--out benchmarks/results/abuse.json]
 
 Each attack has --seconds, a bounded rate and a bounded number of connections. Strangers come from addresses of their own
-(127.0.0.2 and on), members who attack from the honest nodes' own address. Before the first attack and after each, the same is
-measured in quiet. A result holds, per attack: p50 and p99 of honest heartbeats in ms, their failures, the coordinator's
-largest resident memory in MiB, its CPU seconds a second, its open files, and how the attacker's requests ended.
+(127.0.0.2 and on), members who attack from the honest nodes' own address. Before the first attack and after the last, the
+same is measured in quiet. A result holds, per attack: p50 and p99 of honest heartbeats in ms, their failures, the
+coordinator's largest resident memory in MiB, its CPU seconds a second, its open files, and how the attack's requests ended.
 
 The attacks are those of `ATTACKS`. The machine's other work changes the times; memory and open files it does not.
 """
@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -39,18 +40,11 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.signing import sign_request
 
-CONFIG = """
-[coordinator]
-prompts_per_step = 1000
-[workers]
-groups_per_submission = 2
-[learner]
-optimizer_steps_per_step = 1
-[tasks]
-heldout = 256
-"""
+CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 START_S = 60.0
 TIMEOUT_S = 10.0  # of one honest heartbeat; node.py has 30
+Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HUGE_BYTES = 64 << 20
 SOURCES = 8  # addresses of strangers
 
@@ -62,6 +56,11 @@ class Site:
     invite: Invite  # any of the coordinator's: it says its key and run
     members: list[Identity]  # honest ones
     insider: Identity  # registered, and an attacker
+
+    @classmethod
+    def at(cls, invite: Invite, insider: Identity) -> Self:
+        parts = urlsplit(invite.url)
+        return cls(parts.hostname or "", parts.port or 80, invite, [], insider)
 
     def request(self, identity: Identity, method: str, path: str, body: bytes, **changed: str) -> bytes:
         """A signed request as it goes over the wire."""
@@ -96,7 +95,7 @@ class Attacker:
     ended: Counter[str] = field(default_factory=Counter)
     number: int = 0
 
-    async def run(self, visit: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+    async def run(self, visit: Visit) -> None:
         deadline_s, room, tasks = time.monotonic() + self.seconds, asyncio.Semaphore(self.at_once), set()
         started_s = time.monotonic()
         while time.monotonic() < deadline_s:
@@ -111,9 +110,7 @@ class Attacker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _visit(
-        self, visit: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], deadline_s: float
-    ) -> None:
+    async def _visit(self, visit: Visit, deadline_s: float) -> None:
         source = f"127.0.0.{2 + self.number % SOURCES}" if self.from_outside else "127.0.0.1"
         writer = None
         try:
@@ -146,7 +143,7 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
         rate: float,
         at_once: int,
         outside: bool = True,
-        then: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None,
+        then: Then | None = None,
     ) -> Callable[[], Awaitable[Counter[str]]]:
         async def run() -> Counter[str]:
             attacker = Attacker(site, seconds, rate, at_once, outside)
@@ -235,19 +232,17 @@ async def watch(process: psutil.Process, stop: asyncio.Event) -> tuple[int, int]
     return rss_bytes, files
 
 
-async def measure(
-    site: Site, process: psutil.Process, seconds: float, attack: Callable[[], Awaitable[Counter[str]]] | None
-) -> dict[str, object]:
+async def measure(site: Site, process: psutil.Process, seconds: float, attack: str = "") -> dict[str, Any]:
+    """Honest heartbeats while a process of its own attacks, or nobody does."""
     stop, took_s = asyncio.Event(), list[float]()
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with contextlib.AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout)) for _ in site.members]
         cpu_s, started_s = sum(process.cpu_times()[:2]), time.monotonic()
-        beating = [
-            asyncio.create_task(beat(site, *pair, stop, took_s)) for pair in zip(site.members, sessions, strict=True)
-        ]
+        pairs = zip(site.members, sessions, strict=True)
+        beating = [asyncio.create_task(beat(site, *pair, stop, took_s)) for pair in pairs]
         watching = asyncio.create_task(watch(process, stop))
-        ended = await attack() if attack else Counter[str]()
+        ended = await attack_in_a_process(site, seconds, attack) if attack else {}
         if not attack:
             await asyncio.sleep(seconds)
         stop.set()
@@ -262,8 +257,26 @@ async def measure(
         "rss_mib": round(rss_bytes / 2**20, 1),
         "cpu": round(busy, 2),
         "open_files": files,
-        "attack_ended": dict(ended.most_common()),
+        "attack_ended": ended,
     }
+
+
+async def attack_in_a_process(site: Site, seconds: float, attack: str) -> dict[str, int]:
+    """So that the honest nodes' own process has time for them."""
+    command = [sys.executable, __file__, "--attack", attack, "--seconds", str(seconds)]
+    pipe = asyncio.subprocess.PIPE
+    attacker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    known = {"invite": site.invite.encode(), "key": site.insider.private_key.private_bytes_raw().hex()}
+    answer, _ = await attacker.communicate(json.dumps(known).encode())
+    found: dict[str, int] = json.loads(answer)
+    return found
+
+
+def attack_here(name: str, seconds: float) -> None:
+    known = json.loads(sys.stdin.read())
+    insider = Identity(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(known["key"])))
+    site = Site.at(Invite.decode(known["invite"]), insider)
+    sys.stdout.write(json.dumps(dict(asyncio.run(attacks(site, seconds)[name]()).most_common())))
 
 
 async def join(site: Site, folder: Path, identity: Identity, name: str) -> Invite:
@@ -281,8 +294,7 @@ async def join(site: Site, folder: Path, identity: Identity, name: str) -> Invit
 async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "coordinator"
-        (Path(made) / "abuse.toml").write_text(CONFIG)
-        command = [sys.executable, "-m", "shoal", "coordinator", str(Path(made) / "abuse.toml"), "--dir", str(folder)]
+        command = [sys.executable, "-m", "shoal", "coordinator", str(CONFIG), "--dir", str(folder)]
         server = subprocess.Popen(
             [*command, "--threads", "1"], stdout=subprocess.DEVNULL, stderr=(log := (Path(made) / "log").open("w"))
         )
@@ -293,22 +305,23 @@ async def main(arguments: argparse.Namespace) -> None:
                     raise RuntimeError(f"the coordinator did not start: {(Path(made) / 'log').read_text()[-2000:]}")
                 await asyncio.sleep(0.1)
             invite = await asyncio.to_thread(invite_from, folder, "worker", "insider", None, 1.0)
-            parts = urlsplit(invite.url)
-            members = [Identity(Ed25519PrivateKey.generate()) for _ in range(arguments.heartbeats)]
-            site = Site(parts.hostname or "", parts.port or 80, invite, members, Identity.generate())
+            site = Site.at(invite, Identity.generate())
+            site.members = [Identity.generate() for _ in range(arguments.heartbeats)]
             site.invite = await join(site, folder, site.insider, "attacker")
-            for number, member in enumerate(members):
+            for number, member in enumerate(site.members):
                 await join(site, folder, member, f"honest-{number}")
             process = psutil.Process(server.pid)
-            results: dict[str, dict[str, object]] = {"quiet": await measure(site, process, arguments.seconds, None)}
-            for name, attack in attacks(site, arguments.seconds).items():
-                if arguments.only and arguments.only not in name:
-                    continue
-                results[name] = await measure(site, process, arguments.seconds, attack)
-                print(name, json.dumps(results[name]), flush=True)
-            results["quiet again"] = await measure(site, process, arguments.seconds, None)
+            results = {"quiet": await measure(site, process, arguments.seconds)}
+            for name in [name for name in attacks(site, 0) if arguments.only in name]:
+                results[name] = await measure(site, process, arguments.seconds, name)
+                sys.stdout.write(f"{name} {json.dumps(results[name])}\n")
+                sys.stdout.flush()
+            results["quiet again"] = await measure(site, process, arguments.seconds)
             log.flush()
-            tracebacks = (Path(made) / "log").read_text().count("Traceback")
+            logged = (Path(made) / "log").read_text()
+            tracebacks = logged.count("Traceback")
+            if tracebacks:
+                sys.stdout.write(logged[-6000:])
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(30)
@@ -319,15 +332,21 @@ async def main(arguments: argparse.Namespace) -> None:
         "load": os.getloadavg()[0],
     }
     text = json.dumps({"settings": settings, "tracebacks": tracebacks, "results": results}, indent=1)
-    print(text)
+    sys.stdout.write(f"quiet {results['quiet']}\nquiet again {results['quiet again']}\n")
+    sys.stdout.write(f"tracebacks of the coordinator: {tracebacks}\n")
     if arguments.out:
         arguments.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What abuse costs a coordinator's honest nodes.")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--heartbeats", type=int, default=20, help="honest nodes, each with a heartbeat a second")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--attack", help="run this attack on the site on stdin; the benchmark starts itself so")
     parser.add_argument("--out", type=Path)
-    asyncio.run(main(parser.parse_args()))
+    parsed = parser.parse_args()
+    if parsed.attack:
+        attack_here(parsed.attack, parsed.seconds)
+    else:
+        asyncio.run(main(parsed))

@@ -12,12 +12,15 @@ import httpx
 import pytest
 
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.members import RECORDS_PER_S
 from shoal.coordinator.pace import AT_ONCE, LONGEST_HOLD_S, MEMBER_RATE, OPEN_RATE, REFUSED_RATE, Pace
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.identity import Identity
-from shoal.protocol.signing import SignedAuth
+from shoal.protocol.messages import Heartbeat
+from shoal.protocol.signing import SignedAuth, sign_request
 from shoal.shardcast.serve.rates import BURST_S
 
+from .support import ALICE, BOB, Harness
 from .test_admission import coordinator, upload, worker_with_task
 from .test_routes import RUN, Site, site
 
@@ -167,6 +170,39 @@ def test_what_anyone_may_read_has_a_rate_by_address() -> None:
     with pytest.raises(PoolError):
         pace.reader("192.0.2.1")
     pace.reader("192.0.2.2")
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = site.identities["worker"]
+    signed = {"method": "POST", "path": "/v1/heartbeat", "query": "", "body": b"{}", "audience": RUN}
+    headers = sign_request(worker, **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))  # type: ignore[arg-type]
+    lines = ["POST /v1/heartbeat HTTP/1.1", "host: c", "content-length: 2", *(f"{k}: {v}" for k, v in headers.items())]
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "", "{"]).encode())
+        time.sleep(0.2)
+    for _ in range(20):
+        assert site.clients["worker"].post("/v1/heartbeat", json={}).status_code == 200
+        time.sleep(0.02)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_node_that_beats_too_often_is_recorded_less_often(harness: Harness) -> None:
+    """Each record is a sync of the disk, for which everybody waits."""
+    recorded, members = 0, harness.pool.members
+    changed = harness.pool.db.connection.sqlite.total_changes
+    for _ in range(400):
+        harness.clock.now_s += 0.01
+        members.heartbeat(ALICE, Heartbeat(policy_version=0))
+    recorded = harness.pool.db.connection.sqlite.total_changes - changed
+    assert RECORDS_PER_S * 10 <= recorded <= RECORDS_PER_S * 15 + 1
+    members.heartbeat(ALICE, Heartbeat(policy_version=1))
+    node = harness.pool.db.nodes.get(ALICE)
+    assert node is not None and node.version == 1, "what it has loaded is always known"
+    members.heartbeat(BOB, Heartbeat(policy_version=0))
+    assert harness.pool.db.nodes.get(BOB).seen_s == harness.clock.now_s  # type: ignore[union-attr]
 
 
 # --- uploads ---------------------------------------------------------------------------------------------------------

@@ -100,10 +100,10 @@ class RelaySection(Section):
     """Mirrors of the origin. Reader limits and TLS also apply to the origin."""
 
     public: bool = Field(default=False, description="serve weights to anyone; false: only to nodes of this run")
-    reach: Literal["local", "private", "public"] | None = Field(
-        default=None,
+    reach: Literal["auto", "local", "private", "public"] = Field(
+        default="auto",
         description="addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or "
-        "only the internet's; none: local if the coordinator listens on loopback, else public",
+        "only the internet's; auto: local if the coordinator listens on loopback, else public",
     )
     rate_bytes_per_s: float | None = Field(default=None, gt=0, description="bandwidth per reader; none: no limit")
     connections: int = Field(default=64, ge=1, description="simultaneous connections from one address")
@@ -233,7 +233,9 @@ class Config(Section):
     @property
     def reach(self) -> Literal["local", "private", "public"]:
         """`relays.reach`, or what follows from where the coordinator listens."""
-        return self.relays.reach or ("local" if self.coordinator.host in LOOPBACK else "public")
+        if self.relays.reach != "auto":
+            return self.relays.reach
+        return "local" if self.coordinator.host in LOOPBACK else "public"
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -116,7 +116,8 @@ def _reachable(config: Config, url: str) -> Config:
         changed["port"] = parts.port or 80
     if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
         changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
-    relays = config.relays.model_copy(update={"reach": config.relays.reach or narrowest(parts.hostname or "")})
+    reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
+    relays = config.relays.model_copy(update={"reach": reach})
     return config.model_copy(update={"coordinator": section.model_copy(update=changed), "relays": relays})
 
 

@@ -11,9 +11,13 @@ from urllib.parse import urlsplit
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.tables.nodes import Node
 from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
+from shoal.shardcast.serve.rates import Rates
+
+RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest node beats once a second
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +27,7 @@ class Members:
         self.db = db
         self.config = config
         self.assignments = assignments
+        self._records = Rates(RECORDS_PER_S)
 
     def may_register(self, key: str, invite: InvitePayload) -> None:
         """Raise PoolError unless this invite lets this key in. Changes nothing."""
@@ -75,10 +80,10 @@ class Members:
     def heartbeat(self, key: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Record that a registered node lives; give a worker that wants one its next task."""
         with self.db.transaction():
-            self.db.nodes.beat(key, self.db.clock(), beat.policy_version, beat.stats.model_dump_json())
             node = self.db.nodes.get(key)
             if node is None:
                 raise PoolError("this key is not registered", 403)
+            self._record(node, beat)
             answer = HeartbeatAnswer(
                 state="evicted" if node.evicted else self._state_for(node.role),
                 newest_version=self.db.policies.newest(),
@@ -91,6 +96,14 @@ class Members:
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
+
+    def _record(self, node: Node, beat: Heartbeat) -> None:
+        """Each record is a sync of the disk: a node that beats far too often is recorded less often than it beats."""
+        now_s = self.db.clock()
+        if self._records.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
+            return
+        self._records.charge(node.key, 1, now_s)
+        self.db.nodes.beat(node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
 
     def _state_for(self, role: Role) -> Literal["running", "finished"]:
         """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""

@@ -270,7 +270,7 @@ class Coordinator:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 found = await respond(request)
-            except web.RequestPayloadError as error:  # broken chunked encoding
+            except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; a client that left
                 return refusal(400, str(error))
             except SignatureError as error:
                 return refusal(401, str(error))
