@@ -75,7 +75,7 @@ def reject(harness: Harness, reason: Reason, key: str = ALICE) -> None:
     harness.judge(task.id, reason)
 
 
-@pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS])
+@pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT])
 def test_who_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: Harness, reason: Reason) -> None:
     """101 files of one byte each cost a validator as many readings, and their sender nothing."""
     sent, started_s = 0, harness.clock.now_s

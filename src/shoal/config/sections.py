@@ -66,7 +66,11 @@ class CoordinatorSection(Section):
         description="leave groups with equal rewards out of batches: they teach nothing",
         json_schema_extra=PAPER,
     )
-    task_deadline_s: float = Field(default=600, gt=0, description="seconds from assigning work to its upload")
+    task_deadline_s: float = Field(
+        default=600,
+        gt=0,
+        description="seconds after which a worker that asks again gets another task instead of the one it holds",
+    )
     claim_lease_s: float = Field(default=300, gt=0, description="seconds a validator has for a verdict")
     max_submission_bytes: int = Field(default=64 << 20, ge=1024, description="largest accepted submission")
     connections: int = Field(

@@ -98,6 +98,7 @@ class Coordinator:
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
                 web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
                 web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
+                web.get("/v1/missed/{key}", self._signed(self._missed, ["validator"])),
                 web.get("/v1/curricula/{digest}", self._signed(self._curriculum, ["worker", "validator"])),
                 web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
@@ -234,6 +235,11 @@ class Coordinator:
 
     async def _content(self, request: Request) -> Answer:
         return self.pool.submissions.content_owner(request.match["digest"])
+
+    async def _missed(self, request: Request) -> Answer:
+        if not SHA256.fullmatch(request.match["key"]):
+            raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
+        return self.pool.submissions.missed(request.match["key"])
 
     async def _curriculum(self, request: Request) -> Answer:
         return self.pool.curriculum.page(request.match["digest"])

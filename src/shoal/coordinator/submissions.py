@@ -4,8 +4,8 @@ Invariant: a submission is uploaded once, by the worker it was assigned to and w
 holds the claim gives the verdict; groups are credited exactly when their submission is accepted.
 Called by the coordinator's routes.
 
-The pool itself gives one hard reason, `replayed`. It rests on an accepted submission with the same content. A rejected or
-unjudged copy does not count, because anyone can make one.
+The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
+content. A rejected or unjudged copy does not count, because anyone can make one, and neither does another worker's.
 """
 
 import logging
@@ -19,10 +19,12 @@ from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.suspension import suspend
 from shoal.coordinator.tables.submissions import Submission
 from shoal.coordinator.trust import Trust
-from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, Reason, Verdict, WorkerSample
+from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, MissedTasks, Reason, Verdict, WorkerSample
+
+MOST_MISSED = 256  # in one answer
 
 # Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
-UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS)
+UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
 ACCIDENTS, REMEMBERED = 1, 20  # so many among the newest judged files cost nothing but themselves
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,17 @@ class Submissions:
     def content_owner(self, content: str) -> ContentOwner:
         """The accepted submission with this content."""
         return ContentOwner(submission=self.db.submissions.content_owner(content))
+
+    def missed(self, worker: str) -> MissedTasks:
+        """The tasks that a worker was given and never uploaded: whoever has the task set can derive what it left out."""
+        counts = self.db.submissions.count_by_worker_and_state()
+        tasks = self.db.submissions.missed_of(worker, MOST_MISSED)
+        return MissedTasks(
+            worker=worker,
+            given=sum(number for (key, _), number in counts.items() if key == worker),
+            missed=self.db.submissions.count_missed().get(worker, 0),
+            newest=[self.assignments.describe(task) for task in tasks],
+        )
 
     def hashes(self, id: str) -> tuple[str, str]:
         """Content hashes of the uploaded and of the accepted file, "" for a file that does not exist yet."""
@@ -193,11 +206,16 @@ class Submissions:
         ]
 
     def _reason(self, verdict: Verdict) -> Reason | None:
-        """The validator's reason, or `replayed` if two validators hold the same content at the same time."""
+        """The validator's reason, or another one if it accepted what is in an accepted submission already.
+
+        A worker's own earlier submission makes it `replayed`. Another worker's makes it `context`, which is soft: rows hold
+        their worker's seeds, so two workers with the same rows mean that a validator is broken, not which worker lied.
+        """
         owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
-        if verdict.reason is None and owner is not None:
-            return Reason.REPLAYED
-        return verdict.reason
+        if verdict.reason is not None or owner is None:
+            return verdict.reason
+        before = self._get(owner)
+        return Reason.REPLAYED if before.worker == self._get(verdict.submission).worker else Reason.CONTEXT
 
     def _evict(self, worker: str) -> bool:
         """Evict a worker: it loses its open task and its unbatched groups that were accepted without a prefill.

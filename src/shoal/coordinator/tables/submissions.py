@@ -223,6 +223,16 @@ class Submissions:
             )
         )
 
+    def missed_of(self, worker: str, limit: int) -> list[Submission]:
+        """The newest tasks that this worker was given and did not upload, oldest first."""
+        rows = self.connection.rows(
+            f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'expired' AND file_hash IS NULL"
+            " ORDER BY seq DESC LIMIT ?",
+            worker,
+            limit,
+        )
+        return [_submission(row) for row in reversed(rows)]
+
     def count_by_state(self) -> dict[State, int]:
         return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))
 
