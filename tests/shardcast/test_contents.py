@@ -123,7 +123,9 @@ BINARY_KEYS = {
     "PKCS #8": KEY.private_bytes(DER, FORMATS.PKCS8, PLAIN),
     "encrypted": RSA.private_bytes(DER, FORMATS.PKCS8, serialization.BestAvailableEncryption(b"secret")),
     "RSA": RSA.private_bytes(DER, FORMATS.TraditionalOpenSSL, PLAIN),
-    "PKCS #12": pkcs12.serialize_key_and_certificates(b"me", RSA, None, None, serialization.BestAvailableEncryption(b"s")),
+    "PKCS #12": pkcs12.serialize_key_and_certificates(
+        b"me", RSA, None, None, serialization.BestAvailableEncryption(b"s")
+    ),
 }
 
 

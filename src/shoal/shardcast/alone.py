@@ -90,7 +90,7 @@ def watch(
             if newest is None or (newest.version, newest.created_s) == last:
                 time.sleep(LOOK_AGAIN_S)
                 continue
-            folder, manifest = fetch_with(client, newest.version, progress)
+            folder, manifest = fetch_with(client, None, progress)
         except FetchError as error:
             progress(Progress(doing=str(error)))
             time.sleep(1.0)

@@ -66,8 +66,15 @@ class Cache:
 
     def newest(self) -> Manifest | None:
         """The manifest of the version that was published last, of those that are complete."""
-        offers = [self.held(version) for version in self.versions()]
-        return max((held[1] for held in offers if held), key=lambda m: (m.created_s, m.version), default=None)
+        found = []
+        for version in self.versions():
+            try:
+                _, manifest = self.offer(version)
+            except (OSError, ManifestError):
+                continue  # of another run or key, or damaged
+            if manifest.complete and StreamFiles(self.folder(version), manifest.files).sizes_match():
+                found.append(manifest)
+        return max(found, key=lambda manifest: (manifest.created_s, manifest.version), default=None)
 
     def check_free(self, version: int) -> None:
         """Raises FetchError if a folder that is not ours has the name of this version."""

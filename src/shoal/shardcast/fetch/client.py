@@ -34,6 +34,7 @@ from shoal.shardcast.format.delta_format import DeltaError
 from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
 
 LOOK_AGAIN_S = 0.2
+WITNESSES = 2  # servers asked for their newest version, as one may be behind
 STALL_S = 60.0
 
 
@@ -132,15 +133,16 @@ class Client:
 
     async def _fetch_version(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
         began_s = time.monotonic()
-        wait_until_s = min(began_s + self.wait_s, deadline_s)
+        here = self.cache.held(version) if version is not None and digest is None else None
+        wait_until_s = began_s if here else min(began_s + self.wait_s, deadline_s)
         async with self._sources() as sources:
             while True:
                 try:
                     offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
                 except FetchError:
-                    if version is not None and digest is None and (held := self.cache.held(version)):
-                        return held  # `progress.complaints` says that nobody answered
-                    raise
+                    if here is None:
+                        raise
+                    return here  # `progress.complaints` says that nobody answered
                 if offer is None:
                     raise FetchError(
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
@@ -185,7 +187,9 @@ class Client:
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    answers, reasons = await sources.ask(bind(offered, version=version, digest=digest))
+                    answers, reasons = await sources.ask(
+                        bind(offered, version=version, digest=digest), enough=WITNESSES if version is None else 1
+                    )
             except TimeoutError as error:
                 raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
             offers = [offer for offer in answers.values() if offer is not None]
@@ -284,7 +288,7 @@ class Client:
         return offer, partial.files
 
     async def _grown(self, sources: Sources, offer: Offer) -> Offer:
-        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None), grace_s=0.5)
+        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
         if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
             raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
         offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
 import aiohttp
 from yarl import URL
@@ -27,7 +27,7 @@ def proxy_for(url: str) -> Proxy | None:
     """None: the server is asked directly. Raises FetchError for a proxy of another kind."""
     parts, proxies = urlsplit(url), getproxies_environment()
     named = proxies.get(parts.scheme) or proxies.get("all")
-    if not named or _is_local(parts.hostname or "") or proxy_bypass_environment(parts.netloc, proxies):
+    if not named or _is_local(parts.hostname or "") or proxy_bypass(parts.netloc):
         return None
     proxy = URL(named if "://" in named else f"http://{named}")
     if proxy.scheme != "http" or not proxy.host:

@@ -112,7 +112,9 @@ def _files_in(folder: Path) -> list[Path]:
                 f"{path} is a link to a folder; replace it by the folder's files, or publish that folder"
             )
         if path.is_symlink() and not path.exists():
-            raise PublishError(f"{path} is a link to {path.readlink()}, which is missing; restore it or remove the link")
+            raise PublishError(
+                f"{path} is a link to {path.readlink()}, which is missing; restore it or remove the link"
+            )
         if path.is_file():
             found.append(path)
     return found
