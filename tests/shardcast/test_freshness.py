@@ -96,9 +96,9 @@ def test_a_stale_mirror_takes_nobody_back(tmp_path, numbers):
 
 
 def test_following_never_yields_an_older_version_after_a_newer(tmp_path):
-    published(tmp_path, 5, run="shardcast")
+    published(tmp_path, 5)
     stale = mirror_of(tmp_path, "stale")
-    source = published(tmp_path, 7, run="shardcast")
+    source = published(tmp_path, 7)
 
     async def run():
         seen = []
@@ -257,7 +257,7 @@ def name_proxy(monkeypatch, **variables: str) -> None:
 def test_the_proxy_that_the_environment_names_is_used(monkeypatch):
     name_proxy(monkeypatch, HTTPS_PROXY="http://me:secret@proxy:3128", NO_PROXY="relay.near,10.0.0.1")
     proxy = proxy_for("https://relay.far:8080")
-    assert proxy.url == "http://proxy:3128" and (proxy.auth.login, proxy.auth.password) == ("me", "secret")
+    assert proxy == ("http://me:secret@proxy:3128", "http://proxy:3128")
     for url in ("http://relay.far", "https://relay.near:1", "https://10.0.0.1", "https://127.0.0.1", "https://[::1]:8"):
         assert proxy_for(url) is None
 

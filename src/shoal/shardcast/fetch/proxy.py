@@ -12,15 +12,14 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
-import aiohttp
 from yarl import URL
 
 from shoal.shardcast.fetch.errors import FetchError
 
 
 class Proxy(NamedTuple):
-    url: str  # without the password
-    auth: aiohttp.BasicAuth | None
+    url: str  # may hold a name and a password
+    shown: str  # without these
 
 
 def proxy_for(url: str) -> Proxy | None:
@@ -35,8 +34,7 @@ def proxy_for(url: str) -> Proxy | None:
             f"the environment names the proxy {proxy.with_user(None)} for {url}, and only http:// proxies are supported; "
             "name another one, or add the host to NO_PROXY"
         )
-    auth = aiohttp.BasicAuth(proxy.user, proxy.password or "") if proxy.user else None
-    return Proxy(str(proxy.with_user(None)), auth)
+    return Proxy(str(proxy), str(proxy.with_user(None)))
 
 
 def _is_local(host: str) -> bool:
