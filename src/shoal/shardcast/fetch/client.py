@@ -32,6 +32,7 @@ from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.delta_format import DeltaError
 from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
+from shoal.shardcast.format.stream_files import Hashing
 
 LOOK_AGAIN_S = 0.2
 WITNESSES = 2  # servers asked for their newest version, as one may be behind
@@ -230,6 +231,7 @@ class Client:
         self.progress.version = steps[-1][0][1].version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
         folder = self.cache.folder(start) if start is not None else None
+        hashes: list[str] | None = None  # of the last files, taken while they were written
         signed, manifest = steps[-1][0]
         for offer, part in steps:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
@@ -244,15 +246,18 @@ class Client:
                 discard(result)
                 path = delta_path(self.cache.folder(manifest.version))
                 (fetched / "delta").replace(path)
+                hashing = Hashing(manifest.content.shard_size_bytes)
+                files = [(file.path, file.size_bytes) for file in manifest.files]
                 try:
-                    delta.apply(folder, path, result, [(file.path, file.size_bytes) for file in manifest.files])
+                    delta.apply(folder, path, result, files, hashing.add)
                 except DeltaError:
                     return None
+                hashes = hashing.finish()
                 if folder.name.startswith("."):
                     discard(folder)
             folder = result
         assert folder is not None
-        final = self.cache.add(folder, signed, manifest)
+        final = self.cache.add(folder, signed, manifest, written=hashes)
         if final is None:
             return None
         if start is not None:
