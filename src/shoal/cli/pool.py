@@ -60,6 +60,10 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
     )
 
+    evict_ = commands.add_parser("evict", help="remove a relay from a pool, for good")
+    evict_.add_argument("dir", type=Path, help="the coordinator's folder")
+    evict_.add_argument("name", help="the relay's name, as `shoal status` shows it")
+
     status_ = commands.add_parser("status", help="show the state of any pool")
     status_.add_argument("pool", metavar="URL|DIR", help="the coordinator's URL, or the folder of a run or coordinator")
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
@@ -139,6 +143,13 @@ def invite(arguments: argparse.Namespace) -> None:
         made.save(arguments.out)
     else:
         sys.stdout.write(made.encode() + "\n")
+
+
+def evict(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.service import evict_from
+
+    evict_from(arguments.dir, arguments.name)
+    sys.stdout.write(f"{arguments.name} is evicted: nodes stop asking it within seconds\n")
 
 
 def status(arguments: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
 from shoal.shardcast.publish.origin import Origin
 from shoal.shardcast.relay.relay import Relay
+from shoal.shardcast.serve.front import LEASE_S, fronted
 from shoal.shardcast.serve.server import app, serve, url_of
 from shoal.shardcast.store import Store
 
@@ -90,7 +91,7 @@ def watch(
             if newest is None or (newest.version, newest.created_s) == last:
                 time.sleep(LOOK_AGAIN_S)
                 continue
-            folder, manifest = fetch_with(client, newest.version, progress)
+            folder, manifest = fetch_with(client, None, progress)
         except FetchError as error:
             progress(Progress(doing=str(error)))
             time.sleep(1.0)
@@ -118,10 +119,17 @@ def fetch_with(client: Client, version: int | None, progress: Callable[[Progress
 
 
 async def serve_origin(
-    path: Path, origin: Origin, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
+    path: Path,
+    origin: Origin,
+    address: Address,
+    stop: threading.Event,
+    say: Callable[[dict[str, object]], None],
+    *,
+    front: bool = False,
 ) -> None:
     """Publishes and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
-    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises."""
+    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises.
+    `front`: an nginx sends finished shards (see `serve.front`), not over TLS."""
     check_apart(path, origin.store.path)
 
     async def live() -> None:
@@ -146,7 +154,14 @@ async def serve_origin(
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
         say(facts | {"tensors": tensors} | sizes)
 
-    await _serve(app(origin.store), address, {"key": public_key_hex(origin.key)}, live, say)
+    facts: dict[str, object] = {"key": public_key_hex(origin.key)}
+    if not front:
+        await _serve(app(origin.store), address, facts, live, say)
+        return
+    origin.store.lease_s = LEASE_S
+    async with fronted(app(origin.store), origin.store.path, address.host, address.port) as port:
+        say({"url": url_of(address.host, port), "server": "nginx"} | facts)
+        await live()
 
 
 async def serve_relay(

@@ -58,7 +58,8 @@ class Store:
     ) -> None:
         """Keeps the newest `keep` versions and the versions that they are deltas of; fewer if they exceed `quota_bytes`,
         which also holds while one is being written. A version read within the last `lease_s` stays, but at most `keep`
-        such versions, the newest: otherwise readers could fill the disk. `public`: every user of this machine may read it, whatever the umask."""
+        such versions, the newest: otherwise readers could fill the disk. `public`: every user of this
+        machine may read it, whatever the umask."""
         self.path, self.public = path, public
         self.keep, self.quota_bytes, self.lease_s, self._clock = keep, quota_bytes, lease_s, clock
         self._requested_s: dict[int, float] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,8 +66,15 @@ class Cache:
 
     def newest(self) -> Manifest | None:
         """The manifest of the version that was published last, of those that are complete."""
-        offers = [self.held(version) for version in self.versions()]
-        return max((held[1] for held in offers if held), key=lambda m: (m.created_s, m.version), default=None)
+        found = []
+        for version in self.versions():
+            try:
+                _, manifest = self.offer(version)
+            except (OSError, ManifestError):
+                continue  # of another run or key, or damaged
+            if manifest.complete and StreamFiles(self.folder(version), manifest.files).sizes_match():
+                found.append(manifest)
+        return max(found, key=lambda manifest: (manifest.created_s, manifest.version), default=None)
 
     def check_free(self, version: int) -> None:
         """Raises FetchError if a folder that is not ours has the name of this version."""
@@ -75,10 +82,14 @@ class Cache:
         if folder.exists() and not manifest_path(folder).is_file():
             raise FetchError(f"{folder} is not a fetched version; move it away, or choose another folder")
 
-    def add(self, folder: Path, signed: SignedManifest, manifest: Manifest) -> Path | None:
-        """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong."""
+    def add(
+        self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Sequence[str] | None = None
+    ) -> Path | None:
+        """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong.
+        `written`: the hashes of the shards of their bytes, taken while they were written; otherwise they are read back."""
         files = StreamFiles(folder, manifest.files)
-        if not files.match(manifest.content):
+        right = files.match(manifest.content) if written is None else tuple(written) == manifest.content.shards
+        if not (right and files.sizes_match()):
             discard(folder)
             return None
         final = self.folder(manifest.version)

@@ -32,8 +32,10 @@ from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.delta_format import DeltaError
 from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
+from shoal.shardcast.format.stream_files import Hashing
 
 LOOK_AGAIN_S = 0.2
+WITNESSES = 2  # servers asked for their newest version, as one may be behind
 STALL_S = 60.0
 
 
@@ -132,15 +134,16 @@ class Client:
 
     async def _fetch_version(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
         began_s = time.monotonic()
-        wait_until_s = min(began_s + self.wait_s, deadline_s)
+        here = self.cache.held(version) if version is not None and digest is None else None
+        wait_until_s = began_s if here else min(began_s + self.wait_s, deadline_s)
         async with self._sources() as sources:
             while True:
                 try:
                     offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
                 except FetchError:
-                    if version is not None and digest is None and (held := self.cache.held(version)):
-                        return held  # `progress.complaints` says that nobody answered
-                    raise
+                    if here is None:
+                        raise
+                    return here  # `progress.complaints` says that nobody answered
                 if offer is None:
                     raise FetchError(
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
@@ -185,7 +188,9 @@ class Client:
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    answers, reasons = await sources.ask(bind(offered, version=version, digest=digest))
+                    answers, reasons = await sources.ask(
+                        bind(offered, version=version, digest=digest), enough=WITNESSES if version is None else 1
+                    )
             except TimeoutError as error:
                 raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
             offers = [offer for offer in answers.values() if offer is not None]
@@ -226,6 +231,7 @@ class Client:
         self.progress.version = steps[-1][0][1].version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
         folder = self.cache.folder(start) if start is not None else None
+        hashes: list[str] | None = None  # of the last files, taken while they were written
         signed, manifest = steps[-1][0]
         for offer, part in steps:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
@@ -240,15 +246,18 @@ class Client:
                 discard(result)
                 path = delta_path(self.cache.folder(manifest.version))
                 (fetched / "delta").replace(path)
+                hashing = Hashing(manifest.content.shard_size_bytes)
+                files = [(file.path, file.size_bytes) for file in manifest.files]
                 try:
-                    delta.apply(folder, path, result, [(file.path, file.size_bytes) for file in manifest.files])
+                    delta.apply(folder, path, result, files, hashing.add)
                 except DeltaError:
                     return None
+                hashes = hashing.finish()
                 if folder.name.startswith("."):
                     discard(folder)
             folder = result
         assert folder is not None
-        final = self.cache.add(folder, signed, manifest)
+        final = self.cache.add(folder, signed, manifest, written=hashes)
         if final is None:
             return None
         if start is not None:
@@ -284,7 +293,7 @@ class Client:
         return offer, partial.files
 
     async def _grown(self, sources: Sources, offer: Offer) -> Offer:
-        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None), grace_s=0.5)
+        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
         if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
             raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
         offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]

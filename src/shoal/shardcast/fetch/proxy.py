@@ -10,24 +10,23 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
-import aiohttp
 from yarl import URL
 
 from shoal.shardcast.fetch.errors import FetchError
 
 
 class Proxy(NamedTuple):
-    url: str  # without the password
-    auth: aiohttp.BasicAuth | None
+    url: str  # may hold a name and a password
+    shown: str  # without these
 
 
 def proxy_for(url: str) -> Proxy | None:
     """None: the server is asked directly. Raises FetchError for a proxy of another kind."""
     parts, proxies = urlsplit(url), getproxies_environment()
     named = proxies.get(parts.scheme) or proxies.get("all")
-    if not named or _is_local(parts.hostname or "") or proxy_bypass_environment(parts.netloc, proxies):
+    if not named or _is_local(parts.hostname or "") or proxy_bypass(parts.netloc):
         return None
     proxy = URL(named if "://" in named else f"http://{named}")
     if proxy.scheme != "http" or not proxy.host:
@@ -35,8 +34,7 @@ def proxy_for(url: str) -> Proxy | None:
             f"the environment names the proxy {proxy.with_user(None)} for {url}, and only http:// proxies are supported; "
             "name another one, or add the host to NO_PROXY"
         )
-    auth = aiohttp.BasicAuth(proxy.user, proxy.password or "") if proxy.user else None
-    return Proxy(str(proxy.with_user(None)), auth)
+    return Proxy(str(proxy), str(proxy.with_user(None)))
 
 
 def is_proxy(host: str) -> bool:

@@ -188,7 +188,6 @@ class Source:
                 headers=headers,
                 timeout=timeout or self.session.timeout,
                 proxy=self.proxy.url if self.proxy else None,
-                proxy_auth=self.proxy.auth if self.proxy else None,
             ) as response:
                 if response.status == 404:
                     raise NotHeld(self.url, f"does not hold {what} (404)")
@@ -208,7 +207,7 @@ class Source:
             raise SourceError(self.url, reason) from error
 
     def _through(self) -> str:
-        return f" through the proxy {self.proxy.url}, which the environment names" if self.proxy else ""
+        return f" through the proxy {self.proxy.shown}, which the environment names" if self.proxy else ""
 
 
 @contextmanager

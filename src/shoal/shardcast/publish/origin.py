@@ -94,7 +94,7 @@ class Origin:
 
     def _last_statement(self) -> Newest | None:
         signed = self.store.newest
-        return signed and signed.open(public_key_hex(self.key), run=self.run)
+        return signed.open(public_key_hex(self.key), run=self.run) if signed else None
 
     def next_version(self) -> int:
         return max(self._held, default=-1) + 1

@@ -89,13 +89,34 @@ class Connection(socket.socket):
         return slow
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """A bound socket whose connections use BBR if possible. Raises OSError if the address cannot be bound."""
+    family, kind, proto, address = _resolved(host, port)
+    listening = socket.socket(family, kind, proto)
+    try:
+        if os.name == "posix":
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
+    prefer_bbr(listening)
+    return listening
+
+
+def _resolved(host: str, port: int) -> tuple[int, int, int, tuple[object, ...]]:
+    """Family, type, protocol and address; IPv4 if the host has both."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, kind, proto, address
+
+
 class Listener(socket.socket):
     """A bound socket that accepts at most `per_address` connections from one address and `total` overall."""
 
     def __init__(self, host: str, port: int, patience: Patience, *, per_address: int, total: int) -> None:
         """Raises OSError if the address cannot be bound."""
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        family, kind, proto, address = _resolved(host, port)
         super().__init__(family, kind, proto)
         self.patience, self.per_address, self.total = patience, per_address, open_files.connections(total)
         self.open: dict[tuple[str, int], Connection] = {}  # by the peer's address and port
