@@ -16,11 +16,16 @@ from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.suspension import suspend
 from shoal.coordinator.tables.submissions import Submission
 from shoal.coordinator.trust import Trust
 from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, MissedTasks, Reason, Verdict, WorkerSample
 
 MOST_MISSED = 256  # in one answer
+
+# Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
+UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
+ACCIDENTS, REMEMBERED = 1, 20  # so many among the newest judged files cost nothing but themselves
 
 log = logging.getLogger(__name__)
 
@@ -172,10 +177,19 @@ class Submissions:
     def _reject(self, found: Submission, reason: Reason, detail: str) -> bool:
         """Returns whether the worker was slashed for it."""
         self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
+        if reason in UNUSABLE:
+            self._back_off(found.worker, reason)
         if reason not in HARD or not self._evict(found.worker):
             return False
         self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
         return True
+
+    def _back_off(self, worker: str, reason: Reason) -> None:
+        """A file that cannot be used costs a validator up to its time limit. One may be an accident of a disk; who sends
+        more gets no tasks for a while, longer each time."""
+        faults = self.db.submissions.count_rejected_of(worker, [str(one) for one in UNUSABLE], newest=REMEMBERED)
+        if faults > ACCIDENTS:
+            suspend(self.db, worker, f"{faults} of its newest {REMEMBERED} files were {reason.value}")
 
     def _samples(self, found: Submission, verdict: Verdict) -> list[WorkerSample]:
         worker = self._name(found.worker)

@@ -139,7 +139,7 @@ class HeartbeatAnswer(Message):
     relays: list[str]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
-    reader_token: str = ""  # lets this node read from relays and the origin, for a while; "" if it is evicted
+    reader_grant: str = ""  # lets this key read from relays and the origin, for a while; "" if it is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
 
 

@@ -196,6 +196,19 @@ class Submissions:
             )
         )
 
+    def count_rejected_of(self, worker: str, reasons: list[str], newest: int) -> int:
+        """How many of the worker's newest judged submissions were rejected for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
+                f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
+                worker,
+                newest,
+                *reasons,
+            )
+        )
+
     # --- counting ----------------------------------------------------------------------------------------------------
 
     def count_by_worker_and_state(self) -> dict[tuple[str, State], int]:
