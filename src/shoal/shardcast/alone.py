@@ -34,6 +34,7 @@ from shoal.shardcast.serve.server import app, serve, url_of
 from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.1
+IDLE_S = 0.5  # between two looks at whether to stop, where nothing is watched
 A_DAY_S = 24 * 3600.0
 
 
@@ -146,7 +147,7 @@ async def serve_origin(
                         report(await asyncio.to_thread(origin.publish, folder, version))
                 if (growing := writer.begun()) and (manifest := await asyncio.to_thread(writer.follow, growing)):
                     report(manifest)
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(LOOK_AGAIN_S if watched else IDLE_S)
 
     def report(manifest: Manifest) -> None:
         sizes = {part: stream.size_bytes for part, stream in manifest.streams.items()}
