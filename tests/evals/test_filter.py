@@ -29,12 +29,12 @@ FILES = (MANIFEST, RATES, RESULTS, "settings.json")
 
 
 def settings(folder: Path, **sections: Any) -> Config:
-    """Sums for a character tokenizer; four completions of at most six tokens each, two tasks decoded together."""
+    """Sums for a character tokenizer; completions of at most six tokens each."""
     base: dict[str, Any] = {
         "model": {"name": str(folder), "dtype": "float32"},
         "tasks": {"heldout": 16, "prompt": "{question}="},
         "sampling": {"max_tokens": 6},
-        "evaluator": {"n": 16, "n_between": 16, "batch": 8},
+        "evaluator": {"n": 16, "n_between": 16},
     }
     return parse({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 
@@ -68,7 +68,8 @@ RIGHT = [0, 1, 2, 3, 4, 2, 0, 1]
 
 
 def rates(folder: Path, out: Path, n: int = len(RIGHT), **sections: Any) -> PassRates:
-    return PassRates(settings(folder, **sections), folder, out, 4, n)
+    """Of four completions a task, two tasks decoded together."""
+    return PassRates(settings(folder, **sections), folder, out, 4, n, rows=8)
 
 
 def scripted(folder: Path, measured: PassRates, at: int = 0) -> Scripted:
@@ -174,6 +175,7 @@ def test_a_filter_that_was_killed_ends_with_the_same_files(
     config.write_text(dumps(settings(tiny_folder)))
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = ["filter", str(config), "--out", str(killed), "--k", "4", "--band", "0:1", "--n", "9", "--threads", "1"]
+    command += ["--batch", "8"]
     ended = subprocess.run([sys.executable, "-c", KILL, where, *command], capture_output=True, text=True)
     assert ended.returncode == -9, ended.stderr
     assert (killed / RESULTS).read_bytes().count(b"\n") == 4 and not (killed / MANIFEST).exists()
@@ -314,14 +316,35 @@ def test_an_earlier_filter_of_the_config_does_not_narrow_the_next(tiny_folder: P
     )
 
 
-def test_tasks_of_an_environment_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FilterError, match="arithmetic has an environment"):
-        rates(
-            tiny_folder,
-            tmp_path,
-            tasks={"sources": [{"generator": "arithmetic", "environment": "calculator"}]},
-            sampling={"max_tokens": 6, "max_turns": 2},
-        )
+class Asking(Scripted):
+    """Asks the calculator, and answers with what it says."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, reply: Any = None
+    ) -> list[list[Completion]]:
+        return [[self.ask(group, number, reply) for number in range(len(seeds[group]))] for group in range(len(seeds))]
+
+    def ask(self, group: int, number: int, reply: Any) -> Completion:
+        end = self.tokenizer.eos_token_id
+        call = [*self.tokenizer("calc(6*7)", add_special_tokens=False)["input_ids"], end]
+        said = reply(group, number, call, [])
+        answer = [*self.tokenizer("42", add_special_tokens=False)["input_ids"], end]
+        return Completion([*call, *said, *answer], [], None, [len(call), len(said)])  # type: ignore[arg-type]
+
+
+def test_an_environment_answers_and_the_last_turn_is_graded(tiny_folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "products.jsonl"
+    data.write_text("".join(json.dumps({"question": f"6*7 ({n})", "answer": "42"}) + "\n" for n in range(40)))
+    measured = rates(
+        tiny_folder,
+        tmp_path / "out",
+        4,
+        tasks={"sources": [{"path": str(data), "environment": "calculator"}], "heldout": 16},
+        sampling={"max_tokens": 40, "max_turns": 2},
+    )
+    results = measure(measured, Asking(tiny_folder, [], []))
+    assert [one.pass_rate for one in results] == [1.0] * 4
+    assert {one.tokens for one in results} == {4 * (10 + 3)}  # what the calculator wrote is not counted
 
 
 def test_many_completions_are_counted_by_tenths() -> None:

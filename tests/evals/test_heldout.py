@@ -113,6 +113,28 @@ def test_answers_of_an_environment_are_given_and_the_last_turn_is_graded(tiny_fo
     assert 0 < node.tokens < 8 * 40, "the model's tokens are counted"
 
 
+class Reading:
+    """An engine without a model that keeps the prompts as text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.prompts = tokenizer, list[str]()
+
+    def generate(self, prompts: Any, seeds: Any, sampling: Sampling, respond: Respond) -> list[list[Completion]]:
+        self.prompts += [self.tokenizer.decode(prompt) for prompt in prompts]
+        return [[Completion([EOS], [-1.0], torch.zeros(1, 1))] for _ in prompts]
+
+
+def test_held_out_prompts_ask_for_the_lengths_of_training_in_turn(tiny_folder: Path) -> None:
+    node: Any = Counting()
+    settings = config("calculator", evaluator={"batch": 3})
+    evaluator = Evaluator(node, settings, lambda: None, Path(), "")  # type: ignore[arg-type,return-value]
+    tokenizer = load_tokenizer(tiny_folder)
+    engine: Any = Reading(tokenizer)
+    evaluator._accuracy(engine, tokenizer, Sampling(0.0, 60, (EOS,)), 5)
+    asked = ["for 8" if "for 8" in prompt else "for 16" if "for 16" in prompt else prompt for prompt in engine.prompts]
+    assert asked == ["for 8", "for 16", "for 8", "for 16", "for 8"]
+
+
 @dataclass
 class Counting:
     tokens: int = 0

@@ -77,6 +77,19 @@ def test_coming_and_going_is_told() -> None:
     ]
 
 
+def test_a_suspension_is_told_once() -> None:
+    def at(now_s: float, left_s: float) -> Seen:
+        why = "3 tasks expired" if left_s else ""
+        return status(now_s=now_s, nodes=[node("w", seen_s=now_s, suspended_s=left_s, suspension=why)])
+
+    lines = plain_lines(at(100, 0), at(101, 60), at(102, 59), at(110, 0), at(120, 120))
+    assert lines == [
+        "joined: w (worker)",
+        "suspended: w (worker) for 1m 00s: 3 tasks expired",
+        "suspended: w (worker) for 2m 00s: 3 tasks expired",
+    ]
+
+
 def test_a_finished_run_calls_nobody_silent() -> None:
     assert not [line for line in plain_lines(finished()) if line.startswith("silent")]
 

@@ -35,3 +35,13 @@ def test_in_a_terminal_it_is_a_bar() -> None:
         progress(10)
     text = file.getvalue()
     assert "10/10" in text and "ETA" in text and "tasks: " not in text
+
+
+def test_the_time_left_counts_only_what_was_done_now() -> None:
+    console, clock = Console(file=io.StringIO(), record=True), Clock()
+    with Progress(console, "m [x]", 100, clock) as progress:
+        progress(40)
+        for _ in range(10):
+            clock.now_s += 5
+            progress.add(1)
+    assert console.export_text().splitlines()[-1] == "m [x]: 50 of 100, ETA 4m 10s"

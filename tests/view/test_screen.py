@@ -223,3 +223,8 @@ def test_the_screen_says_that_the_grader_fails() -> None:
     text = screen(status(grading=grading), 160)
     assert "the grader failed for 3 of the newest 40 completions (last: no module named ?[31mnumpy)" in text
     assert "grader" not in screen(mid_run(), 160)
+
+
+def test_a_suspended_worker_is_shown_with_the_reason() -> None:
+    text = screen(status(nodes=[node("worker-0", suspended_s=90.0, suspension="3 tasks expired")]), 120)
+    assert "suspended for 1m 30s: 3 tasks expired" in row(text, "worker-0")

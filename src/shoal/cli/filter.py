@@ -37,6 +37,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         help="pass rates to keep, both ends included (default: 0.125:0.5, INTELLECT-2's)",
     )
     filter_.add_argument("--n", type=whole(1, 10**9), help="only the first N training tasks (default: all)")
+    filter_.add_argument(
+        "--batch", type=whole(1, 10**6), default=128, help="completions computed at once (default: 128)"
+    )
     takes_threads(filter_)
 
 
@@ -61,7 +64,8 @@ def run_filter(arguments: argparse.Namespace) -> None:
     from shoal.view.progress import Progress
 
     console = Console(stderr=True)
-    rates = PassRates(config, model_folder(config.model.name), arguments.out, arguments.k, arguments.n)
+    folder = model_folder(config.model.name)
+    rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n, rows=arguments.batch)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     with Progress(console, "tasks", rates.total) as progress:
         results = rates.measure(TorchEngine(picked, config.model.device), stop, progress)

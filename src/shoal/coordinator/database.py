@@ -14,7 +14,7 @@ from shoal.coordinator.tables.connection import Connection
 from shoal.errors import ShoalError
 from shoal.ledger.interface import Ledger
 
-FORMAT = 4  # of a run's tables, manifests and submissions; a run in another format is not resumed
+FORMAT = 5  # of a run's tables, manifests and submissions; a run in another format is not resumed
 TABLES = (nodes, submissions, groups, curricula, policies, history, runs)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
 

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from shoal.coordinator.database import Database
 from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.suspension import left_s
 from shoal.coordinator.tables.submissions import State
 from shoal.protocol.messages import Outcomes, Stats
 
@@ -114,6 +115,8 @@ def _nodes(db: Database) -> Iterator[Metric]:
     stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
     silence_s = [(labels, db.clock() - node.seen_s) for labels, node in nodes]
     yield _gauge("evicted_nodes", "Nodes that were slashed.", [({}, len(every) - len(nodes))])
+    suspended = sum(1 for node in every if left_s(node, db.clock()) and not node.evicted)
+    yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", [({}, suspended)])
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
     yield _gauge(
         "node_tokens",

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from shoal.config import Config
 from shoal.coordinator.database import Database
+from shoal.coordinator.suspension import left_s
 from shoal.protocol.messages import Grading, NodeStatus, Signal, Stats, Status
 
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
@@ -44,7 +45,7 @@ def _grading(db: Database, groups: int) -> Grading:
 
 
 def _nodes(db: Database) -> list[NodeStatus]:
-    counts = db.submissions.count_by_worker_and_state()
+    counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
     return [
         NodeStatus(
             name=node.name,
@@ -53,8 +54,11 @@ def _nodes(db: Database) -> list[NodeStatus]:
             policy_version=node.version,
             seen_s=node.seen_s,
             evicted=bool(node.evicted),
+            suspended_s=left_s(node, db.clock()),
+            suspension=node.suspension if left_s(node, db.clock()) else "",
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
+            missed=missed.get(node.key, 0),
             stats=Stats.model_validate_json(node.stats),
         )
         for node in db.nodes.all()

@@ -20,13 +20,13 @@ from rich.console import Console
 from shoal.config.recipe import TaskSection
 from shoal.evals import suites as suites_module
 from shoal.evals.completions import Answer, Asked, CompletionLog, EvalError
-from shoal.evals.progress import Counting
 from shoal.evals.results import Difference, Graded, Result, compare, summarise
 from shoal.evals.samplers import Sampler, Sampling
 from shoal.evals.suites import Suite
 from shoal.files import write_file
 from shoal.tasks.rewards.graders import Graders
 from shoal.tasks.task import Task
+from shoal.view.progress import Progress
 
 CONFIG, COMPLETIONS, GRADES, RESULTS = "eval.json", "completions.jsonl", "grades.jsonl", "results.json"
 GRADE_AT_ONCE = 64
@@ -121,12 +121,13 @@ def complete(contestant: Contestant, entries: Sequence[Entry], log: CompletionLo
         if held == len(asked):
             continue
         sampler = sampler or contestant.open()
-        with Counting(console, f"{contestant.label}, {entry.suite.name}: completions", len(asked), held) as counting:
+        with Progress(console, f"{contestant.label}, {entry.suite.name}: completions", len(asked)) as progress:
+            progress(held)
 
-            def done(answered: Sequence[tuple[Asked, Answer]], counting: Counting = counting) -> None:
+            def done(answered: Sequence[tuple[Asked, Answer]], progress: Progress = progress) -> None:
                 new = sum(one.key not in known for one, _ in answered)
                 log.append(contestant.label, answered)
-                counting.add(new)
+                progress.add(new)
 
             sampler.answer(asked, entry.sampling, known, done)
 
@@ -138,14 +139,15 @@ def grade(label: str, entry: Entry, log: CompletionLog, console: Console, seed: 
     graded: list[Graded] = []
     with (
         graders_of(entry) as graders,
-        Counting(console, f"{label}, {entry.suite.name}: grades", len(asked)) as counting,
+        Progress(console, f"{label}, {entry.suite.name}: grades", len(asked)) as progress,
     ):
+        progress(0)
         for start in range(0, len(asked), GRADE_AT_ONCE):
             chunk = asked[start : start + GRADE_AT_ONCE]
             answers = [known[one.key] for one in chunk]
             grades = graders.grade([by_id[one.task] for one in chunk], [answer.text for answer in answers])
             graded += zip(answers, grades, strict=True)
-            counting.add(len(chunk))
+            progress.add(len(chunk))
     return [graded[start : start + entry.k] for start in range(0, len(graded), entry.k)]
 
 

@@ -24,6 +24,7 @@ from shoal.protocol.node import Node
 from shoal.shardcast import Client, FetchError
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
+from shoal.tasks.budget import in_turn
 from shoal.tasks.environments import Conversation, close, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
@@ -126,7 +127,10 @@ class Evaluator:
         conversation = Conversation(self.config, self.environments, tokenizer, sampling.eos_ids)
         for start in range(0, n, self.config.evaluator.batch):
             chunk = self.tasks.heldout[start : min(start + self.config.evaluator.batch, n)]
-            prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chunk]
+            prompts = [
+                prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, start + i))
+                for i, task in enumerate(chunk)
+            ]
             seeds = [[rollout_seed("shoal/heldout", 0, "", 0, start + i)] for i in range(len(chunk))]
             answered = engine.generate(prompts, seeds, sampling, responder(conversation, chunk, seeds))
             self.node.tokens += sum(len(group[0].logprobs) for group in answered)

@@ -4,7 +4,7 @@ Each line is one task, in the order of the task set; a batch of tasks is generat
 Invariant: whatever happens to the process, what was synced is not computed again, and the finished file is the same bytes
 as one that was never interrupted. So a file is continued only from the end of a whole batch, and only with settings
 (`settings.json`) under which it began.
-Called by `filter`. Left out: environments (several turns).
+Called by `filter`.
 """
 
 import fcntl
@@ -22,17 +22,21 @@ from blake3 import blake3
 
 from shoal import tasks
 from shoal.config import Config
-from shoal.engine.protocol import Engine, Sampling
+from shoal.engine.protocol import Completion, Engine, Sampling
 from shoal.errors import ShoalError, disk_is_full
 from shoal.files import write_file
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import rollout_seed
+from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.messages import MILLION
+from shoal.tasks.budget import in_turn
+from shoal.tasks.environments import Conversation, close, environments_of, responder
 from shoal.tasks.prompt import completion_text, prompt_tokens
 
 RESULTS, SETTINGS = "results.jsonl", "settings.json"
 LEAST_GRADED = 64  # completions before grader errors are judged
+ROWS = 128  # many, because decoding reads all weights once a step for however many rows
 
 
 class FilterError(ShoalError):
@@ -60,15 +64,16 @@ class Result:
 class PassRates:
     """Measures the first `n` training tasks (None: all) of `config` with the model in `folder`, into `out`."""
 
-    def __init__(self, config: Config, folder: Path, out: Path, k: int, n: int | None = None) -> None:
-        if several := [source.label for source in config.tasks.sources if source.environment]:
-            raise FilterError(f"source {several[0]} has an environment: pass rates are of single-turn tasks only")
+    def __init__(
+        self, config: Config, folder: Path, out: Path, k: int, n: int | None = None, *, rows: int = ROWS
+    ) -> None:
+        """`rows`: completions decoded together."""
         check_max_tokens(folder, config.sampling.max_tokens)
         self.config = config.model_copy(update={"tasks": _all_of(config.tasks)})
         self.folder, self.out, self.k = folder, out, k
         self.tasks = tasks.load(self.config.tasks)
         self.total = min(n or len(self.tasks.train), len(self.tasks.train))
-        self.batch = max(1, config.evaluator.batch // k)  # tasks decoded together
+        self.batch = max(1, rows // k)  # tasks decoded together
         self.settings = self._settings()
         self.error = ""  # of the newest grader error
 
@@ -100,28 +105,39 @@ class PassRates:
         say: Callable[[int], None],
     ) -> None:
         engine.load(self.folder)
-        tokenizer = load_tokenizer(self.folder)
-        settings = self.config.sampling
-        sampling = Sampling(settings.temperature, settings.max_tokens, eos_ids(self.folder))
-        with tasks.Graders(self.config.tasks, files=self.tasks.files) as graders:
+        tokenizer, ends = load_tokenizer(self.folder), eos_ids(self.folder)
+        sampling = Sampling(self.config.sampling.temperature, self.config.sampling.max_tokens, ends)
+        with (
+            tasks.Graders(self.config.tasks, files=self.tasks.files) as graders,
+            conversing(self.config, tokenizer, ends) as conversation,
+        ):
             while len(results) < self.total and not stop.is_set():
                 numbers = range(len(results), min(len(results) + self.batch, self.total))
-                found = self._batch(numbers, engine, tokenizer, sampling, graders)
+                found = self._batch(numbers, engine, sampling, conversation, graders)
                 append(file, found)
                 results += found
                 self._check_grader(results)
                 say(len(results))
 
     def _batch(
-        self, numbers: range, engine: Engine, tokenizer: Any, sampling: Sampling, graders: tasks.Graders
+        self,
+        numbers: range,
+        engine: Engine,
+        sampling: Sampling,
+        conversation: Conversation,
+        graders: tasks.Graders,
     ) -> list[Result]:
+        tokenizer = conversation.tokenizer
         chosen = [self.tasks.train[number] for number in numbers]
-        prompts = [prompt_tokens(tokenizer, self.config.tasks, task, 0) for task in chosen]
+        prompts = [
+            prompt_tokens(tokenizer, self.config.tasks, task, in_turn(self.config.tasks, number))
+            for number, task in zip(numbers, chosen, strict=True)
+        ]
         seeds = [[self._seed(number, completion) for completion in range(self.k)] for number in numbers]
-        groups = [[one.tokens for one in group] for group in engine.generate(prompts, seeds, sampling)]
+        groups = engine.generate(prompts, seeds, sampling, responder(conversation, chosen, seeds))
         grades = graders.grade(
             [task for task in chosen for _ in range(self.k)],
-            [completion_text(tokenizer, tokens) for group in groups for tokens in group],
+            [completion_text(tokenizer, last_turn(one.turns, one.tokens)) for group in groups for one in group],
         )
         self.error = next((one.detail for one in reversed(grades) if one.outcome == "grader_error"), self.error)
         of_task = [grades[start : start + self.k] for start in range(0, len(grades), self.k)]
@@ -136,8 +152,9 @@ class PassRates:
         for path in sorted(self.folder.glob("*.safetensors")):
             weights.update_mmap(path)
         texts = json.dumps(
-            [self.config.tasks.system, self.config.tasks.prompt]
-            + [[source.prompt, source.reward] for source in self.config.tasks.sources]
+            [self.config.tasks.system, self.config.tasks.prompt, self.config.sampling.max_turns]
+            + [self.config.tasks.length_mode, self.config.tasks.targets]
+            + [[source.prompt, source.reward, source.environment] for source in self.config.tasks.sources]
         )
         return {
             "digest": self.tasks.digest,
@@ -200,6 +217,16 @@ class PassRates:
             )
 
 
+@contextmanager
+def conversing(config: Config, tokenizer: Any, eos_ids: Sequence[int]) -> Iterator[Conversation]:
+    """The conversation of a run, whose environments end with it."""
+    environments = environments_of(config)
+    try:
+        yield Conversation(config, environments, tokenizer, eos_ids)
+    finally:
+        close(environments)
+
+
 def append(file: BinaryIO, results: Sequence[Result]) -> None:
     """Raises OSError. Returns once the lines are on disk."""
     file.write(b"".join(json.dumps(asdict(result)).encode() + b"\n" for result in results))
@@ -207,14 +234,14 @@ def append(file: BinaryIO, results: Sequence[Result]) -> None:
     os.fsync(file.fileno())
 
 
-def _result(task: tasks.Task, group: Sequence[Sequence[int]], grades: Sequence[tasks.Grade]) -> Result:
+def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[tasks.Grade]) -> Result:
     outcomes = [grade.outcome for grade in grades]
     return Result(
         task=task.id,
         source=task.source,
         n=len(grades),
         score=sum(round(grade.score * MILLION) for grade in grades),
-        tokens=sum(map(len, group)),
+        tokens=sum(model_tokens(one.turns, len(one.tokens)) for one in group),
         graded=outcomes.count("graded"),
         wrong_format=outcomes.count("wrong_format"),
         grader_error=outcomes.count("grader_error"),

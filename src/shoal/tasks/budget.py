@@ -24,6 +24,11 @@ def instruction(section: TaskSection, target_length: int) -> str:
     return f"Think for {at_most}{target_length} tokens before giving the answer."
 
 
+def in_turn(section: TaskSection, number: int) -> int:
+    """The target of the task with this number where none is drawn (evaluation, filter): each in turn; 0: no targets."""
+    return section.targets[number % len(section.targets)] if section.targets else 0
+
+
 def penalty(length: int, target_length: int, section: TaskSection) -> float:
     """What a completion of `length` tokens loses."""
     if not target_length or section.length_mode == "off":

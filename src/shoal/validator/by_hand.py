@@ -52,6 +52,7 @@ def verify(
             step=header.step,
             version=header.policy_version,
             digest=header.policy_digest,
+            nonce=header.nonce,
             curriculum=curriculum,
         )
         case = judge.open(asked, header.worker, data)
@@ -105,6 +106,7 @@ def offline_assignment(
     step: int = 0,
     version: int = 0,
     digest: str = "0" * 64,
+    nonce: str = "0" * 32,
     curriculum: str = "",
 ) -> Assignment:
     """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
@@ -115,6 +117,7 @@ def offline_assignment(
         step=step,
         policy_version=version,
         policy_digest=digest,
+        nonce=nonce,
         groups=config.workers.groups_per_submission,
         curriculum=curriculum,
         deadline_s=0.0,

@@ -12,6 +12,7 @@ from shoal.protocol.messages import Status
 from shoal.view.figures import (
     NONE,
     SILENT_S,
+    clean,
     count,
     counted,
     duration,
@@ -48,6 +49,7 @@ class Events:
         self._reasons: dict[str, int] = {}
         self._slashed: set[str] = set()
         self._noticed: set[str] = set()
+        self._suspended: set[str] = set()
         self._flat = 0  # groups with equal rewards when that was last said
         self._grader_errors = 0  # when they were last said
         self._open: Open | None = None
@@ -87,6 +89,9 @@ class Events:
                 yield f"evicted: {who}"
             elif now != before and now == "silent":
                 yield f"silent: {who}, last seen {duration(age_s)} ago"
+            if node.suspended_s and node.name not in self._suspended:
+                yield f"suspended: {who} for {duration(node.suspended_s)}: {clean(node.suspension)}"
+        self._suspended = {node.name for node in status.nodes if node.suspended_s}
 
     def _training(self, status: Status, history: RunHistory) -> Iterator[str]:
         first = first_of(history.metrics, "reward/mean")

@@ -1,6 +1,6 @@
 """How far a long command is: a bar with the time left in a terminal, a line every ten seconds anywhere else.
 
-Invariant: the time left counts only what this process did. Called by `cli`.
+Invariant: the time left counts only what this process did. Called by `cli` and `evals`.
 """
 
 import time
@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
@@ -18,10 +19,11 @@ EVERY_S = 10.0
 
 
 class Progress:
-    """Call it with how many are done, the first time with how many were done before."""
+    """Call it with how many are done, the first time with how many were done before; or `add` what is done."""
 
     def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.what, self.total, self.clock = console, what, total, clock
+        self.done = 0
         self.bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -32,7 +34,7 @@ class Progress:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task(what, total=total)
+        self.task = self.bar.add_task(escape(what), total=total)
         self._begun: tuple[int, float] | None = None
         self._said_s = -EVERY_S
 
@@ -45,8 +47,11 @@ class Progress:
     ) -> None:
         self.bar.stop()
 
+    def add(self, n: int) -> None:
+        self(self.done + n)
+
     def __call__(self, done: int) -> None:
-        now_s = self.clock()
+        now_s, self.done = self.clock(), done
         if self._begun is None:
             self._begun = (done, now_s)
             self.bar.reset(self.task, completed=done, total=self.total)

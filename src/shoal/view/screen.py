@@ -304,7 +304,7 @@ def _worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[N
 
     def calm(node: NodeStatus) -> bool:
         late = status.now_s - node.seen_s > SILENT_S
-        return node.role == "worker" and not (node.evicted or node.rejected or late)
+        return node.role == "worker" and not (node.evicted or node.suspended_s or node.rejected or late)
 
     kept = {id(node) for node in sorted(nodes, key=calm)[:room]}
     return [node for node in nodes if id(node) in kept]
@@ -314,9 +314,11 @@ def _verdicts(status: Status, cells: int) -> Text:
     workers = [node for node in status.nodes if node.role == "worker"]
     accepted, rejected = sum(node.accepted for node in workers), sum(node.rejected for node in workers)
     reasons, slashed = counted(status.reject_reasons), ", ".join(clean(name) for name in status.slashed)
+    missed = {clean(node.name): node.missed for node in workers if node.missed}
     items = [
         Text(f"verdicts  {accepted} accepted, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
+        *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed)})")] if missed else []),
     ]
     return _flow(items, cells)
 
@@ -354,6 +356,8 @@ def _version(node: NodeStatus) -> Text:
 def _doing(node: NodeStatus, status: Status) -> Text:
     if node.name in status.slashed:
         return Text("slashed", style="bold red")
+    if node.suspended_s:
+        return Text(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
     doing = clean(node.stats.doing)
     return Text(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
 

@@ -1,0 +1,107 @@
+"""Thinking budgets: what recorded runs of configs/target-short.toml and target-long.toml show. Runs nothing.
+
+    python benchmarks/runs.py target-short --finished runs/target-short-0 runs/target-short-1 runs/target-short-2
+    python benchmarks/runs.py target-long --finished runs/target-long-0 runs/target-long-1 runs/target-long-2
+    python benchmarks/budgets.py
+
+Prints a table and draws docs/images/budgets.png: task reward and length penalty over steps, as in INTELLECT-2's report
+(arXiv 2505.07291, section 4), and the length of completions for each target, at first and at last.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+
+HERE = Path(__file__).parent
+ENDS = 10  # steps that count as the run's beginning, and as its end
+SMOOTH = 5  # steps of which a curve shows the mean
+COLOURS = {"target-short": "#1f6fb4", "target-long": "#d1495b"}
+
+Metrics = list[dict[str, Any]]  # of one run, step by step
+
+
+def main() -> None:
+    runs = {label: metrics_of(label) for label in COLOURS}
+    sys.stdout.write(table(runs))
+    draw(runs, HERE.parent / "docs" / "images" / "budgets.png")
+
+
+def metrics_of(label: str) -> list[Metrics]:
+    recorded = json.loads((HERE / "results" / f"{label}.json").read_text())["runs"]
+    return [run["metrics"] for run in recorded]
+
+
+def targets_of(run: Metrics) -> list[int]:
+    return sorted({int(name.split("/")[1]) for row in run for name in row if name.startswith("length/")})
+
+
+def over(rows: Metrics, name: str) -> float:
+    """The mean over the steps that have this figure: a step may have drawn no group of some target."""
+    return mean(row[name] for row in rows if name in row)
+
+
+def table(runs: dict[str, list[Metrics]]) -> str:
+    """Markdown: every run's beginning and end, and mean lengths by target over all runs of a config."""
+    lines = ["| run | task reward | length penalty |", "| --- | --- | --- |"]
+    for label, of in runs.items():
+        for seed, run in enumerate(of):
+            first, last = first_of(run), last_of(run)
+            cells = [
+                f"{over(first, name):.2f} → {over(last, name):.2f}" for name in ("score/mean", "length_penalty/mean")
+            ]
+            lines.append(f"| {label}, seed {seed} | {' | '.join(cells)} |")
+    lines += ["", "| run | target | length at first | length at last |", "| --- | --- | --- | --- |"]
+    for label, of in runs.items():
+        for target in targets_of(of[0]):
+            ends = [mean(over(part(run), f"length/{target}/mean") for run in of) for part in (first_of, last_of)]
+            lines.append(f"| {label} | {target} | {ends[0]:.1f} | {ends[1]:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def first_of(run: Metrics) -> Metrics:
+    return run[:ENDS]
+
+
+def last_of(run: Metrics) -> Metrics:
+    return run[-ENDS:]
+
+
+def draw(runs: dict[str, list[Metrics]], path: Path) -> None:
+    figure, (score, penalty, lengths) = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for axes, name, title in (
+        (score, "score/mean", "task reward"),
+        (penalty, "length_penalty/mean", "length penalty"),
+    ):
+        for label, of in runs.items():
+            curves = [smooth([row[name] for row in run]) for run in of]
+            for curve in curves:
+                axes.plot(curve, color=COLOURS[label], alpha=0.25, linewidth=1)
+            axes.plot([mean(at) for at in zip(*curves, strict=False)], color=COLOURS[label], label=label)
+        axes.set(title=title, xlabel="step")
+        axes.set_ylim(bottom=0)
+    for label, of in runs.items():
+        targets = targets_of(of[0])
+        for part, style in ((first_of, ":"), (last_of, "-")):
+            for run in of:
+                found = [over(part(run), f"length/{target}/mean") for target in targets]
+                lengths.plot(targets, found, style, marker="o", markersize=3, color=COLOURS[label], linewidth=1)
+    most = max(target for of in runs.values() for target in targets_of(of[0]))
+    lengths.plot([0, most], [0, most], color="#999999", linewidth=0.8)
+    lengths.set(title="length by target: first steps dotted, last solid", xlabel="target, tokens", ylabel="tokens")
+    score.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def smooth(values: list[float]) -> list[float]:
+    return [mean(values[max(0, at + 1 - SMOOTH) : at + 1]) for at in range(len(values))]
+
+
+if __name__ == "__main__":
+    main()
