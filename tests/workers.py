@@ -62,6 +62,7 @@ def assignment(number: int = 0, *, worker: Identity = ALICE, step: int = 0, vers
         step=step,
         policy_version=version,
         policy_digest="d" * 64,
+        nonce=f"{number:032x}",
         groups=GROUPS,
         deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",

@@ -45,7 +45,7 @@ FOUND = {  # with any model; weights or sampling that differ little are left out
     "forged_rewards": Reason.REWARD,
     "forged_logprobs": Reason.LOGPROBS,
     "copied": Reason.PROOF,
-    "replayed": Reason.REPLAYED,
+    "replayed": Reason.TASKS,
     "other_rows_proofs": Reason.PROOF,
     "flipped_bit": Reason.PROOF,
     "constant_proofs": Reason.PROOF,

@@ -94,10 +94,10 @@ def test_older_weights_ask_for_no_task_until_they_are_far_enough_behind(tiny_fol
     assert lied == produced(first, assignment()), "it still has the weights that it loaded first"
 
 
-def test_a_replayed_submission_is_one_file_for_every_task(tiny_folder: Path) -> None:
+def test_a_replayed_submission_has_the_same_rollouts_for_every_task(tiny_folder: Path) -> None:
     liar = producer(ReplayedSubmission, tiny_folder)
-    files = {liar.submission(assignment(number)) for number in (4, 5, 6)}
-    assert len(files) == 1
-    file = read_submission(files.pop(), max_rows=8, max_tokens=12)
-    assert file.header.submission == 4 + 999, "a task that nobody gave it"
-    assert names(file.rows) == names(produced(producer(Producer, tiny_folder), assignment(4 + 999)))
+    files = [read_submission(liar.submission(assignment(n)), max_rows=8, max_tokens=12) for n in (4, 5, 6)]
+    assert [file.header.submission for file in files] == [4, 5, 6]
+    assert len({file.header.content for file in files}) == 1
+    other = assignment(4).model_copy(update={"number": 4 + 999})  # a task that nobody gave it
+    assert names(files[0].rows) == names(produced(producer(Producer, tiny_folder), other))

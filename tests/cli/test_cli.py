@@ -106,7 +106,15 @@ def test_every_name_of_a_run_fits_into_requests_and_headers() -> None:
     assert AUDIENCE.fullmatch(text)
     zero = "0" * 64
     Header(
-        schema_version=1, run=text, step=0, policy_version=0, policy_digest=zero, worker=zero, submission=0, signer=zero
+        schema_version=1,
+        run=text,
+        step=0,
+        policy_version=0,
+        policy_digest=zero,
+        worker=zero,
+        submission=0,
+        nonce=zero[:32],
+        signer=zero,
     )
 
 

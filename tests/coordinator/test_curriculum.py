@@ -30,7 +30,9 @@ def open_harness(database: sqlite3.Connection, curriculum: str = "pass_rate") ->
         }
     )
     clock = Clock()
-    return Harness(Pool(database, SqliteLedger(database, COORDINATOR, clock=clock), config, "r", clock), clock)
+    return Harness(
+        Pool(database, SqliteLedger(database, COORDINATOR, clock=clock), config, "r", clock, secret=b"secret"), clock
+    )
 
 
 def populated(harness: Harness) -> Harness:

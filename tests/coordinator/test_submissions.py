@@ -11,15 +11,18 @@ from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, ope
 # --- uploading -------------------------------------------------------------------------------------------------------
 
 
-def test_after_its_deadline_a_task_is_refused_and_another_is_given(harness: Harness) -> None:
+def test_a_task_may_be_uploaded_late_until_its_worker_takes_another(harness: Harness) -> None:
     late = harness.task()
     harness.clock.now_s += 100.5
-    with pytest.raises(PoolError, match="after its deadline") as caught:
-        harness.pool.submissions.uploaded(ALICE, late.id, "9" * 64)
+    harness.pool.submissions.uploaded(ALICE, late.id, "9" * 64)
+    held = harness.task()
+    harness.clock.now_s += 100.5
+    assert "1 in a row never came" in harness.beat().waiting_for
+    with pytest.raises(PoolError, match="expired, not open") as caught:
+        harness.pool.submissions.uploaded(ALICE, held.id, "9" * 64)
     assert caught.value.status == 409
-    assert harness.task().number == 1
-    with pytest.raises(PoolError, match="expired"):
-        harness.pool.submissions.uploaded(ALICE, late.id, "9" * 64)
+    harness.clock.now_s += 600
+    assert harness.task().number == held.number + 1
 
 
 def test_a_task_can_be_uploaded_once_and_only_by_its_worker(harness: Harness) -> None:
@@ -49,6 +52,9 @@ def test_a_file_of_a_version_no_batch_can_take_any_more_is_refused(harness: Harn
     with pytest.raises(PoolError, match="version 0, older than 1") as caught:
         harness.pool.submissions.uploaded(BOB, late.id, "9" * 64)
     assert caught.value.status == 409
+    assert harness.pool.db.submissions.count_by_state()["stale"] == 1
+    harness.publish(1)
+    assert harness.task(BOB, 1).number == 1, "it came, so it missed nothing and need not rest"
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -173,16 +179,20 @@ def test_only_who_holds_the_claim_stores_the_accepted_file(harness: Harness) -> 
         harness.pool.submissions.accepted_stored(OTHER_VALIDATOR, task.id, "8" * 64)
 
 
-def test_rollouts_accepted_before_are_rejected_as_replayed_though_the_validator_did_not_know(harness: Harness) -> None:
-    first, second = harness.upload(ALICE), harness.upload(BOB)
+@pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
+def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know(
+    harness: Harness, key: str, reason: str
+) -> None:
+    """Only a worker's own earlier work is held against it."""
+    first, second = harness.upload(ALICE), harness.upload(key)
     harness.claim(VALIDATOR)
     harness.claim(OTHER_VALIDATOR)
     harness.judge(first.id, content="5" * 64)
     harness.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
     assert harness.pool.submissions.content_owner("5" * 64).submission == first.id
-    assert harness.pool.status().reject_reasons == {"replayed": 1}
+    assert harness.pool.status().reject_reasons == {reason: 1}
     assert harness.pool.status().have == 2, "the copy's groups are not credited"
-    assert harness.beat(BOB, 0).state == "evicted"
+    assert harness.beat(key, 0).state == ("evicted" if reason == "replayed" else "running")
 
 
 @pytest.mark.parametrize("reason", sorted(Reason))
@@ -212,7 +222,16 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
     assert harness.beat().state == "evicted"
     assert harness.kinds()[-2:] == ["rejected", "slashed"]
     body = json.loads(next(harness.pool.db.ledger.entries(kind="slashed")).body)
-    expected = {"submission": task.id, "worker": ALICE, "step": 0, "file": "9" * 64, "full": True, "reason": reason}
+    expected = {
+        "submission": task.id,
+        "worker": ALICE,
+        "step": 0,
+        "version": 0,
+        "nonce": task.nonce,
+        "file": "9" * 64,
+        "full": True,
+        "reason": reason,
+    }
     assert body == expected
     assert harness.pool.status().slashed == ["worker-a"]
 

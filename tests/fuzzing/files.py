@@ -101,6 +101,7 @@ def _file(random: Random, me: Identity, **layout: Any) -> _File:
         policy_digest="ab" * 32,
         worker=me.public,
         submission=7,
+        nonce="0" * 32,
         signer=me.public,
     )
     written = pq.ParquetFile(io.BytesIO(write_submission(header, rows, me)))

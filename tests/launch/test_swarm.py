@@ -52,7 +52,7 @@ EXPECTED = {
     "quantized_weights": "proof",
     "forged_reward": "reward",
     "wrong_temperature": "sampling",
-    "replayed_submission": "replayed",
+    "replayed_submission": "tasks",
 }
 
 DEADLINE_S = 900.0  # for whole runs on a very busy machine; a quiet one takes under a minute

@@ -99,6 +99,7 @@ def accepted(
         policy_digest="0" * 64,
         worker="1" * 64,
         submission=0,
+        nonce="0" * 32,
         signer=by.public,
     )
     return write_accepted(header, rollouts() if rows is None else rows, by)

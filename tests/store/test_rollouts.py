@@ -41,6 +41,7 @@ HEADER = Header(
     policy_digest="ab" * 32,
     worker=ME.public,
     submission=7,
+    nonce="0" * 32,
     signer=ME.public,
 )
 ROWS = [

@@ -98,6 +98,7 @@ PLAN: dict[str, Any] = {
     "policy_digest": "ab" * 32,
     "worker": "cd" * 32,
     "submission": 5,
+    "nonce": f"{5:032x}",
     "groups": 4,
     "group_size": 2,
     "pick": lambda drawn: int.from_bytes(drawn[:8], "big") % 644,
@@ -105,8 +106,8 @@ PLAN: dict[str, Any] = {
 }
 
 PLANNED = [
-    GroupPlan(task_index=113, target_length=300, seeds=(9167549590003001376, 8313846361581816676)),
-    GroupPlan(task_index=265, target_length=300, seeds=(1406672127642479917, 5302709662885089643)),
+    GroupPlan(task_index=263, target_length=300, seeds=(8153611271064757735, 3903365062890910431)),
+    GroupPlan(task_index=470, target_length=300, seeds=(1102375057183595528, 2832046129886014564)),
 ]
 
 
@@ -121,7 +122,14 @@ def test_a_plan_repeats_and_a_shorter_one_is_its_beginning() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("run", "run-1"), ("step", 4), ("policy_digest", "ac" * 32), ("worker", "ce" * 32), ("submission", 6)],
+    [
+        ("run", "run-1"),
+        ("step", 4),
+        ("policy_digest", "ac" * 32),
+        ("worker", "ce" * 32),
+        ("submission", 6),
+        ("nonce", "0" * 32),
+    ],
 )
 def test_every_name_of_a_submission_changes_its_tasks(name: str, value: Any) -> None:
     before, after = plan_groups(**PLAN), plan_groups(**PLAN | {name: value})

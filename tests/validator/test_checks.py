@@ -318,8 +318,9 @@ def test_fewer_logprobs_than_tokens(honest: list[Rollout], refused: Callable[...
 def test_a_wrong_number_of_proofs(
     honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[list[bytes]], list[bytes]]
 ) -> None:
-    verdict = refused(with_row(honest, 0, proofs=change(honest[0].proofs)))
-    assert verdict.reason is Reason.BOUNDS
+    fewer = with_row(honest, 1, proofs=[])  # so that one more is not too many for the file, which would not be decoded
+    verdict = refused(with_row(fewer, 0, proofs=change(honest[0].proofs)))
+    assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0:")
 
 
 def test_more_proofs_than_the_longest_rollouts_have_are_not_even_decoded(
@@ -398,7 +399,7 @@ def test_work_that_was_not_asked_for_under_its_true_prompts(
     tiny_folder: Path, validator: Validator, kind: type[Producer]
 ) -> None:
     verdict = judged(validator, ASKED, make_producer(tiny_folder, SETTINGS, kind).submission(ASKED))
-    assert verdict.reason is Reason.CONTEXT and "other prompts" in verdict.detail
+    assert verdict.reason is Reason.TASKS
 
 
 @pytest.mark.parametrize(
@@ -643,7 +644,7 @@ def test_a_completion_runs_to_its_end_and_no_further(
 def test_a_file_made_for_another_task(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
     later = assignment(1)
     verdict = judged(validator, later, signed(worker, ASKED, honest))
-    assert verdict.reason is Reason.REPLAYED
+    assert verdict.reason is Reason.CONTEXT and "made for task 0" in verdict.detail
 
 
 def test_the_same_rollouts_signed_again_for_another_task(
@@ -701,13 +702,22 @@ def test_someone_elses_rollouts_under_ones_own_signature(
 
 
 @pytest.mark.parametrize(
-    "said", [{"step": 4}, {"policy_version": 1}, {"policy_digest": "e" * 64}, {"step": 4, "policy_version": 3}]
+    "said",
+    [
+        {"step": 4},
+        {"policy_version": 1},
+        {"policy_digest": "e" * 64},
+        {"step": 4, "policy_version": 3},
+        {"nonce": "e" * 32},
+        {"curriculum": "e" * 64},
+    ],
 )
-def test_another_step_or_version_in_the_header(
+def test_another_assignment_in_the_header(
     worker: Producer, validator: Validator, honest: list[Rollout], said: dict[str, Any]
 ) -> None:
-    verdict = judged(validator, ASKED, signed(worker, ASKED.model_copy(update=said), honest))
-    assert verdict.reason is Reason.CONTEXT
+    prompts = [worker.prompt(plan) for plan in worker.plan(ASKED)]
+    verdict = judged(validator, ASKED, worker.sign(ASKED.model_copy(update=said), prompts, honest))
+    assert verdict.reason is Reason.CONTEXT and "its header names" in verdict.detail
 
 
 def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
@@ -753,6 +763,7 @@ def test_a_header_that_names_another_signer(worker: Producer, validator: Validat
         policy_digest=ASKED.policy_digest,
         worker=ALICE.public,
         submission=0,
+        nonce=ASKED.nonce,
         signer=ALICE.public,
     )
     data = rollout_file.write_submission(header, honest, Impostor(BOB.private_key))

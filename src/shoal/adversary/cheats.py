@@ -76,14 +76,15 @@ class ForgedTool(Producer):
 
 
 class ReplayedSubmission(Producer):
-    """Generates once, for a task that it was not given, and submits that file for every task."""
+    """Generates once, for a task that it was not given, and signs these rollouts for every task."""
 
-    file: bytes | None = None
+    rows: list[Rollout] | None = None
 
     def submission(self, assignment: Assignment) -> bytes:
-        if self.file is None:
-            self.file = super().submission(assignment.model_copy(update={"number": assignment.number + 999}))
-        return self.file
+        if self.rows is None:
+            plans = self.plan(assignment.model_copy(update={"number": assignment.number + 999}))
+            self.rows = self.rollouts(plans, self.complete([self.prompt(plan) for plan in plans], plans))
+        return self.sign(assignment, [self.prompt(plan) for plan in self.plan(assignment)], self.rows)
 
 
 CHEATS: dict[Cheat, type[Producer]] = {

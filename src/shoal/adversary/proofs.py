@@ -54,10 +54,12 @@ class Copied(Attack):
 
 
 class Replayed(Attack):
-    """Submits a file that it made for another task."""
+    """Signs rollouts that it made for another task."""
 
     def submission(self, assignment: Assignment) -> bytes:
-        return super().submission(assignment.model_copy(update={"number": assignment.number + UNASSIGNED}))
+        plans = self.plan(assignment.model_copy(update={"number": assignment.number + UNASSIGNED}))
+        rows = self.rollouts(plans, self.complete([self.prompt(plan) for plan in plans], plans))
+        return self.sign(assignment, [self.prompt(plan) for plan in self.plan(assignment)], rows)
 
 
 class OtherRowsProofs(Attack):

@@ -1,32 +1,43 @@
 """Assigning tasks: which task a worker gets next, or what it has to wait for.
 
-Invariant: a worker has at most one open task, and neither a restart nor older weights give it a different one. The pool
-never assigns more work than the open batch still needs, so queues stay short and rollouts young.
+Invariant: a worker has at most one open task, and neither a restart nor older weights give it a different one. Its nonce
+is unpredictable, and each later task is of the same version or a newer one, so a worker cannot choose among tasks without
+missing some (see `arrivals`). The pool never assigns more work than the open batch still needs, so queues stay short and
+rollouts young. Keys with no accepted work never hold more than half of that while a worker with accepted work is there.
 Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
 chosen here. Left out: more work for faster workers.
 """
 
 from shoal.config import Config
+from shoal.coordinator.arrivals import Arrivals
 from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
+from shoal.coordinator.nonces import assignment_nonce
+from shoal.coordinator.suspension import left_s
 from shoal.coordinator.tables.submissions import Submission
 from shoal.protocol.messages import Assignment
 
 RECENT_GROUPS = 200  # the share of useful groups is estimated from these
 LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
+YOUNG_SHARE = 0.5  # of the open batch's work; the most that keys with no accepted work can hold back
 
 
 class Assignments:
-    def __init__(self, db: Database, config: Config, curriculum: Curriculum) -> None:
+    def __init__(
+        self, db: Database, config: Config, curriculum: Curriculum, arrivals: Arrivals, *, run: str, secret: bytes
+    ) -> None:
+        """`secret`: what nonces are made with (`nonces.nonce_secret`)."""
         self.db = db
         self.config = config
         self.curriculum = curriculum
+        self.arrivals = arrivals
+        self.run = run
+        self.secret = secret
 
     def assign(self, worker: str, loaded: int | None) -> Assignment | str:
         """The next task of a worker that has loaded this version, or what it has to wait for."""
         with self.db.transaction():
             now_s = self.db.clock()
-            self.db.submissions.expire_overdue(now_s)
             step, newest = self.db.open_step(), self.db.policies.newest()
             oldest_allowed = step - self.config.coordinator.async_level
             if step >= self.config.run.steps:
@@ -38,23 +49,46 @@ class Assignments:
             digest = self.db.policies.digest(loaded)
             if digest is None:
                 return f"version {loaded}, which this worker reports as loaded, to be published"
+            given = self.db.submissions.newest_version_of(worker)
+            if loaded < given:
+                return f"this worker to load version {given}"  # switching versions would let it choose
             mine = self.db.submissions.open_of(worker)
-            if mine is not None and mine.version == loaded:
+            if mine is not None and mine.version == loaded and now_s <= mine.deadline_s:
                 return self.describe(mine)  # the worker restarted: a new task would let it choose
-            if mine is not None and loaded < mine.version:
-                return f"this worker to load version {mine.version}"  # switching versions would let it choose
             if mine is not None:
-                self.db.submissions.expire_open_of(worker)
-            if self._enough_under_way():
+                self.arrivals.missed(mine)
+            if waits_for := self._rests(worker, now_s):
+                return waits_for
+            if self._enough_under_way(worker, now_s):
                 return "the validators and the learner to catch up"
             return self._open(worker, step, loaded, digest, now_s)
 
     def _open(self, worker: str, step: int, version: int, digest: str, now_s: float) -> Assignment:
         """A new task with this worker's next number."""
         number = self.db.submissions.next_number(worker)
-        id, deadline_s = f"{worker[:16]}-{number:06d}", now_s + self.config.coordinator.task_deadline_s
-        added = self.db.submissions.add(id, worker, number, step, version, digest, deadline_s)
+        added = self.db.submissions.add(
+            f"{worker[:16]}-{number:06d}",
+            worker,
+            number,
+            step=step,
+            version=version,
+            digest=digest,
+            nonce=assignment_nonce(self.secret, self.run, worker, number, version),
+            assigned_s=now_s,
+            deadline_s=now_s + self.config.coordinator.task_deadline_s,
+        )
         return self.describe(added)
+
+    def _rests(self, worker: str, now_s: float) -> str:
+        """Why the worker gets no new task yet, after it missed one; "" if it does."""
+        node = self.db.nodes.get(worker)
+        if node is None:
+            return ""
+        if wait_s := left_s(node, now_s):
+            return f"its suspension to end in {wait_s:.0f} s ({node.suspension})"
+        if node.rests_until_s > now_s:
+            return f"its next task in {node.rests_until_s - now_s:.0f} s, because {node.missed_in_a_row} in a row never came"
+        return ""
 
     def describe(self, submission: Submission) -> Assignment:
         """The message that describes a submission's task to its worker and to its validator."""
@@ -64,6 +98,7 @@ class Assignments:
             step=submission.step,
             policy_version=submission.version,
             policy_digest=submission.digest,
+            nonce=submission.nonce,
             groups=self.config.workers.groups_per_submission,
             curriculum=self.curriculum.digest(submission.step),
             deadline_s=submission.deadline_s,
@@ -71,13 +106,22 @@ class Assignments:
             max_bytes=self.config.coordinator.max_submission_bytes,
         )
 
-    def _enough_under_way(self) -> bool:
+    def _enough_under_way(self, worker: str, now_s: float) -> bool:
         """Whether the submissions without a verdict will fill the open batch, at the recent share of useful groups.
 
-        More would only grow old in the queue. Open tasks of silent workers do not count.
+        More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
+        worker with accepted work is there, half of the batch is for such workers, however many young keys hold tasks.
         """
-        under_way = self.db.submissions.count_under_way(self.db.clock() - self.config.coordinator.node_timeout_s)
         recent = self.db.groups.recent_useful_share(RECENT_GROUPS)
         share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
-        expected = self.db.groups.count_waiting() + share * under_way * self.config.workers.groups_per_submission
-        return expected >= self.config.coordinator.prompts_per_step
+        a_submission = share * self.config.workers.groups_per_submission
+        need = self.config.coordinator.prompts_per_step / a_submission
+        missing = need - self.db.groups.count_waiting() / a_submission - self.db.submissions.count_unjudged()
+        seen_since_s = now_s - self.config.coordinator.node_timeout_s
+        proven, young = self.arrivals.count_open(seen_since_s)
+        node = self.db.nodes.get(worker)
+        if node is not None and node.took_s:
+            return proven + min(young, YOUNG_SHARE * need) >= missing
+        if self.db.nodes.has_proven_worker(seen_since_s, now_s) and young >= max(YOUNG_SHARE * need, 1):
+            return True
+        return proven + young >= missing

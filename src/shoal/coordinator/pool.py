@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.config import Config
+from shoal.coordinator.arrivals import Arrivals
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.classes import Classes
@@ -31,13 +32,22 @@ MAX_NOTICES = 20  # the newest are shown
 
 class Pool:
     def __init__(
-        self, connection: sqlite3.Connection, ledger: Ledger, config: Config, run: str, clock: Callable[[], float]
+        self,
+        connection: sqlite3.Connection,
+        ledger: Ledger,
+        config: Config,
+        run: str,
+        clock: Callable[[], float],
+        *,
+        secret: bytes,
     ) -> None:
+        """`secret`: what the assignments' nonces are made with (`nonces.nonce_secret`)."""
         self.config = config
         self.run = run
         self.db = Database(connection, ledger, clock)
         self.curriculum = Curriculum(self.db, config)
-        assignments = Assignments(self.db, config, self.curriculum)
+        arrivals = Arrivals(self.db)
+        assignments = Assignments(self.db, config, self.curriculum, arrivals, run=run, secret=secret)
         classes = Classes(self.db, config)
         self.members = Members(self.db, config, assignments, classes)
         self.batches = Batches(self.db, config)

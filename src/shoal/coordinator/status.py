@@ -46,7 +46,7 @@ def _grading(db: Database, groups: int) -> Grading:
 
 
 def _nodes(db: Database) -> list[NodeStatus]:
-    counts = db.submissions.count_by_worker_and_state()
+    counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
     return [
         NodeStatus(
             name=node.name,
@@ -59,6 +59,7 @@ def _nodes(db: Database) -> list[NodeStatus]:
             suspension=node.suspension if left_s(node, db.clock()) else "",
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
+            missed=missed.get(node.key, 0),
             stats=Stats.model_validate_json(node.stats),
             fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )

@@ -1,8 +1,8 @@
 """Seeded sampling: every sampled token can be derived again from the logits and public numbers.
 
 A token is the argmax of `logits / temperature + Gumbel noise` (the Gumbel-max trick: its distribution is the softmax).
-The noise is a counter-based hash of (run, step, worker, submission, rollout, position, token id). So a validator with its
-own logits finds the same token, up to numerics, and a worker cannot choose.
+The noise is a counter-based hash of (run, step, worker, submission, rollout, nonce, position, token id). So a validator with
+its own logits finds the same token, up to numerics, and a worker cannot choose.
 
 Invariant: noise depends only on integers and is exact up to the two final float32 logarithms, on every device.
 Called by the engine (`choose`) and by the validator's replay check (`replay_margins`).
@@ -24,10 +24,13 @@ LARGEST_NOISE = 16.7  # nats; the upper bound of `gumbel_noise`
 LOWEST_LOGPROB = -50.0  # no sampled token's is below about -20 less the likeliest token's; the rest is for numerics
 
 
-def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int) -> int:
-    """The 63-bit seed of one rollout: a hash of everything that identifies it."""
-    name = f"shoal/seed\n{run}\n{step}\n{worker}\n{submission}\n{rollout}".encode()
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
+def rollout_seed(run: str, step: int, worker: str, submission: int, rollout: int, nonce: str = "") -> int:
+    """The 63-bit seed of one rollout: a hash of everything that identifies it.
+
+    `nonce` is the assignment's: nobody can compute the seed before it is given out. Rollouts without assignment have none.
+    """
+    name = f"shoal/seed\n{run}\n{step}\n{worker}\n{submission}\n{rollout}" + (f"\n{nonce}" if nonce else "")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:

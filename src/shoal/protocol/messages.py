@@ -12,6 +12,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
     validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
+    validator     GET  /v1/missed/{key}                  -> MissedTasks (of one worker)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     these two     GET  /v1/curricula/{digest}           -> CurriculumPage (what an assignment's tasks are drawn by)
@@ -38,6 +39,7 @@ VERSION = 1  # of this protocol; a descriptor with another one is refused
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
+Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
 MaybeHex64 = Field(default="", pattern=r"^([0-9a-f]{64})?$")
 SubmissionId = Field(pattern=r"^[0-9a-f]{16}-[0-9]{6}$")
@@ -125,16 +127,17 @@ class Heartbeat(Message):
 
 
 class Assignment(Message):
-    """The work for one submission, and the grant to upload it. Its tasks are derived from these numbers."""
+    """The work for one submission, and the grant to upload it. Its tasks are derived from it (`tasks.derive`)."""
 
     id: str = SubmissionId
     number: int = Field(ge=0)
     step: int = Field(ge=0)
     policy_version: int = Field(ge=0)
     policy_digest: str = Hex64
+    nonce: str = Hex32  # unpredictable for all but the coordinator, which gives the same assignment the same one again
     groups: int = Field(ge=1)
     curriculum: str = MaybeHex64  # the newest CurriculumPage it is drawn by; "": none
-    deadline_s: float  # unix time after which the task expires
+    deadline_s: float  # unix time after which the pool no longer counts on it; it may be uploaded later
     upload_path: str
     max_bytes: int
 
@@ -145,9 +148,18 @@ class HeartbeatAnswer(Message):
     relays: list[str]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
-    reader_token: str = ""  # lets this node read from relays and the origin, for a while; "" if it is evicted
+    reader_grant: str = ""  # lets this key read from relays and the origin, for a while; "" if it is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
     renewals: Count = 0  # how often this node was asked to load its weights anew and to report a new fingerprint
+
+
+class MissedTasks(Message):
+    """What a worker was given and never uploaded: `tasks.missed` says what that did to the reward."""
+
+    worker: str = Hex64
+    given: Count
+    missed: Count
+    newest: list[Assignment]  # of the missed ones, oldest first
 
 
 class Stored(Message):
@@ -166,8 +178,8 @@ class Reason(StrEnum):
     """Why a submission was rejected: one word per lie. `HARD` reasons are provably false and slash the worker."""
 
     UNREADABLE = "unreadable"  # not a rollout file, or beyond its bounds
-    SIGNATURE = "signature"  # not signed by the worker that has the task
-    CONTEXT = "context"  # names another run, step, version or submission
+    SIGNATURE = "signature"  # not signed by the worker that has the task, or not these rows
+    CONTEXT = "context"  # made for another assignment than the one it was uploaded for, or for other prompts
     REPLAYED = "replayed"  # an accepted submission already has these rollouts
     TASKS = "tasks"  # not the derived tasks, targets or seeds
     BOUNDS = "bounds"  # token ids, lengths or numbers out of range
@@ -183,7 +195,12 @@ class Reason(StrEnum):
     INEXACT = "inexact"  # within the limits, but not bit for bit what the validator computes, whose class it claims
 
 
-HARD = frozenset(Reason) - {Reason.UNREADABLE, Reason.BOUNDS, Reason.UNREPEATABLE, Reason.INEXACT}
+# Soft: what a broken disk, a flipped bit, a coordinator that returns to older state, a changed answer on an open link, or a
+# program of the model can cause. A hard reason follows from what the worker signed; nobody else can cause it (docs/trust.md).
+SOFT = frozenset(
+    {Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT, Reason.BOUNDS, Reason.UNREPEATABLE, Reason.INEXACT}
+)
+HARD = frozenset(Reason) - SOFT
 
 
 class ClaimRequest(Message):
@@ -343,6 +360,7 @@ class NodeStatus(Message):
     evicted: bool
     suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: it is not suspended
     suspension: str = ""  # why
+    missed: int = Field(default=0, ge=0)  # tasks that it was given and never uploaded
     accepted: int
     rejected: int
     stats: Stats

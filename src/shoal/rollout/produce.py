@@ -156,6 +156,8 @@ class Producer:
             policy_digest=assignment.policy_digest,
             worker=self.identity.public,
             submission=assignment.number,
+            nonce=assignment.nonce,
+            curriculum=assignment.curriculum,
             signer=self.identity.public,
             prompts=prompts_digest(prompts),
             graded_with=tasks.versions(),

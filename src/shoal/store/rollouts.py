@@ -57,7 +57,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class Header(BaseModel):
@@ -66,12 +66,14 @@ class Header(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     schema_version: int
-    run: str = Field(max_length=100)
+    run: str = Field(max_length=120)
     step: int = Field(ge=0)
     policy_version: int = Field(ge=0)
     policy_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     worker: str = Field(pattern=r"^[0-9a-f]{64}$")
     submission: int = Field(ge=0)
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
+    curriculum: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")  # the page that its tasks were drawn by
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
     prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts
     graded_with: str = Field(default="", max_length=1000)  # submissions only: the versions that its rewards are of

@@ -1,4 +1,6 @@
-"""Which tasks a submission must contain: a hash of public numbers, so that nobody chooses them.
+"""Which tasks a submission must contain: a hash of the assignment, so that nobody chooses them.
+
+The assignment's nonce makes them unpredictable before it is given out, also for the worker (`coordinator.nonces`).
 
 Invariant: worker and validator derive the same tasks, targets and seeds from the same assignment, by the same call. With a
 curriculum they also need its pages, which the assignment names by their hash.
@@ -37,7 +39,8 @@ def plan_submission(
         policy_digest=assignment.policy_digest,
         worker=worker,
         submission=assignment.number,
-        groups=assignment.groups,
+        nonce=assignment.nonce,
+        groups=config.workers.groups_per_submission,
         group_size=config.sampling.group_size,
         pick=partial(draw, pick=tasks.pick, rates=rates) if assignment.curriculum else tasks.pick,
         curriculum=assignment.curriculum,
@@ -57,6 +60,7 @@ def plan_groups(
     policy_digest: str,
     worker: str,
     submission: int,
+    nonce: str,
     groups: int,
     group_size: int,
     pick: Callable[[bytes], int],
@@ -70,7 +74,7 @@ def plan_groups(
     plans = []
     page = f"\n{curriculum}" if curriculum else ""
     for group in range(groups):
-        name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}{page}"
+        name = f"shoal/tasks\n{run}\n{step}\n{policy_digest}\n{worker}\n{submission}\n{group}\n{nonce}{page}"
         drawn = hashlib.sha256(name.encode()).digest()
         target_at = int.from_bytes(drawn[8:16], "big")
         plans.append(
@@ -78,7 +82,8 @@ def plan_groups(
                 task_index=pick(drawn),
                 target_length=length_targets[target_at % len(length_targets)] if length_targets else 0,
                 seeds=tuple(
-                    rollout_seed(run, step, worker, submission, group * group_size + g) for g in range(group_size)
+                    rollout_seed(run, step, worker, submission, group * group_size + g, nonce)
+                    for g in range(group_size)
                 ),
             )
         )

@@ -25,7 +25,7 @@ from shoal.validator.judge import Judge
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
 EQUAL = "this machine computes the same to the last bit"
 UNEQUAL = (
-    "within the limits, but not to the last bit: a validator of the worker's exactness class would say inexact; this machine "
+    "within the limits, but not to the last bit: a validator of the worker's class would say inexact; this machine "
     "may be of another"
 )
 
@@ -59,6 +59,7 @@ def verify(
             step=header.step,
             version=header.policy_version,
             digest=header.policy_digest,
+            nonce=header.nonce,
             curriculum=curriculum,
         )
         case = judge.open(asked, header.worker, data)
@@ -116,6 +117,7 @@ def offline_assignment(
     step: int = 0,
     version: int = 0,
     digest: str = "0" * 64,
+    nonce: str = "0" * 32,
     curriculum: str = "",
 ) -> Assignment:
     """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
@@ -126,6 +128,7 @@ def offline_assignment(
         step=step,
         policy_version=version,
         policy_digest=digest,
+        nonce=nonce,
         groups=config.workers.groups_per_submission,
         curriculum=curriculum,
         deadline_s=0.0,

@@ -8,8 +8,9 @@ docstring begins with the question it asks, which `shoal verify` prints.
     GRADED     read the recomputed rewards, or ask an environment again
 
 Invariant: a worker's figures are compared, never used; and a hard reason follows from what the worker itself signed, so no
-other party can cause it. That is why `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this
-worker's rows, whoever uploaded them first.
+other party can cause it. That is why `context` comes first, and is soft: what passes it was signed for exactly this
+assignment. And why `derived_tasks` comes before `replayed`: rows with another worker's seeds are not this worker's rows,
+whoever uploaded them first.
 Called by `judge`. docs/trust.md says what is not caught, and why.
 Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on validators.
 """
@@ -58,17 +59,22 @@ def rejected(reason: Reason, detail: str, evidence: dict[str, float] | None = No
 
 
 def context(rules: Rules, case: Case) -> Outcome:
-    """Is it this worker's file, for this task, of this run, step and version, on these prompts?"""
+    """Is it this worker's file, for this assignment?
+
+    Soft: whoever can change the coordinator's answers or bring it back to older state can cause it. What passes was signed
+    by the worker for exactly this assignment, so all that follows from the assignment is its own word.
+    """
     header, asked = case.header, case.assignment
     if header.signer != case.worker or header.worker != case.worker:
         return rejected(Reason.SIGNATURE, f"signed by {header.signer[:16]}, submitted by {case.worker[:16]}")
     if header.run == rules.run and header.submission != asked.number:
-        return rejected(Reason.REPLAYED, f"made for task {header.submission}, submitted for task {asked.number}")
-    said = (header.run, header.step, header.policy_version, header.policy_digest)
-    if said != (rules.run, asked.step, asked.policy_version, asked.policy_digest):
-        return rejected(Reason.CONTEXT, f"its header names run, step, version, digest {said}")
-    if header.prompts != prompts_digest(case.prompts):
-        return rejected(Reason.CONTEXT, "signed for other prompts than those of its tasks")
+        return rejected(Reason.CONTEXT, f"made for task {header.submission}, submitted for task {asked.number}")
+    said = (header.run, header.step, header.policy_version, header.policy_digest, header.nonce, header.curriculum)
+    if said != (
+        *(rules.run, asked.step, asked.policy_version, asked.policy_digest),
+        *(asked.nonce, asked.curriculum),
+    ):
+        return rejected(Reason.CONTEXT, f"its header names run, step, version, digest, nonce, curriculum {said}")
     return PASSED
 
 
@@ -86,6 +92,13 @@ def derived_tasks(rules: Rules, case: Case) -> Outcome:
         return rejected(Reason.TASKS, f"{len(found)} rollouts instead of {len(expected)}")
     at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
     return rejected(Reason.TASKS, f"rollout {at} has (group, task, target, seed) {found[at]}, expected {expected[at]}")
+
+
+def prompts(rules: Rules, case: Case) -> Outcome:
+    """Is it signed for the prompts of these tasks? (Soft: another release of a tokenizer may write others.)"""
+    if case.header.prompts != prompts_digest(case.prompts):
+        return rejected(Reason.CONTEXT, "signed for other prompts than those of its tasks")
+    return PASSED
 
 
 def replayed(rules: Rules, case: Case) -> Outcome:
@@ -269,7 +282,7 @@ def _tolerance(reward: float) -> float:
     return REWARD_TOLERANCE * max(1.0, abs(reward))
 
 
-FILE: list[Check] = [context, derived_tasks, replayed, bounds, endings]
+FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings]
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 GRADED: list[Check] = [environment, rewards]
 ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]

@@ -210,6 +210,8 @@ class Judge:
             policy_digest=case.assignment.policy_digest,
             worker=case.worker,
             submission=case.assignment.number,
+            nonce=case.assignment.nonce,
+            curriculum=case.assignment.curriculum,
             signer=identity.public,
         )
         return write_accepted(header, rows, identity)

@@ -315,10 +315,12 @@ def _verdicts(status: Status, cells: int) -> Text:
     workers = [node for node in status.nodes if node.role == "worker"]
     accepted, rejected = sum(node.accepted for node in workers), sum(node.rejected for node in workers)
     reasons, slashed = counted(status.reject_reasons), ", ".join(clean(name) for name in status.slashed)
+    missed = {clean(node.name): node.missed for node in workers if node.missed}
     items = [
         Text(f"verdicts  {accepted} accepted, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
         *([Text(exactness(status.exact))] if status.exact.submissions else []),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
+        *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed)})")] if missed else []),
     ]
     return _flow(items, cells)
 

@@ -14,7 +14,9 @@ SCHEMA = [
     seq {SERIAL}, key TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT,
     invite TEXT UNIQUE NOT NULL, seen_s DOUBLE PRECISION NOT NULL, version BIGINT, stats TEXT NOT NULL DEFAULT '{{}}',
     evicted BOOLEAN NOT NULL DEFAULT FALSE, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
-    suspension TEXT NOT NULL DEFAULT '', suspensions BIGINT NOT NULL DEFAULT 0)"""
+    suspension TEXT NOT NULL DEFAULT '', suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
+    rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)"""
 ]
 
 
@@ -32,6 +34,10 @@ class Node:
     suspended_until_s: float  # by the coordinator's clock; in the past or 0: it is not suspended
     suspension: str  # why it was suspended last
     suspensions: int  # in a row, none of them forgotten
+    took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
+    missed: float  # recent share of its tasks that it never uploaded
+    missed_in_a_row: int
+    rests_until_s: float  # no new task before
 
 
 COLUMNS = ", ".join(field.name for field in fields(Node))
@@ -89,6 +95,29 @@ class Nodes:
     def forget_suspensions(self, key: str) -> None:
         """The next one counts as the first."""
         self.connection.change("UPDATE nodes SET suspensions = 0 WHERE key = ?", key)
+
+    def set_record(self, key: str, *, took_s: float, missed: float, missed_in_a_row: int, rests_until_s: float) -> None:
+        """How the worker did with its tasks (see `arrivals`)."""
+        self.connection.change(
+            "UPDATE nodes SET took_s = ?, missed = ?, missed_in_a_row = ?, rests_until_s = ? WHERE key = ?",
+            *(took_s, missed, missed_in_a_row, rests_until_s, key),
+        )
+
+    def times_taken(self) -> list[float]:
+        """Seconds from a task to its upload of each worker whose work was accepted, in order."""
+        rows = self.connection.rows("SELECT took_s FROM nodes WHERE took_s > 0 AND NOT evicted ORDER BY took_s")
+        return [took_s for (took_s,) in rows]
+
+    def has_proven_worker(self, seen_since_s: float, now_s: float) -> bool:
+        """Whether a worker with accepted work was seen since then and is not suspended."""
+        return (
+            self.connection.row(
+                "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND suspended_until_s <= ? AND NOT evicted LIMIT 1",
+                seen_since_s,
+                now_s,
+            )
+            is not None
+        )
 
     def evicted_keys(self) -> list[str]:
         return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE evicted ORDER BY seq")]

@@ -1,7 +1,8 @@
 """The table of submissions: each task that was assigned, and what became of it.
 
     open -> uploaded -> validating -> accepted | rejected
-    open -> expired                     its deadline passed
+    open -> expired                     missed: its worker asked for work again, and this was no longer to be had from it
+    open -> stale                       its worker came to upload it when no batch could take its version any more
     uploaded, validating -> expired     no validator can get its version any more
 
 Invariant: an id, which holds the worker's key and number, occurs once. Called by `assignments`, `submissions`, `trust`,
@@ -17,14 +18,15 @@ SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS submissions (
     seq {SERIAL}, id TEXT UNIQUE NOT NULL, worker TEXT NOT NULL, number BIGINT NOT NULL, step BIGINT NOT NULL,
     version BIGINT NOT NULL, digest TEXT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, file_hash TEXT,
-    accepted_hash TEXT, validator TEXT, full_check BOOLEAN, lease_s DOUBLE PRECISION, content TEXT, reason TEXT,
-    verdict TEXT, uploaded_s DOUBLE PRECISION, judged_s DOUBLE PRECISION)""",
+    accepted_hash TEXT, nonce TEXT NOT NULL, assigned_s DOUBLE PRECISION NOT NULL, validator TEXT, full_check BOOLEAN,
+    lease_s DOUBLE PRECISION, content TEXT, reason TEXT, verdict TEXT, uploaded_s DOUBLE PRECISION,
+    judged_s DOUBLE PRECISION)""",
     "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_worker ON submissions (worker, state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content)",
 ]
 
-State = Literal["open", "uploaded", "validating", "accepted", "rejected", "expired"]
+State = Literal["open", "uploaded", "validating", "accepted", "rejected", "expired", "stale"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,15 @@ class Submission:
     step: int
     version: int
     digest: str  # of the version's manifest
-    deadline_s: float
+    nonce: str
+    assigned_s: float
+    deadline_s: float  # after it, its worker may be given another task
     state: State
     file_hash: str | None  # of the uploaded file
     accepted_hash: str | None  # of the validator's accepted file
     validator: str | None  # holds the claim
     full_check: bool | None  # whether it is prefilled; drawn at the first claim
+    uploaded_s: float | None
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,22 @@ class Submissions:
     # --- assigning ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, id: str, worker: str, number: int, step: int, version: int, digest: str, deadline_s: float
+        self,
+        id: str,
+        worker: str,
+        number: int,
+        *,
+        step: int,
+        version: int,
+        digest: str,
+        nonce: str,
+        assigned_s: float,
+        deadline_s: float,
     ) -> Submission:
         row = self.connection.row(
-            "INSERT INTO submissions (id, worker, number, step, version, digest, deadline_s, state)"
-            f" VALUES (?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
-            id,
-            worker,
-            number,
-            step,
-            version,
-            digest,
-            deadline_s,
+            "INSERT INTO submissions (id, worker, number, step, version, digest, nonce, assigned_s, deadline_s, state)"
+            f" VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
+            *(id, worker, number, step, version, digest, nonce, assigned_s, deadline_s),
         )
         return _submission(row)
 
@@ -88,22 +97,26 @@ class Submissions:
             self.connection.value("SELECT coalesce(max(number), -1) + 1 FROM submissions WHERE worker = ?", worker)
         )
 
-    def expire_overdue(self, now_s: float) -> None:
-        self.connection.change(
-            "UPDATE submissions SET state = 'expired' WHERE state = 'open' AND deadline_s < ?", now_s
-        )
+    def newest_version_of(self, worker: str) -> int:
+        """The newest version that this worker was given a task of; -1 if there is none."""
+        return int(self.connection.value("SELECT coalesce(max(version), -1) FROM submissions WHERE worker = ?", worker))
 
     def expire_open_of(self, worker: str) -> None:
         self.connection.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
 
-    def count_under_way(self, seen_since_s: float) -> int:
-        """Uploaded and not yet judged, or open at a worker that was seen since then."""
-        return int(
-            self.connection.value(
-                "SELECT count(*) FROM submissions JOIN nodes ON key = worker"
-                " WHERE state IN ('uploaded', 'validating') OR (state = 'open' AND seen_s >= ?)",
-                seen_since_s,
-            )
+    def count_unjudged(self) -> int:
+        """Uploaded and not yet judged."""
+        return int(self.connection.value("SELECT count(*) FROM submissions WHERE state IN ('uploaded', 'validating')"))
+
+    def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[float, float]]:
+        """Open tasks of workers that were seen since then and are not suspended: seconds that they are old, and the seconds
+        that their worker usually takes (0: nothing of it was accepted yet)."""
+        return self.connection.rows(
+            "SELECT ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
+            " WHERE state = 'open' AND seen_s >= ? AND suspended_until_s <= ?",
+            now_s,
+            seen_since_s,
+            now_s,
         )
 
     # --- checking ----------------------------------------------------------------------------------------------------
@@ -147,6 +160,9 @@ class Submissions:
     def expire(self, id: str) -> None:
         self.connection.change("UPDATE submissions SET state = 'expired' WHERE id = ?", id)
 
+    def set_stale(self, id: str) -> None:
+        self.connection.change("UPDATE submissions SET state = 'stale' WHERE id = ?", id)
+
     def content_owner(self, content: str) -> str | None:
         """Id of the accepted submission with this content."""
         found: str | None = self.connection.value(
@@ -189,11 +205,42 @@ class Submissions:
             )
         )
 
+    def count_rejected_of(self, worker: str, reasons: list[str], newest: int) -> int:
+        """How many of the worker's newest judged submissions were rejected for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
+                f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
+                worker,
+                newest,
+                *reasons,
+            )
+        )
+
     # --- counting ----------------------------------------------------------------------------------------------------
 
     def count_by_worker_and_state(self) -> dict[tuple[str, State], int]:
         rows = self.connection.rows("SELECT worker, state, count(*) FROM submissions GROUP BY worker, state")
         return {(worker, state): count for worker, state, count in rows}
+
+    def count_missed(self) -> dict[str, int]:
+        """Tasks that each worker was given and did not upload."""
+        return dict(
+            self.connection.rows(
+                "SELECT worker, count(*) FROM submissions WHERE state = 'expired' AND file_hash IS NULL GROUP BY worker"
+            )
+        )
+
+    def missed_of(self, worker: str, limit: int) -> list[Submission]:
+        """The newest tasks that this worker was given and did not upload, oldest first."""
+        rows = self.connection.rows(
+            f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'expired' AND file_hash IS NULL"
+            " ORDER BY seq DESC LIMIT ?",
+            worker,
+            limit,
+        )
+        return [_submission(row) for row in reversed(rows)]
 
     def count_by_state(self) -> dict[State, int]:
         return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))
