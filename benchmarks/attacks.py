@@ -2,12 +2,18 @@
 
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some; keeps other results
+    python benchmarks/attacks.py configs/tiny.toml --versions DIR --exact        as within an exactness class
     python benchmarks/attacks.py configs/tiny.toml --plot                        docs/images/trust.png
 
 DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
 (`shoal run CONFIG --set learner.keep_versions=100`); the validator judges by the newest. The same workers and tasks are
 given to every attack. Each submission goes through the whole pipeline; then every check runs by itself, whatever the
 others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
+
+With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, which costs it the limits.
+Each submission is then compared with the one that honest work yields: one whose tokens, logprobs and proofs are the same
+changed nothing, and is counted as such. What an attack gains is the mean reward of its accepted rollouts less that of honest
+ones; what it tried to gain, that of all.
 
 Writes benchmarks/results/<label>.json after each attack, and the table next to it as .md. Exit status 1 if honest work was
 rejected.
@@ -22,7 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +42,14 @@ from shoal.config import Config
 from shoal.engine.torch_engine import TorchEngine
 from shoal.launch.calibrate import RUN
 from shoal.model.dtype import pick
+from shoal.model.numerics import Numerics
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
-from shoal.store.rollouts import PROOF_CHUNK_TOKENS
+from shoal.store.rollouts import PROOF_CHUNK_TOKENS, Rollout
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import ALL
+from shoal.validator.exact import EXACT
 from shoal.validator.judge import Examined, Judge
 
 HERE = Path(__file__).parent
@@ -62,6 +70,12 @@ HEAD = (
 )
 
 
+HEAD_EXACT = (
+    "| attack | changed | of these rejected | first check to fire | reward tried | reward gained |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -72,9 +86,13 @@ def main() -> int:
     parser.add_argument("--label", help="name of the results file (default: attacks-CONFIG)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--with", dest="overlays", type=Path, nargs="+", default=[], help="TOML over the config")
+    parser.add_argument("--exact", action="store_true", help="as within an exactness class: no tolerance")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the faster one here)")
+    parser.add_argument("--max-tokens", type=int, help="length of completions (default: the config's)")
     parser.add_argument("--plot", action="store_true", help="draw docs/images/trust.png from the results; run nothing")
     arguments = parser.parse_args()
-    path = HERE / "results" / f"{arguments.label or 'attacks-' + arguments.config.stem}.json"
+    label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
+    path = HERE / "results" / f"{label}.json"
     if arguments.plot:
         plot(json.loads(path.read_text()), HERE.parent / "docs" / "images" / "trust.png")
         return 0
@@ -85,32 +103,46 @@ def main() -> int:
     if arguments.groups:
         section = settings.workers.model_copy(update={"groups_per_submission": arguments.groups})
         settings = settings.model_copy(update={"workers": section})
+    if arguments.max_tokens:
+        sampling = settings.sampling.model_copy(update={"max_tokens": arguments.max_tokens})
+        settings = settings.model_copy(update={"sampling": sampling})
     folders = sorted(folder for folder in arguments.versions.iterdir() if folder.name.startswith("v"))
     lab = Lab(folders, neighbour=identity(WORKERS))
-    dtype, _ = pick(settings.model.dtype, settings.model.device)
+    dtype, _ = pick(arguments.dtype or settings.model.dtype, settings.model.device)
+    numerics: Numerics = "exact" if arguments.exact else "fast"
     result = json.loads(path.read_text()) if path.exists() else {"attacks": {}}
     result |= {
         "model": settings.model.name,
         "dtype": dtype,
         "machine": describe(),
+        "numerics": numerics,
         "groups": settings.workers.groups_per_submission,
         "versions": len(folders),
         "limits": {name: getattr(settings.validator, limit) for name, limit in LIMITS.items()},
     }
     path.parent.mkdir(exist_ok=True)
+    head = HEAD_EXACT if arguments.exact else HEAD
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": numerics})})
     with Judge(settings, RUN, dtype) as judge:
         judge.load(folders[-1])
-        engine = TorchEngine(dtype, settings.model.device)  # every attacker loads its weights into it anew
-        sys.stdout.write(HEAD)
+        engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker loads its weights into it anew
+        honest = None
+        if arguments.exact:
+            honest = Attack(settings, RUN, identity(0), TorchEngine(dtype, settings.model.device, numerics), lab)
+            honest.load(folders[-1], len(folders) - 1)
+        sys.stdout.write(head)
         attacks = attacks_on(settings)
         for name in arguments.only or attacks:
             attacker = attacks[name](settings, RUN, identity(0), engine, lab)
             attacker.load(folders[-1], len(folders) - 1)
-            result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n)
+            result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n, honest)
             result["attacks"] = {known: result["attacks"][known] for known in attacks if known in result["attacks"]}
             path.write_text(json.dumps(result, indent=1) + "\n")
-            rows = {known: row(known, found) for known, found in result["attacks"].items()}
-            path.with_suffix(".md").write_text(HEAD + "".join(rows.values()))
+            rows = {
+                known: exact_row(known, found) if arguments.exact else row(known, found)
+                for known, found in result["attacks"].items()
+            }
+            path.with_suffix(".md").write_text(head + "".join(rows.values()))
             sys.stdout.write(rows[name])
             sys.stdout.flush()
     return int(bool(result["attacks"].get("honest", {}).get("rejected")))
@@ -124,6 +156,10 @@ class Tally:
     first: Counter[str] = field(default_factory=Counter)  # check that fired first
     alone: Counter[str] = field(default_factory=Counter)  # each check by itself
     evidence: dict[str, list[float]] = field(default_factory=dict)
+    unchanged: int = 0  # submissions whose tokens, logprobs and proofs are those of honest work
+    slipped: int = 0  # submissions that changed something and were accepted
+    tried: list[float] = field(default_factory=list)  # mean reward of each submission less the honest one's
+    gained: list[float] = field(default_factory=list)  # the same of the accepted ones
 
     def add(self, judge: Judge, examined: Sequence[Examined]) -> None:
         """Take the pipeline's findings, then run every check on every case by itself."""
@@ -132,20 +168,44 @@ class Tally:
         computed = dict(zip(unseen, judge.prefill(list(unseen.values())), strict=True))
         for n, one in enumerate(examined):
             case = computed.get(n, one.case)
-            outcomes = {check.__name__: check(judge.rules, case) for check in ALL}
+            case = case if case.rewards else judge.grade(case)  # what a check of the prefill rejected is not graded
+            checks = [*ALL, *EXACT] if case.exact else ALL
+            outcomes = {check.__name__: check(judge.rules, case) for check in checks}
             fired = [name for name, outcome in outcomes.items() if outcome.finding]
             self.alone.update(fired)
             self.alone.update(by_thresholds(case))
             if one.finding is not None:
                 self.reasons[one.finding.reason] += 1
-                self.first[fired[0]] += 1
+                self.first[next(name for name in fired if outcomes[name].finding == one.finding)] += 1
             for outcome in outcomes.values():
                 for name, value in outcome.evidence.items():
                     self.evidence.setdefault(name, []).append(value)
 
+    def compare(self, judge: Judge, one: Examined, honest: Case) -> None:
+        """Take what the attack changed of honest work, and what that gains."""
+        same = [_made(row) for row in one.case.rows] == [_made(row) for row in honest.rows]
+        claims = [row.reward for row in one.case.rows] == [row.reward for row in honest.rows]
+        same = same and claims and one.case.header.signer == honest.header.signer
+        self.unchanged += same
+        self.slipped += not same and one.finding is None
+        if one.case.prefill:
+            gain = _mean_reward(judge, one.case) - _mean_reward(judge, honest)
+            self.tried.append(gain)
+            if one.finding is None:
+                self.gained.append(gain)
 
-def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[str, Any]:
-    """Make and judge `n` submissions, a batch at a time."""
+
+def _made(row: Rollout) -> tuple[list[int], list[float], list[bytes]]:
+    return row.tokens, row.logprobs, row.proofs
+
+
+def _mean_reward(judge: Judge, case: Case) -> float:
+    graded = case if case.rewards else judge.grade(case)
+    return statistics.fmean(graded.rewards)
+
+
+def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: Attack | None) -> dict[str, Any]:
+    """Make and judge `n` submissions, a batch at a time. `honest`: in an exactness class, beside what it makes."""
     tally, making_s, judging_s = Tally(), 0.0, 0.0
     for start in range(0, n, settings.validator.batch):
         opened: list[Case | Finding] = []
@@ -153,7 +213,7 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[st
             asked, data, seconds = make(attacker, settings, number)
             making_s += seconds
             opened.append(judge.open(asked, attacker.identity.public, data))
-        cases = [case for case in opened if isinstance(case, Case)]
+        cases = [replace(case, exact=honest is not None) for case in opened if isinstance(case, Case)]
         for finding in (finding for finding in opened if isinstance(finding, Finding)):
             tally.reasons[finding.reason] += 1
             tally.first["open"] += 1
@@ -161,10 +221,16 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[st
         examined = judge.examine(cases)
         judging_s += time.perf_counter() - begun
         tally.add(judge, examined)
+        for one in examined if honest is not None else []:
+            tally.compare(judge, one, _honest_case(judge, honest, settings, one.case))
     return {
         "n": n,
         "rejected": sum(tally.reasons.values()),
         "reasons": dict(tally.reasons),
+        "unchanged": tally.unchanged,
+        "slipped": tally.slipped,
+        "tried": statistics.fmean(tally.tried) if tally.tried else 0.0,
+        "gained": statistics.fmean(tally.gained) if tally.gained else 0.0,
         "first": dict(tally.first),
         "alone": dict(tally.alone),
         "evidence": {
@@ -174,6 +240,14 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int) -> dict[st
         "making_s": round(making_s / n, 3),  # of one submission
         "judging_s": round(judging_s / n, 3),
     }
+
+
+def _honest_case(judge: Judge, honest: Attack, settings: Config, case: Case) -> Case:
+    """What honest work yields for the same assignment."""
+    asked, data, _ = make(honest, settings, case.assignment.number)
+    opened = judge.open(asked, case.worker, data)
+    assert isinstance(opened, Case), opened
+    return opened
 
 
 def make(attacker: Attack, settings: Config, number: int) -> tuple[Assignment, bytes, float]:
@@ -215,6 +289,14 @@ def row(name: str, found: dict[str, Any]) -> str:
     first = ", ".join(check if count == n else f"{check} ({share(count, n)})" for check, count in ordered) or "none"
     proof, public = (share(found["alone"].get(check, 0), n) for check in ("proof", PUBLIC_NAME))
     return f"| {name} | {found['rejected']} of {n} ({share(found['rejected'], n)}) | {first} | {proof} | {public} |\n"
+
+
+def exact_row(name: str, found: dict[str, Any]) -> str:
+    n, changed = found["n"], found["n"] - found["unchanged"]
+    ordered = sorted(found["first"].items(), key=lambda pair: -pair[1])
+    first = ", ".join(f"{check} ({count})" for check, count in ordered) or "none"
+    caught = f"{changed - found['slipped']} of {changed}" if changed else "nothing was changed"
+    return f"| {name} | {changed} of {n} | {caught} | {first} | {found['tried']:+.3f} | {found['gained']:+.3f} |\n"
 
 
 def share(count: int, n: int) -> str:

@@ -22,7 +22,7 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
-    "engine": ["model", "shardcast"],
+    "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "files", "ledger", "protocol", "shardcast", "store", "tracking"],

@@ -55,6 +55,7 @@ FOUND = {  # with any model; weights or sampling that differ little are left out
     "missing_proofs": Reason.BOUNDS,
 }
 SUBTLE = {
+    *("spends_tolerance", "spends_tolerance_down"),  # made to pass the limits; see test_exact.py
     *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # a few tokens do not tell them from numerics
     "end_suppressed",  # one wrong token in a completion of 40, where limits are for a share of all tokens
 }
@@ -92,7 +93,7 @@ def read(data: bytes) -> RolloutFile:  # type: ignore[type-arg]
     return read_submission(data, max_rows=8, max_tokens=40)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "honest"])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "honest" and not name.startswith("spends")])
 def test_every_attack_submits_other_rows_under_its_own_signature(files: dict[str, bytes], name: str) -> None:
     lied, honest = read(files[name]), read(files["honest"])
     assert lied.header.signer == lied.header.worker == ALICE.public

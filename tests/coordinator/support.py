@@ -15,12 +15,14 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages import (
     Assignment,
     Claim,
+    Fingerprint,
     GroupResult,
     Heartbeat,
     HeartbeatAnswer,
     InvitePayload,
     Policy,
     Reason,
+    Replay,
     Verdict,
 )
 
@@ -52,8 +54,20 @@ class Harness:
         for version in versions:
             self.pool.learning.published(Policy(version=version, digest=f"{version:064x}", size_bytes=1))
 
-    def beat(self, key: str = ALICE, version: int | None = 0, *, wants: bool = True) -> HeartbeatAnswer:
-        return self.pool.members.heartbeat(key, Heartbeat(policy_version=version, wants_task=wants))
+    def beat(
+        self,
+        key: str = ALICE,
+        version: int | None = 0,
+        *,
+        wants: bool = True,
+        fingerprint: str = "",
+        renews: bool = True,
+    ) -> HeartbeatAnswer:
+        """A node's heartbeat; one that `renews` has carried out every request for a new fingerprint."""
+        computed = Fingerprint(version=version or 0, value=fingerprint) if fingerprint else None
+        done = self.pool.members.classes.renewals(key) if renews else 0
+        beat = Heartbeat(policy_version=version, wants_task=wants, fingerprint=computed, renewals=done)
+        return self.pool.members.heartbeat(key, beat)
 
     def task(self, key: str = ALICE, version: int | None = 0) -> Assignment:
         answer = self.beat(key, version)
@@ -84,11 +98,26 @@ class Harness:
         useful: tuple[bool, ...] = (True, True),
         validator: str = VALIDATOR,
         content: str | None = None,
+        *,
+        confirmed: bool = True,
+        replay: Replay | None = None,
     ) -> None:
+        """One verdict; and a second validator's, the same, if it waits for one (unless not `confirmed`)."""
         self.contents += 1
         if reason is None:
             self.pool.submissions.accepted_stored(validator, id, "8" * 64)
-        self.pool.submissions.judge(validator, verdict(id, reason, useful, content or f"{self.contents:064x}"))
+        given = verdict(id, reason, useful, content or f"{self.contents:064x}", replay)
+        self.pool.submissions.judge(validator, given)
+        doubted = self.pool.db.replays.get(id)
+        if confirmed and doubted is not None and doubted.doubted_by == validator and self.state(id) == "uploaded":
+            second = OTHER_VALIDATOR if validator == VALIDATOR else VALIDATOR
+            self.pool.db.submissions.set_claimed(id, second, self.clock.now_s + 50, True)
+            self.pool.submissions.judge(second, given)
+
+    def state(self, id: str) -> str:
+        found = self.pool.db.submissions.get(id)
+        assert found is not None
+        return found.state
 
     def accepted(self, key: str = ALICE, version: int = 0, useful: tuple[bool, ...] = (True, True)) -> Assignment:
         """One submission all the way."""
@@ -106,7 +135,9 @@ def payload(name: str, *, role: Any = "worker", nonce: str = "0" * 32, expires_s
     return InvitePayload(run="r", role=role, name=name, nonce=nonce, expires_s=expires_s)
 
 
-def verdict(id: str, reason: Reason | None, useful: tuple[bool, ...], content: str | None) -> Verdict:
+def verdict(
+    id: str, reason: Reason | None, useful: tuple[bool, ...], content: str | None, replay: Replay | None = None
+) -> Verdict:
     groups = [GroupResult(reward_mean=0.5, useful=u, tokens=10) for u in useful] if reason is None else []
     accepted_hash = None if reason else "8" * 64
     return Verdict(
@@ -117,6 +148,7 @@ def verdict(id: str, reason: Reason | None, useful: tuple[bool, ...], content: s
         content=content,
         accepted_hash=accepted_hash,
         groups=groups,
+        replay=replay,
     )
 
 

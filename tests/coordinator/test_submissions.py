@@ -158,7 +158,7 @@ def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
         harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
     harness.judge(task.id, reason)
     with pytest.raises(PoolError, match="ed and not claimed by this validator"):
-        harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
+        harness.pool.submissions.judge(CAROL, verdict(task.id, Reason.PROOF, (), None))
 
 
 def test_accepting_needs_the_accepted_file_that_was_stored(harness: Harness) -> None:

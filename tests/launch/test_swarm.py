@@ -39,6 +39,7 @@ KEYS = {
     "reject_reasons",
     "slashed",
     "tokens_generated",
+    "exact",
     "tokens_trained",
     "learner_busy_frac",
     "max_staleness",
@@ -135,6 +136,8 @@ def test_a_swarm_learns_from_verified_rollouts(finished: tuple[Path, str]) -> No
     assert set(summary) == KEYS
     assert gain(summary) >= LEAST_GAIN
     assert summary["rejected"] == {"worker-0": 0, "worker-1": 0}
+    exact = summary["exact"]  # in full where this machine passes the self-test, else not at all
+    assert exact["tokens"] in (0, summary["tokens_generated"]) and exact["mismatched_tokens"] == 0
     assert min(summary["accepted"].values()) > 0
     assert summary["max_staleness"] <= 2
     assert sum(summary["restarts"].values()) == 0

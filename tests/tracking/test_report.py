@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shoal.config import Config
 from shoal.protocol.history import RunHistory
-from shoal.protocol.messages import Evaluation, NodeStatus, Stats, Status
+from shoal.protocol.messages import Evaluation, Exactness, NodeStatus, Stats, Status
 from shoal.tracking.report import draw_curve, smoothed, summary_table, write_report
 
 CONFIG = Config.model_validate({"run": {"seed": 7}, "sampling": {"max_tokens": 64}})
@@ -66,6 +66,7 @@ def status(**values: Any) -> tuple[Status, RunHistory]:
         "slashed": ["liar"],
         "stale_groups": 0,
         "tokens_generated": 40_000,
+        "exact": Exactness(submissions=39, tokens=38_000),
     }
     known |= values
     history = RunHistory(metrics=known.pop("metrics"), evaluations=known.pop("evaluations"))
@@ -119,6 +120,7 @@ def test_the_summary_has_exactly_these_keys_and_values(tmp_path: Path) -> None:
         "reject_reasons": {"proof": 2},
         "slashed": ["liar"],
         "tokens_generated": 40_000,
+        "exact": {"submissions": 39, "tokens": 38_000, "mismatched_tokens": 0},
         "tokens_trained": 15_000,
         "learner_busy_frac": 0.75,
         "max_staleness": 2.0,

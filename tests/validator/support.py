@@ -58,6 +58,7 @@ class ValidatorsNode(FakeNode):
 def make_validator(folder: Path, settings: Config, dtype: DtypeName = "float32", version: int = 2) -> Validator:
     """A validator that has loaded the weights in `folder` as `version`."""
     validator = Validator(ValidatorsNode(policy_version=version), settings, folder, "", dtype)  # type: ignore[arg-type]
+    validator.folder = folder
     validator.judge.load(folder)
     return validator
 
@@ -91,6 +92,9 @@ class Edited:
 
     def load(self, folder: Path) -> None:
         self.engine.load(folder)
+
+    def forget(self) -> None:
+        self.engine.forget()
 
     def generate(self, *arguments: Any) -> list[list[Completion]]:
         return [[self.edit(completion) for completion in group] for group in self.engine.generate(*arguments)]

@@ -15,8 +15,9 @@ from shoal.protocol.messages import CurriculumPage
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.tasks.curriculum import Curriculum
-from shoal.validator.by_hand import ACCEPTED, REJECTED, UNREADABLE, find_weights
+from shoal.validator.by_hand import ACCEPTED, EQUAL, REJECTED, UNEQUAL, UNREADABLE, find_weights
 from shoal.validator.checks import ALL, FILE, GRADED
+from shoal.validator.exact import EXACT
 
 from ..workers import produced, signed
 from .support import ASKED, config, make_producer
@@ -52,8 +53,11 @@ def answers(lines: list[str]) -> dict[str, str]:
 def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Producer) -> None:  # type: ignore[no-untyped-def]
     status, lines = verify(worker.submission(ASKED))
     assert (status, lines[-1]) == (ACCEPTED, "accepted")
-    assert answers(lines) == {check.__name__: "yes" for check in ALL}
-    for check in ALL:
+    found = answers(lines)
+    assert {check.__name__: found.pop(check.__name__) for check in ALL} == {check.__name__: "yes" for check in ALL}
+    same = set(found) == {check.__name__ for check in EXACT}  # compared bit for bit as well; a difference is no fault
+    assert lines[-2] == (EQUAL if same else UNEQUAL)
+    for check in [*ALL, *EXACT]:
         assert any((check.__doc__ or "?").splitlines()[0] in line for line in lines), "in words"
     assert any("margin_max" in line and "mismatch_frac" in line for line in lines), "with what was measured"
 

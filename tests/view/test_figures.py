@@ -1,8 +1,8 @@
 """Figures are short, and right."""
 
-from shoal.protocol.messages import Status
+from shoal.protocol.messages import Exactness, Status
 from shoal.view import Pace, clean, count, duration, memory
-from shoal.view.figures import eta_s, sparkline
+from shoal.view.figures import eta_s, exactness, sparkline
 
 from .support import Seen, node, status, step
 
@@ -55,3 +55,8 @@ def test_figures_are_short() -> None:
     ]
     assert [memory(b) for b in (0, 900 << 20, 1 << 30)] == ["–", "900 MiB", "1.0 GiB"]
     assert clean("a\tb\x7f\u200bé漢") == "a?b??é漢"
+
+
+def test_the_exact_figure_names_unequal_tokens_only_if_there_are_any() -> None:
+    assert exactness(Exactness(submissions=80, tokens=12_300)) == "exact  80 of these, 12.3k tokens"
+    assert "3 unequal tokens" in exactness(Exactness(submissions=80, tokens=12_300, mismatched_tokens=3))

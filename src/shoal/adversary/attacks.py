@@ -9,7 +9,7 @@ accepts some of, and why they do no harm.
 Called by the attack matrix and its tests; never by a worker.
 """
 
-from shoal.adversary import proofs, tokens, turns, weights
+from shoal.adversary import proofs, tokens, tolerance, turns, weights
 from shoal.adversary.lab import Attack, Lab
 from shoal.config import Config
 
@@ -33,6 +33,8 @@ ATTACKS: dict[str, type[Attack]] = {
     "top_p_0.9": tokens.TopP,
     "greedy": tokens.Greedy,
     "best_of_4": tokens.BestOfFour,
+    "spends_tolerance": tolerance.SpendsTolerance,
+    "spends_tolerance_down": tolerance.SpendsToleranceDown,
     "draft_tokens": tokens.DraftTokens,
     "truncated": tokens.Truncated,
     "padded": tokens.Padded,

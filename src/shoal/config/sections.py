@@ -194,6 +194,11 @@ class ValidatorSection(Section):
         description="nats of evidence for other sampling that reject a submission; an honest one exceeds x with "
         "probability at most e^-x",
     )
+    classes: Literal["any", "exact"] = Field(
+        default="any",
+        description="whose work is taken; any: also of machines that compute unlike every validator, within the limits; "
+        "exact: only what a validator computes to the last bit, so tasks go only to workers of a live validator's class",
+    )
     batch: int = Field(default=4, ge=1, description="submissions of one version checked in one prefill")
     check_floor: float = Field(
         default=1.0,

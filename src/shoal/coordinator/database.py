@@ -9,13 +9,24 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from shoal.coordinator.tables import curricula, grades, groups, history, nodes, policies, runs, submissions
+from shoal.coordinator.tables import (
+    curricula,
+    fingerprints,
+    grades,
+    groups,
+    history,
+    nodes,
+    policies,
+    replays,
+    runs,
+    submissions,
+)
 from shoal.coordinator.tables.connection import Connection
 from shoal.errors import ShoalError
 from shoal.ledger.interface import Ledger
 
 FORMAT = 5  # of a run's tables, manifests and submissions; a run in another format is not resumed
-TABLES = (nodes, submissions, groups, curricula, policies, history, runs)
+TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
 
 
@@ -35,6 +46,8 @@ class Database:
         self.clock = clock
         self.nodes = nodes.Nodes(self.connection)
         self.submissions = submissions.Submissions(self.connection)
+        self.fingerprints = fingerprints.Fingerprints(self.connection)
+        self.replays = replays.Replays(self.connection)
         self.groups = groups.Groups(self.connection)
         self.grades = grades.Grades(self.connection)
         self.curricula = curricula.Curricula(self.connection)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
+from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.tables.nodes import Node
 from shoal.protocol.address import AddressError, coordinator_url
@@ -23,10 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class Members:
-    def __init__(self, db: Database, config: Config, assignments: Assignments) -> None:
+    def __init__(self, db: Database, config: Config, assignments: Assignments, classes: Classes) -> None:
         self.db = db
         self.config = config
         self.assignments = assignments
+        self.classes = classes
         self._records = Rates(RECORDS_PER_S)
 
     def may_register(self, key: str, invite: InvitePayload) -> None:
@@ -84,14 +86,18 @@ class Members:
             if node is None:
                 raise PoolError("this key is not registered", 403)
             self._record(node, beat)
+            self.classes.report(key, beat)
             answer = HeartbeatAnswer(
                 state="evicted" if node.evicted else self._state_for(node.role),
                 newest_version=self.db.policies.newest(),
                 relays=self.db.nodes.relay_urls(),
                 banned=self.db.nodes.evicted_keys() if node.role in ("origin", "relay") else [],
+                renewals=self.classes.renewals(key),
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
+            if why := self.classes.why_no_task(key):
+                return answer.model_copy(update={"waiting_for": why})
             outcome = self.assignments.assign(key, beat.policy_version)
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})

@@ -13,8 +13,10 @@ from shoal.config import Config
 from shoal.coordinator.arrivals import Arrivals
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
+from shoal.coordinator.classes import Classes
 from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
+from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
 from shoal.coordinator.members import Members
@@ -46,13 +48,15 @@ class Pool:
         self.curriculum = Curriculum(self.db, config)
         arrivals = Arrivals(self.db)
         assignments = Assignments(self.db, config, self.curriculum, arrivals, run=run, secret=secret)
-        self.members = Members(self.db, config, assignments)
+        classes = Classes(self.db, config)
+        self.members = Members(self.db, config, assignments, classes)
         self.batches = Batches(self.db, config)
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)
-        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history)
-        self.learning = Learning(self.db, config, self.history)
         self.notices: deque[str] = deque(maxlen=MAX_NOTICES)
+        doubts = Doubts(self.db, classes, self.notices.append)
+        self.submissions = Submissions(self.db, config, assignments, self.batches, trust, self.history, classes, doubts)
+        self.learning = Learning(self.db, config, self.history)
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run, self.notices)

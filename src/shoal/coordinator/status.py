@@ -9,7 +9,7 @@ from dataclasses import asdict
 from shoal.config import Config
 from shoal.coordinator.database import Database
 from shoal.coordinator.suspension import left_s
-from shoal.protocol.messages import Grading, NodeStatus, Signal, Stats, Status
+from shoal.protocol.messages import Exactness, Grading, NodeStatus, Signal, Stats, Status
 
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
 
@@ -35,6 +35,7 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         stale_groups=totals.stale,
         tokens_generated=totals.tokens,
         signal=Signal(**asdict(db.groups.signal(db.open_step()))),
+        exact=Exactness(**dict(zip(Exactness.model_fields, db.replays.totals(), strict=True))),
         grading=_grading(db, -(-RECENT_ROLLOUTS // config.sampling.group_size)),
     )
 
@@ -60,6 +61,7 @@ def _nodes(db: Database) -> list[NodeStatus]:
             rejected=counts.get((node.key, "rejected"), 0),
             missed=missed.get(node.key, 0),
             stats=Stats.model_validate_json(node.stats),
+            fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )
         for node in db.nodes.all()
     ]

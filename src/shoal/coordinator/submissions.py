@@ -1,7 +1,8 @@
 """What happens to a task: its worker uploads, a validator claims, the validator's verdict accepts or rejects.
 
 Invariant: a submission is uploaded once, by the worker it was assigned to and within its grant; only the validator that
-holds the claim gives the verdict; groups are credited exactly when their submission is accepted.
+holds the claim gives the verdict; groups are credited exactly when their submission is accepted. A hard rejection counts
+once a second validator confirms it, where there is one (`doubts`).
 Called by the coordinator's routes.
 
 The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
@@ -14,7 +15,9 @@ from typing import NoReturn
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
+from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.suspension import suspend
 from shoal.coordinator.tables.submissions import Submission
@@ -39,6 +42,8 @@ class Submissions:
         batches: Batches,
         trust: Trust,
         history: HistoryLog,
+        classes: Classes,
+        doubts: Doubts,
     ) -> None:
         self.db = db
         self.config = config
@@ -47,6 +52,8 @@ class Submissions:
         self.batches = batches
         self.trust = trust
         self.history = history
+        self.classes = classes
+        self.doubts = doubts
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -74,6 +81,7 @@ class Submissions:
     def claim(self, validator: str, most: int) -> Claims:
         """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
 
+        What another live validator is to check is left to it: one of the worker's exactness class, or a second one.
         Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
         need not hold any more expire: a validator that waited for it would check nothing else.
         """
@@ -84,15 +92,21 @@ class Submissions:
             gone = [one for one in found if oldest_held is not None and one.version < oldest_held]
             for one in gone:
                 self.db.submissions.expire(one.id)
-            found = [one for one in found if one not in gone]
+            found = [one for one in found if one not in gone and self._is_for(validator, one)]
             found = [one for one in found if one.version == found[0].version][:most]
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
             for one in found:
                 full = self.trust.draw(one.worker) if one.full_check is None else one.full_check
                 self.db.submissions.set_claimed(one.id, validator, lease_s, full)
-                assignment = self.assignments.describe(one)
-                claims.append(Claim(assignment=assignment, worker=one.worker, lease_s=lease_s, full=full))
+                claim = Claim(
+                    assignment=self.assignments.describe(one),
+                    worker=one.worker,
+                    lease_s=lease_s,
+                    full=full,
+                    fingerprint=self.classes.fingerprint(one),
+                )
+                claims.append(claim)
         for one in gone:
             log.info(
                 "%s by %s expired unchecked: relays no longer hold version %d",
@@ -101,6 +115,10 @@ class Submissions:
                 one.version,
             )
         return Claims(claims=claims)
+
+    def _is_for(self, validator: str, submission: Submission) -> bool:
+        checkers = self.classes.checkers(submission)
+        return validator in checkers or not checkers
 
     def content_owner(self, content: str) -> ContentOwner:
         """The accepted submission with this content."""
@@ -133,13 +151,18 @@ class Submissions:
             self.db.submissions.set_accepted_hash(id, content_hash)
 
     def judge(self, validator: str, verdict: Verdict) -> None:
-        """Accept or reject. A hard rejection slashes the worker and evicts it."""
+        """Accept or reject. A hard rejection slashes the worker and evicts it; a second validator confirms it first."""
         with self.db.transaction():
             found = self._get(verdict.submission)
             if found.state in ("accepted", "rejected") and found.validator == validator:
                 return  # the validator repeats a verdict because it did not get the answer
+            if self.doubts.was_first(found, validator):
+                return  # likewise, of a verdict that waits for a second one
             found = self._claimed(validator, verdict.submission)
-            reason = self._reason(verdict)
+            if self.doubts.opens(found, validator, verdict):
+                log.info("%s is %s to %s; another validator is to confirm it", found.id, verdict.reason, validator[:16])
+                return
+            reason = self.doubts.settle(found, validator, verdict, self._reason(verdict))
             if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
                 raise PoolError(f"{found.id}: store the accepted file before accepting it")
             self.db.submissions.set_judged(

@@ -46,6 +46,9 @@ class TorchEngine:
             load_weights_(self.model, folder)
         self.folder = folder
 
+    def forget(self) -> None:
+        self.folder = None
+
     @torch.inference_mode()
     def generate(
         self,

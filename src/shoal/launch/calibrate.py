@@ -1,8 +1,9 @@
 """Measures what honest work looks like to the validator on this machine, and writes the limits that follow.
 
-Numerics differ between dtypes, batch shapes, packings and thread counts, so proofs and tokens of an honest worker do not
-agree exactly with the validator's. Every worker condition is judged under every validator condition. The limit of each
-statistic is its worst honest value times a margin.
+Machines that compute unlike each other, dtypes for example, do not agree to the last bit on proofs and tokens. Every worker
+condition is judged under every validator condition. The limit of each statistic is its worst honest value times a margin.
+So the limits are for workers outside of a validator's class, and measured with fast numerics. Within a class nothing
+is tolerated; whether this machine may claim one, its self-test tells, for each dtype.
 
     limits.toml     [validator] limits, for `--with`
     measured.json   every submission's figures, by condition
@@ -25,10 +26,13 @@ import tomli_w
 import torch
 
 from shoal.config import Config
+from shoal.engine import selftest
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
+from shoal.model import numerics
 from shoal.model.dtype import DtypeName, measure_gflops
+from shoal.model.load import load_model
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
@@ -116,6 +120,8 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                     what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
                     measured.append(what | {"number": number} | figures)
             say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
+    for dtype in dict.fromkeys(generation.dtype for generation in generations):
+        say(f"{dtype}: {_exactness(folders[0], dtype, config.model.device)}")
     worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}
     limits = {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
     out.mkdir(parents=True, exist_ok=True)
@@ -149,6 +155,16 @@ def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) ->
     figures = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
     failed = sum(outcome.finding is not None for outcome in outcomes)
     return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows))}
+
+
+def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:
+    """Whether this machine may claim an exactness class in this dtype, in words."""
+    if numerics.pick("auto", dtype, device) == "fast":
+        return "no exact numerics here: work is judged by the limits"
+    found = selftest.disagreements(load_model(folder, dtype, device, "exact"), dtype, device)
+    if found:
+        return f"results depend on batch shapes here ({', '.join(found)}): work is judged by the limits"
+    return "results do not depend on batch shapes here: within a class of such machines nothing is tolerated"
 
 
 def _machine() -> dict[str, str | int]:

@@ -111,10 +111,19 @@ class Stats(Message):
     intake: Intake = Intake()
 
 
+class Fingerprint(Message):
+    """Digest of what a node computes with one version on fixed inputs (`model/fingerprint`). Equal ones: one class."""
+
+    version: Count
+    value: str = Hex64
+
+
 class Heartbeat(Message):
     policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # what the node has loaded or serves
     wants_task: bool = False
     stats: Stats = Stats()
+    fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
+    renewals: Count = 0  # how often it loaded its weights anew because the coordinator asked
 
 
 class Assignment(Message):
@@ -141,6 +150,7 @@ class HeartbeatAnswer(Message):
     waiting_for: str = ""  # why there is no assignment
     reader_grant: str = ""  # lets this key read from relays and the origin, for a while; "" if it is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
+    renewals: Count = 0  # how often this node was asked to load its weights anew and to report a new fingerprint
 
 
 class MissedTasks(Message):
@@ -182,11 +192,14 @@ class Reason(StrEnum):
     TERMINATION = "termination"  # stopped early
     DISTRIBUTION = "distribution"  # tokens are too likely, or too unlikely, to be samples at the stated temperature
     SPECIAL_TOKENS = "special_tokens"  # a token that only templates use, and that its seed does not yield
+    INEXACT = "inexact"  # within the limits, but not bit for bit what the validator computes, whose class it claims
 
 
-# Soft: what a broken disk, a coordinator that returns to older state, a changed answer on an open link, or a program of the
-# model can cause. A hard reason follows from what the worker signed, and nobody else can cause it (docs/trust.md).
-SOFT = frozenset({Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT, Reason.BOUNDS, Reason.UNREPEATABLE})
+# Soft: what a broken disk, a flipped bit, a coordinator that returns to older state, a changed answer on an open link, or a
+# program of the model can cause. A hard one follows from what the worker signed: nobody else can cause it (docs/trust.md).
+SOFT = frozenset(
+    {Reason.UNREADABLE, Reason.SIGNATURE, Reason.CONTEXT, Reason.BOUNDS, Reason.UNREPEATABLE, Reason.INEXACT}
+)
 HARD = frozenset(Reason) - SOFT
 
 
@@ -201,6 +214,7 @@ class Claim(Message):
     worker: str = Hex64
     lease_s: float
     full: bool = True  # False: cheap checks only; drawn at random, by the worker's trust
+    fingerprint: str = MaybeHex64  # the worker's for this version; "": it claims no exactness class
 
 
 class Claims(Message):
@@ -254,6 +268,13 @@ class GroupResult(Message):
         return self
 
 
+class Replay(Message):
+    """What a validator recomputed without any tolerance: sampled tokens, and how many of them differ."""
+
+    tokens: Count
+    mismatched: Count
+
+
 class Verdict(Message):
     submission: str = SubmissionId
     reason: Reason | None  # None: accepted
@@ -262,6 +283,7 @@ class Verdict(Message):
     content: str | None = None  # digest of the rollouts; None where unreadable
     accepted_hash: str | None = None
     groups: list[GroupResult] = []
+    replay: Replay | None = None  # None: judged within the limits, or without a prefill
 
 
 class CurriculumPage(Message):
@@ -342,6 +364,15 @@ class NodeStatus(Message):
     accepted: int
     rejected: int
     stats: Stats
+    fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
+
+
+class Exactness(Message):
+    """Work that was replayed without any tolerance."""
+
+    submissions: Count = 0  # accepted
+    tokens: Count = 0  # sampled tokens of these: each the argmax, with equal logprob and proof, to the last bit
+    mismatched_tokens: Count = 0  # in submissions that were rejected as `inexact`
 
 
 class Signal(Message):
@@ -382,6 +413,7 @@ class Status(Message):
     tokens_generated: int  # accepted tokens, counted by the validators
     signal: Signal = Signal()
     grading: Grading = Grading()
+    exact: Exactness = Exactness()
 
 
 class WorkerSample(Sample):

@@ -35,6 +35,7 @@ from shoal.protocol.messages import (
     MAX_SENDERS,
     VERSION,
     CurriculumPage,
+    Fingerprint,
     Heartbeat,
     HeartbeatAnswer,
     Intake,
@@ -101,6 +102,8 @@ class Node:
         self.stop = stop
         self.name = ""
         self.policy_version: int | None = None
+        self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
+        self.renewals = 0  # requests for a new fingerprint that it has carried out
         self.answer: HeartbeatAnswer | None = None
         self._doing, self._waiting = "starting", False
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
@@ -296,6 +299,11 @@ class Node:
         """A page of the run's curriculum, as the coordinator has it; the caller checks its digest."""
         return self.get(f"/v1/curricula/{digest}", CurriculumPage, most_bytes=PAGE_BYTES)
 
+    def renewal(self) -> int | None:
+        """The newest request to load the weights anew and to report a new fingerprint; None if all are carried out."""
+        asked = self.answer.renewals if self.answer else 0
+        return asked if asked > self.renewals else None
+
     def doing(self, what: str, *, waiting: bool = False) -> None:
         """Report what this node does, or waits for, from now on. The time since the last call counts as busy or waiting."""
         now_s = time.monotonic()
@@ -313,7 +321,13 @@ class Node:
             pid=os.getpid(),
             intake=self.intake,
         )
-        beat = Heartbeat(policy_version=self.policy_version, wants_task=wants_task, stats=stats)
+        beat = Heartbeat(
+            policy_version=self.policy_version,
+            wants_task=wants_task,
+            stats=stats,
+            fingerprint=self.fingerprint,
+            renewals=self.renewals,
+        )
         self.answer = self.post("/v1/heartbeat", beat, HeartbeatAnswer)
         return self.answer
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
+from shoal.roles.exactness import fingerprinter
 from shoal.roles.joining import join, task_set
 
 
@@ -17,4 +18,5 @@ def run_validator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     with node.heart():
         publisher = node.wait_for_key("origin", stop)
         tasks = task_set(node, config, folder)
-        return Validator(node, config, folder / "weights", publisher, dtype, tasks).run(stop)
+        prints = fingerprinter(config, dtype)
+        return Validator(node, config, folder / "weights", publisher, dtype, tasks, prints).run(stop)

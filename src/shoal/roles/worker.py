@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
+from shoal.roles.exactness import fingerprinter
 from shoal.roles.joining import join, task_set
 
 
@@ -33,4 +34,5 @@ def run_worker(
             node.curriculum_page,
         )
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
-            return Worker(node, producer).run(follower, stop)
+            prints = fingerprinter(config, dtype)
+            return Worker(node, producer, lambda: prints(engine.model)).run(follower, stop)

@@ -63,6 +63,11 @@ class Producer:
             self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
         return version
 
+    def reload(self, folder: Path, version: int) -> None:
+        """Load the same version again, whole."""
+        self.engine.forget()
+        self.load(folder, version)
+
     def close(self) -> None:
         """End the processes that grade and answer."""
         self.graders.close()

@@ -6,10 +6,11 @@ Left out: several submissions in flight.
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.protocol.messages import Assignment, Stored
+from shoal.protocol.messages import Assignment, Fingerprint, Stored
 from shoal.protocol.node import Node, RefusedError
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
@@ -21,10 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    def __init__(self, node: Node, producer: Producer) -> None:
+    def __init__(self, node: Node, producer: Producer, fingerprint: Callable[[], str] = lambda: "") -> None:
+        """`fingerprint` of the loaded weights; "" if this machine's arithmetic depends on batch shapes."""
         self.node = node
         self.producer = producer
+        self.fingerprint = fingerprint
         self.loaded: int | None = None
+        self.folder: Path | None = None  # of that version
         self.digest = ""  # of the loaded version's manifest
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
@@ -34,6 +38,10 @@ class Worker:
             answer = self.node.beat(wants_task=True)
             if answer.state != "running":
                 return answer.state
+            if (asked := self.node.renewal()) is not None:
+                self.renew()
+                self.node.renewals = asked
+                continue
             if answer.assignment is None:
                 self.node.doing(follower.last_error or answer.waiting_for, waiting=True)
                 stop.wait(IDLE_S)
@@ -58,8 +66,25 @@ class Worker:
         folder, manifest = newest
         self.node.doing(f"loading version {manifest.version}")
         self.node.policy_version = self.producer.load(folder, manifest.version)
-        self.loaded, self.digest = manifest.version, manifest.digest
+        self.loaded, self.digest, self.folder = manifest.version, manifest.digest, folder
+        self._take_fingerprint(manifest.version)
         log.info("version %d is loaded", manifest.version)
+
+    def renew(self) -> None:
+        """Load the same weights whole from the verified files, and compute a new fingerprint.
+
+        The coordinator asks for it when a submission was inexact: a bit of the weights in memory may have flipped.
+        """
+        if self.folder is None or self.loaded is None:
+            return
+        self.node.doing(f"loading version {self.loaded} anew")
+        self.producer.reload(self.folder, self.loaded)
+        self._take_fingerprint(self.loaded)
+        log.info("version %d is loaded anew: a submission was inexact", self.loaded)
+
+    def _take_fingerprint(self, version: int) -> None:
+        value = self.fingerprint()
+        self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def upload(self, assignment: Assignment, data: bytes) -> None:
         """Upload. A refusal (too late, evicted) costs this submission only."""

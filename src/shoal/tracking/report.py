@@ -90,6 +90,7 @@ def summarize(
         "reject_reasons": dict(status.reject_reasons),
         "slashed": list(status.slashed),
         "tokens_generated": status.tokens_generated,
+        "exact": status.exact.model_dump(),
         "tokens_trained": int(total(metrics, "perf/tokens")),
         "learner_busy_frac": busy_frac(history.metrics),
         "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
@@ -113,6 +114,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
         f"{number(summary['max_staleness'], 0)} versions old",
         "accepted": _counts(summary["accepted"]),
         "rejected": _counts(summary["rejected"]) + _reasons(summary["reject_reasons"]),
+        "exact": _exact(summary["exact"]),
         "slashed": ", ".join(map(clean, summary["slashed"])) or "none",
     }
     if summary["restarts"] is not None:
@@ -216,6 +218,14 @@ def _accuracy(found: dict[str, Any], kind: str) -> str:
         return percent(None)
     interval = wilson(found[kind] * found["n"], found["n"])
     return f"{percent(found[kind])} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def _exact(exact: dict[str, int]) -> str:
+    """`80 submissions, 12.3k tokens equal to the last bit, 0 not`."""
+    if not exact["submissions"] and not exact["mismatched_tokens"]:
+        return "nothing: workers and validators compute differently, limits applied"
+    equal, other = count(exact["tokens"]), exact["mismatched_tokens"]
+    return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {other} not"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -1,7 +1,8 @@
 """Checks one submission by hand and explains every check. For operators, and for workers whose work was rejected.
 
 The file is checked against the task that its own header names. Only the pool knows whether the coordinator gave out that
-task, and whether these rollouts were submitted before.
+task, whether these rollouts were submitted before, and which exactness class the worker claimed. So it is judged by the
+limits, and then compared bit for bit as well: within a class, what differs would be `inexact`.
 Called by `shoal verify`.
 """
 
@@ -18,9 +19,15 @@ from shoal.tasks.curriculum import Fetch, no_pages
 from shoal.tasks.derive import max_rollouts
 from shoal.validator.case import Case, Finding, Outcome
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, bounds
+from shoal.validator.exact import EXACT
 from shoal.validator.judge import Judge
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
+EQUAL = "this machine computes the same to the last bit"
+UNEQUAL = (
+    "within the limits, but not to the last bit: a validator of the worker's class would say inexact; this machine "
+    "may be of another"
+)
 
 
 def read_header(data: bytes, config: Config) -> Header:
@@ -66,8 +73,12 @@ def verify(
         lines += more
         if findings:
             return REJECTED, [*lines, "rejected; rewards were not checked"]
+        inexact, more = _run(judge, EXACT, case)
+        lines += ["to the last bit, as within an exactness class:", *more]
         findings, more = _run(judge, GRADED, judge.grade(case))
-        return (REJECTED, [*lines, *more, "rejected"]) if findings else (ACCEPTED, [*lines, *more, "accepted"])
+        if findings:
+            return REJECTED, [*lines, *more, "rejected"]
+        return ACCEPTED, [*lines, *more, UNEQUAL if inexact else EQUAL, "accepted"]
 
 
 def _run(judge: Judge, checks: Sequence[Check], case: Case) -> tuple[set[str], list[str]]:
@@ -128,7 +139,8 @@ def offline_assignment(
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:
     question = (check.__doc__ or "").strip().partition("\n")[0]
-    lines = [f"{'NO ' if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
+    wrong = "no " if check in EXACT else "NO "  # a difference outside of a class is no fault
+    lines = [f"{wrong if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")
     if outcome.evidence:

@@ -56,6 +56,7 @@ class Case:
     rewards: list[float] = field(default_factory=list)  # one per rollout, recomputed; empty before grading
     grades: list[Grade] = field(default_factory=list)  # likewise
     prefill: Prefill | None = None  # None before the prefill, or if there is none
+    exact: bool = False  # whether the worker claims to compute like this validator: no tolerance
 
     @property
     def group_size(self) -> int:

@@ -45,6 +45,7 @@ from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
 from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, Rules, run
+from shoal.validator.exact import EXACT
 from shoal.validator.prefill import prefill
 
 SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
@@ -142,7 +143,8 @@ class Judge:
         accepted = [bool(cheaply and cheaply[n]) and plausible(case) for n, case in enumerate(cases)]
         waiting = [n for n, one in enumerate(examined) if one.finding is None and not accepted[n]]
         for n, case in zip(waiting, self.prefill([examined[n].case for n in waiting]), strict=True):
-            examined[n] = self._check(EXPENSIVE, replace(examined[n], case=case))
+            checks = [*EXPENSIVE, *EXACT] if case.exact else EXPENSIVE
+            examined[n] = self._check(checks, replace(examined[n], case=case))
         return [self._graded(one) for one in examined]
 
     def examine_cheaply(self, case: Case) -> Examined:

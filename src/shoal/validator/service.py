@@ -1,25 +1,41 @@
 """The validator: claims submissions, judges them, uploads accepted files and verdicts.
 
+Invariant: no prefill is held against a worker before it was computed a second time, with weights that were loaded anew: a
+flipped bit in this machine's memory is this machine's fault.
 Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.model.turns import model_tokens
-from shoal.protocol.messages import Claim, ClaimRequest, Claims, ContentOwner, Ok, Stored, Verdict
+from shoal.protocol.messages import (
+    Claim,
+    ClaimRequest,
+    Claims,
+    ContentOwner,
+    Fingerprint,
+    Ok,
+    Reason,
+    Stored,
+    Verdict,
+)
 from shoal.protocol.node import Node, RefusedError
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
+from shoal.validator.exact import replay
 from shoal.validator.judge import Examined, Judge, group_results
 
 IDLE_S = 0.1
+GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +49,16 @@ class Validator:
         publisher: str,
         dtype: DtypeName,
         task_set: TaskSet | None = None,
+        fingerprint: Callable[[Any], str] = lambda model: "",
     ) -> None:
+        """`fingerprint` of a loaded model; "" if this machine's arithmetic depends on batch shapes."""
         self.node = node
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
         self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page)
+        self.fingerprint = fingerprint
+        self.folder: Path | None = None  # of the loaded version
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Returns which."""
@@ -46,6 +66,9 @@ class Validator:
             while not stop.is_set():
                 if self.node.answer and self.node.answer.state != "running":
                     return self.node.answer.state
+                if (asked := self.node.renewal()) is not None:
+                    self.reload()
+                    self.node.renewals = asked
                 claims = self.node.post("/v1/claims", ClaimRequest(most=self.config.validator.batch), Claims).claims
                 if not claims:
                     self.node.doing("submissions", waiting=True)
@@ -61,12 +84,38 @@ class Validator:
     def check(self, claims: list[Claim]) -> list[tuple[Verdict, bytes | None]]:
         """A verdict for each claim, and the accepted file if it is accepted. All must be of the loaded version."""
         opened = [self.open(claim) for claim in claims]
-        cases = [case for case in opened if isinstance(case, Case)]
-        cheaply = [not claim.full for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
-        examined = iter(self.judge.examine(cases, cheaply=cheaply))
+        pairs = [(claim, case) for claim, case in zip(claims, opened, strict=True) if isinstance(case, Case)]
+        examined = iter(self.examine([case for _, case in pairs], [claim for claim, _ in pairs]))
         return [
             self.conclude(claim, next(examined)) if isinstance(case, Case) else (_unreadable(claim, case), None)
             for claim, case in zip(claims, opened, strict=True)
+        ]
+
+    def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
+        """What the checks conclude. What a prefill is to be held against is prefilled again, with weights loaded anew."""
+        examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
+        doubtful = [n for n, one in enumerate(examined) if _rests_on_prefill(one)]
+        if not doubtful:
+            return examined
+        self.reload()
+        again = self.judge.examine(self._by_class([cases[n] for n in doubtful], [claims[n] for n in doubtful]))
+        for n, one in zip(doubtful, again, strict=True):
+            if one.finding is None:
+                log.warning(
+                    "%s: %s, but not after the weights were loaded anew: this machine's memory or arithmetic fails",
+                    claims[n].assignment.id,
+                    examined[n].finding,
+                )
+            examined[n] = one
+        return examined
+
+    def _by_class(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Case]:
+        """The cases, with those `exact` whose workers claim to compute like this validator; or all, if the run says so."""
+        own = self.node.fingerprint.value if self.node.fingerprint else ""
+        always = self.config.validator.classes == "exact"
+        return [
+            replace(case, exact=always or (own != "" and claim.fingerprint == own))
+            for case, claim in zip(cases, claims, strict=True)
         ]
 
     def open(self, claim: Claim) -> Case | Finding:
@@ -108,7 +157,11 @@ class Validator:
     def preload(self) -> None:
         """Load the newest version before there is anything to check, so that the first submission does not wait for it."""
         answer = self.node.answer
-        if self.node.policy_version is None and answer and answer.relays and answer.newest_version is not None:
+        if not answer or not answer.relays or answer.newest_version is None:
+            return
+        # Where only exact work is taken, workers get tasks once this validator's fingerprint is there to compare with.
+        follows = self.config.validator.classes == "exact" and answer.newest_version != self.node.policy_version
+        if self.node.policy_version is None or follows:
             self.load(answer.newest_version)
 
     def load(self, version: int, digest: str | None = None) -> None:
@@ -119,9 +172,25 @@ class Validator:
         acceptable = self.config.coordinator.async_level + 1  # versions whose rollouts may still be trained on
         client = Client(relays, self.access, self.cache, keep=acceptable + 1)
         folder, _ = fetch_published(client, version, digest=digest)
+        self.folder = folder
         self.judge.load(folder)
         self.node.policy_version = version
+        self._take_fingerprint(version)
         log.info("version %d is loaded", version)
+
+    def reload(self) -> None:
+        """Load the same weights again from the verified files, and compute a new fingerprint."""
+        if self.folder is not None and self.node.policy_version is not None:
+            self.judge.load(self.folder)
+            self._take_fingerprint(self.node.policy_version)
+
+    def _take_fingerprint(self, version: int) -> None:
+        value = self.fingerprint(self.judge.model)
+        self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
+
+
+def _rests_on_prefill(one: Examined) -> bool:
+    return one.finding is not None and one.case.prefill is not None and one.finding.reason not in GRADED
 
 
 def _unreadable(claim: Claim, finding: Finding) -> Verdict:
@@ -136,4 +205,5 @@ def _verdict(claim: Claim, examined: Examined) -> Verdict:
         detail=finding.detail[:2000] if finding else "",
         evidence=examined.evidence,
         content=examined.case.header.content,
+        replay=replay(examined.case) if examined.case.exact and examined.case.prefill else None,
     )

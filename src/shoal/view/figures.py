@@ -5,7 +5,7 @@ Invariant: any number that a node may report gives a short text. Called by the v
 
 from collections.abc import Sequence
 
-from shoal.protocol.messages import Grading, Signal, Status
+from shoal.protocol.messages import Exactness, Grading, Signal, Status
 
 SILENT_S = 30.0  # without a heartbeat for this long, a node is marked; the coordinator decides about its work
 ETA_STEPS = 10  # newest steps whose pace the rest is expected to have
@@ -42,6 +42,12 @@ def grader_errors(grading: Grading) -> str:
         return ""
     last = f" (last: {clean(grading.error)[:100]})" if grading.error else ""
     return f"the grader failed for {grading.errors} of the newest {grading.recent} completions{last}"
+
+
+def exactness(exact: Exactness) -> str:
+    """`exact  80 of these, 12.3k tokens`: what was accepted with every token equal to the last bit."""
+    unequal = f", {count(exact.mismatched_tokens)} unequal tokens rejected" if exact.mismatched_tokens else ""
+    return f"exact  {exact.submissions} of these, {count(exact.tokens)} tokens{unequal}"
 
 
 def by_name(metrics: dict[str, float], kind: str, last: str) -> dict[str, float]:

@@ -30,6 +30,7 @@ from shoal.view.figures import (
     counted,
     duration,
     eta_s,
+    exactness,
     grader_errors,
     memory,
     no_signal,
@@ -317,6 +318,7 @@ def _verdicts(status: Status, cells: int) -> Text:
     missed = {clean(node.name): node.missed for node in workers if node.missed}
     items = [
         Text(f"verdicts  {accepted} accepted, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
+        *([Text(exactness(status.exact))] if status.exact.submissions else []),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
         *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed)})")] if missed else []),
     ]

@@ -131,6 +131,13 @@ class Nodes:
             )
         ]
 
+    def live_keys(self, role: Role, seen_since_s: float) -> list[str]:
+        """Keys of this role that were seen since then and are not evicted, in order of registration."""
+        rows = self.connection.rows(
+            "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND NOT evicted ORDER BY seq", role, seen_since_s
+        )
+        return [key for (key,) in rows]
+
     def relay_urls(self) -> list[str]:
         rows = self.connection.rows(
             "SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND NOT evicted ORDER BY seq"

@@ -148,6 +148,15 @@ class Submissions:
             id,
         )
 
+    def requeue(self, id: str) -> None:
+        """Take a claim back, with what its validator stored."""
+        self.connection.change(
+            "UPDATE submissions SET state = 'uploaded', validator = NULL, accepted_hash = NULL WHERE id = ?", id
+        )
+
+    def uploaded_s(self, id: str) -> float:
+        return float(self.connection.value("SELECT uploaded_s FROM submissions WHERE id = ?", id))
+
     def expire(self, id: str) -> None:
         self.connection.change("UPDATE submissions SET state = 'expired' WHERE id = ?", id)
 

@@ -1,0 +1,149 @@
+"""Does this machine compute a token alike in every batch? A sweep over shapes, in a few seconds; kept on disk.
+
+Completions are decoded together and alone, on one thread and on all, then prefilled in several packings. Every hidden state,
+logit and logprob must have the same bits. What passes may claim an exactness class (`model/fingerprint`).
+
+Invariant: the result is kept for one model config, dtype, device, CPU, libraries and this package's own code; anything else
+is measured anew. Called by workers and validators at their first load. Left out: a proof for all shapes; the property tests
+try many more.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from shoal import model as model_room
+from shoal.engine.protocol import Completion, Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.files import write_file
+from shoal.model.dtype import DtypeName
+from shoal.model.fingerprint import fixed_tokens
+from shoal.model.logprobs import token_logprobs
+from shoal.model.sources import cache_dir
+from shoal.model.tree import Tree, forward_hidden, pack
+
+PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
+COMPLETIONS, TOKENS = 2, 8
+ALONE = 1  # the prompt whose completions are decoded without the others, too
+SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
+
+
+def passes(model: Any, dtype: DtypeName, device: str) -> bool:
+    """Whether no shape of the sweep changes a bit; from disk if it was measured before."""
+    kept = cache_dir() / "selftests" / f"{_conditions(model, dtype, device)}.json"
+    if kept.exists():
+        return not json.loads(kept.read_text())["disagreements"]
+    found = disagreements(model, dtype, device)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_file(kept, (json.dumps({"disagreements": found}) + "\n").encode())
+    return not found
+
+
+@torch.inference_mode()
+def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
+    """What differs from decoding everything together, one line each; none on a machine that computes alike in all shapes."""
+    engine = TorchEngine(dtype, device)
+    engine.model = model
+    vocabulary, found = model.config.vocab_size, []
+    prompts = [fixed_tokens(f"self-test {length}", length, vocabulary) for length in PROMPTS]
+    sampling = Sampling(temperature=1.0, max_tokens=TOKENS, eos_ids=())
+    seeds = [[17 * group + number for number in range(COMPLETIONS)] for group in range(len(prompts))]
+    together = engine.generate(prompts, seeds, sampling)
+    flat = [completion for group in together for completion in group]
+    for threads in sorted({1, torch.get_num_threads()}):
+        with _threads(threads):
+            if not _alike(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
+                found.append(f"decoded alone, {threads} threads")
+            for name, rows in _packings(prompts, together).items():
+                hidden_NH = torch.cat([forward_hidden(model, pack(trees).to(model.device)) for trees in rows])
+                if not _same_states(model, hidden_NH, flat):
+                    found.append(f"prefilled, {name}, {threads} threads")
+    return found
+
+
+def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion]]) -> dict[str, list[list[Tree]]]:
+    """Rows of trees, each packing with all completions in the same order."""
+    trees = [
+        Tree(prompt, [completion.tokens for completion in group]) for prompt, group in zip(prompts, groups, strict=True)
+    ]
+    branches = [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
+    return {"in one row": [trees], "one by one": [[one] for one in branches]}
+
+
+def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion]) -> bool:
+    """Whether these states, and the logprobs they yield in one product and in several, are the engine's."""
+    engines_NH = torch.cat([completion.hidden_TH for completion in completions])
+    if not torch.equal(hidden_NH.to("cpu", torch.bfloat16), engines_NH):
+        return False
+    tokens_N = torch.tensor([token for completion in completions for token in completion.tokens]).to(hidden_NH.device)
+    claimed_N = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+    for step in (len(tokens_N), 16):
+        parts = [
+            token_logprobs(model.lm_head(hidden_NH[start : start + step]), tokens_N[start : start + step])
+            for start in range(0, len(tokens_N), step)
+        ]
+        if not torch.equal(torch.cat(parts).cpu(), claimed_N):
+            return False
+    return True
+
+
+def _alike(ones: Sequence[Completion], others: Sequence[Completion]) -> bool:
+    return all(
+        one.tokens == other.tokens and one.logprobs == other.logprobs and torch.equal(one.hidden_TH, other.hidden_TH)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
+    """Digest of everything that the result may depend on."""
+    environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS) and k not in THREADS}
+    device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu()
+    conditions = {
+        "config": model.config.to_json_string(use_diff=False),
+        "dtype": dtype,
+        "device": device_name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "environment": environment,
+        "code": [_digest(path) for folder in (_folder(model_room), Path(__file__).parent) for path in _sources(folder)],
+    }
+    return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+
+
+def _cpu() -> list[str]:
+    """The names and instruction sets of this machine's cores."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else [platform.platform(), platform.processor()]
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))} or set(lines))
+
+
+def _folder(package: Any) -> Path:
+    return Path(package.__file__).parent
+
+
+def _sources(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.py"))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,77 @@
+"""In a class every attack that changes a token, a logprob or a proof is rejected; so is one that spends the tolerance."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.adversary.attacks import ATTACKS, Lab
+from shoal.engine.torch_engine import TorchEngine
+from shoal.launch.calibrate import RUN
+from shoal.validator.case import Case
+from shoal.validator.judge import Examined, Judge
+
+from .test_attacks import ALICE, ASKED, BOB, CONFIG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EXACT = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"numerics": "exact"})})
+QUIET = [
+    *(
+        "honest",
+        "int8_weights",
+        "fp8_cache",
+        "fp16_cache",
+        "previous_version",
+        "top_k_5",
+        "top_p_0.9",
+        "end_suppressed",
+    ),
+    *("temperature_x0.7", "temperature_x1.3", "best_of_4", "spends_tolerance", "spends_tolerance_down"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(one_thread: None, tiny_folders: tuple[Path, Path]) -> dict[str, bytes]:
+    newest, other = tiny_folders
+    lab, engine = Lab([other] * 6 + [newest], BOB), TorchEngine("float32", numerics="exact")
+    made = {}
+    for name in QUIET:
+        attacker = ATTACKS[name](EXACT, RUN, ALICE, engine, lab)
+        attacker.load(newest, 6)
+        made[name] = attacker.submission(ASKED)
+    return made
+
+
+@pytest.fixture(scope="module")
+def judge(one_thread: None, tiny_folder: Path) -> Iterator[Judge]:
+    with Judge(EXACT, RUN, "float32") as judge:
+        judge.load(tiny_folder)
+        yield judge
+
+
+def examined(judge: Judge, data: bytes, *, exact: bool = True) -> Examined:
+    case = judge.open(ASKED, ALICE.public, data)
+    assert isinstance(case, Case), case
+    return judge.examine([replace(case, exact=exact)])[0]
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_whatever_changes_a_bit_is_rejected(files: dict[str, bytes], judge: Judge, name: str) -> None:
+    one, honest = examined(judge, files[name]), examined(judge, files["honest"])
+    assert honest.finding is None
+    same = all(
+        (row.tokens, row.logprobs, row.proofs) == (own.tokens, own.logprobs, own.proofs)
+        for row, own in zip(one.case.rows, honest.case.rows, strict=True)
+    )
+    assert (one.finding is None) == same, one.finding
+
+
+@pytest.mark.parametrize(("name", "sign"), [("spends_tolerance", 1), ("spends_tolerance_down", -1)])
+def test_the_tolerance_buys_reward_only_outside_of_a_class(
+    files: dict[str, bytes], judge: Judge, name: str, sign: int
+) -> None:
+    honest, within = examined(judge, files["honest"]), examined(judge, files[name], exact=False)
+    assert within.finding is None, "it stays within the limits"
+    assert sign * (sum(within.case.rewards) - sum(honest.case.rewards)) > 0, "and gains what it wants"
+    assert examined(judge, files[name]).finding is not None

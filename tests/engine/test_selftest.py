@@ -1,0 +1,75 @@
+"""The self-test passes where results do not depend on shapes, and names what differs where they do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engine import selftest
+from shoal.model import exact
+from shoal.model.fingerprint import fingerprint, fixed_tokens
+from shoal.model.load import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> Any:
+    return load_model(tiny_folder, "float32", "cpu", "exact")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+
+
+def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention whose order of summation depends on how many rows there are."""
+    attention = exact.attention
+
+    def by_shape(query: Any, key: Any, value: Any, hidden: Any, *more: Any) -> Any:
+        output, sums = attention(query, key, value, hidden, *more)
+        return output * (1 + 2**-20 * (len(query) % 3)), sums
+
+    monkeypatch.setattr(exact, "attention", by_shape)
+
+
+def test_exact_numerics_pass(model: Any) -> None:
+    assert selftest.disagreements(model, "float32", "cpu") == []
+
+
+def test_arithmetic_that_depends_on_shapes_is_named(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unordered(monkeypatch)
+    found = selftest.disagreements(model, "float32", "cpu")
+    assert found and not selftest.passes(model, "float32", "cpu")
+
+
+def test_the_result_is_kept_for_the_same_conditions_only(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert selftest.passes(model, "float32", "cpu")
+    monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured anew"])
+    assert selftest.passes(model, "float32", "cpu"), "from disk"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert selftest.passes(model, "float32", "cpu"), "thread counts do not matter"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert not selftest.passes(model, "float32", "cpu"), "other kernels"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert not selftest.passes(model, "float32", "cpu"), "an updated library"
+
+
+def test_a_fingerprint_is_that_of_the_computation(
+    model: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(model)
+    assert before == fingerprint(load_model(tiny_folder, "float32", "cpu", "exact"))
+    assert before != fingerprint(load_model(tiny_folder, "bfloat16", "cpu", "exact")), "another dtype"
+    assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), "another order"
+    unordered(monkeypatch)
+    assert before != fingerprint(model), "a changed library"
+
+
+def test_the_fixed_tokens_are_fixed_and_within_the_vocabulary() -> None:
+    assert fixed_tokens("prompt", 5, 64) == fixed_tokens("prompt", 5, 64)
+    assert fixed_tokens("prompt", 64, 50) != fixed_tokens("branch 0", 64, 50)
+    assert all(0 <= token < 50 for token in fixed_tokens("prompt", 500, 50))

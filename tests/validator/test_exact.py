@@ -1,0 +1,251 @@
+"""Zero tolerance: what one bit does, in a worker and in a validator, and what a lie does beside it.
+
+The models are tiny and computed in float32 with exact numerics, so that no figure depends on this machine. What a validator
+thinks of a worker's class is a faked fingerprint here; real ones are in tests/engine/test_selftest.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engine.torch_engine import TorchEngine
+from shoal.model.fingerprint import fingerprint
+from shoal.protocol.messages import HARD, Claim, Fingerprint, Reason, Verdict
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout
+from shoal.validator.service import Validator
+
+from ..workers import ALICE, RUN, produced, signed
+from .support import ASKED, ValidatorsNode, claim, config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ONE, TWO = "1" * 64, "2" * 64
+SETTINGS = config(model={"numerics": "exact"})
+
+
+def exact_producer(folder: Path) -> Producer:
+    producer = Producer(SETTINGS, RUN, ALICE, TorchEngine("float32", numerics="exact"))
+    producer.load(folder, 2)
+    return producer
+
+
+@pytest.fixture(scope="module")
+def worker(one_thread: None, tiny_folder: Path) -> Producer:
+    return exact_producer(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def rows(worker: Producer) -> list[Rollout]:
+    return produced(worker, ASKED)
+
+
+def make(folder: Path, settings: Any = SETTINGS, own: Callable[[Any], str] = lambda model: ONE) -> Validator:
+    node = ValidatorsNode(policy_version=2)
+    validator = Validator(node, settings, folder, "", "float32", None, own)  # type: ignore[arg-type]
+    validator.folder = folder
+    validator.reload()
+    return validator
+
+
+@pytest.fixture
+def validator(one_thread: None, tiny_folder: Path) -> Iterator[Validator]:
+    validator = make(tiny_folder)
+    with validator.judge:
+        yield validator
+
+
+def judged(validator: Validator, worker: Producer, rows: list[Rollout], fingerprint: str = ONE) -> Verdict:
+    """The verdict on these rows by a worker that reports this fingerprint."""
+    asked: Claim = claim(ASKED).model_copy(update={"fingerprint": fingerprint})
+    validator.node.files[ASKED.id] = signed(worker, ASKED, rows)  # type: ignore[attr-defined]
+    return validator.check([asked])[0][0]
+
+
+# --- what must be equal ----------------------------------------------------------------------------------------------
+
+
+def test_honest_work_is_equal_to_the_last_bit(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+    verdict = judged(validator, worker, rows)
+    assert verdict.reason is None, verdict.detail
+    assert verdict.replay is not None and verdict.replay.mismatched == 0
+    assert verdict.replay.tokens == sum(len(row.logprobs) for row in rows)
+
+
+def next_float(value: float) -> float:
+    return float(torch.nextafter(torch.tensor(value), torch.tensor(0.0)))
+
+
+def test_a_logprob_off_by_one_unit_in_the_last_place_is_inexact(
+    validator: Validator, worker: Producer, rows: list[Rollout]
+) -> None:
+    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
+    verdict = judged(validator, worker, [*rows[:3], changed, *rows[4:]])
+    assert verdict.reason is Reason.INEXACT and "1 of" in verdict.detail and "rollout 3" in verdict.detail
+
+
+def test_a_bit_of_a_proof_is_inexact(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+    """Of the lowest coefficient: within TOPLOC's thresholds, which compare values, not bytes."""
+    proof = bytearray(rows[0].proofs[0])
+    proof[3] ^= 1
+    changed = replace(rows[0], proofs=[bytes(proof), *rows[0].proofs[1:]])
+    verdict = judged(validator, worker, [changed, *rows[1:]])
+    assert verdict.reason in (Reason.INEXACT, Reason.PROOF)
+    assert verdict.reason is not None
+
+
+def test_a_token_within_the_limits_is_inexact(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+    """The lie that a tolerance allows: another token where two scores are close."""
+    case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))
+    assert not hasattr(case, "reason")
+    computed = validator.judge.prefill([case])[0]  # type: ignore[list-item]
+    assert computed.prefill is not None
+    margins_N = computed.prefill.margins_N.clone()
+    margins_N[5] = 1e-6
+    near = replace(computed, exact=True, prefill=replace(computed.prefill, margins_N=margins_N))
+    from shoal.validator.checks import sampling
+    from shoal.validator.exact import exact_tokens, replay
+
+    assert validator.judge.rules is not None
+    assert sampling(validator.judge.rules, near).finding is None
+    found = exact_tokens(validator.judge.rules, near).finding
+    assert found is not None and found.reason is Reason.INEXACT and "token 5 of rollout 0" in found.detail
+    assert replay(near).mismatched == 1
+
+
+def test_inexact_is_soft() -> None:
+    assert Reason.INEXACT not in HARD
+
+
+def test_the_same_difference_passes_where_no_class_is_claimed(
+    validator: Validator, worker: Producer, rows: list[Rollout]
+) -> None:
+    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
+    for claimed in ("", TWO):
+        verdict = judged(validator, worker, [*rows[:3], changed, *rows[4:]], claimed)
+        assert verdict.reason is None and verdict.replay is None
+
+
+def test_a_run_of_exact_work_tolerates_nothing_whatever_class_is_claimed(
+    tiny_folder: Path, worker: Producer, rows: list[Rollout]
+) -> None:
+    validator = make(tiny_folder, config(model={"numerics": "exact"}, validator={"classes": "exact"}))
+    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
+    with validator.judge:
+        for claimed in ("", TWO, ONE):
+            assert judged(validator, worker, [*rows[:3], changed, *rows[4:]], claimed).reason is Reason.INEXACT
+
+
+def test_a_validator_without_a_fingerprint_tolerates(tiny_folder: Path, worker: Producer, rows: list[Rollout]) -> None:
+    validator = make(tiny_folder, own=lambda model: "")
+    with validator.judge:
+        assert validator.node.fingerprint is None
+        verdict = judged(validator, worker, rows)
+    assert verdict.reason is None and verdict.replay is None, "its own arithmetic depends on batch shapes"
+
+
+# --- a fault in a machine --------------------------------------------------------------------------------------------
+
+
+def flip_(model: Any, bit: int) -> None:
+    """Flip one bit of one weight, in memory."""
+    with torch.no_grad():
+        words = model.base_model.layers[0].mlp.down_proj.weight.view(torch.int32)
+        words[0, 0] ^= 1 << bit
+
+
+def test_a_faked_fingerprint_is_inexact_not_slashed(validator: Validator, tiny_folder: Path) -> None:
+    """A machine of another kind claims the validator's class. (Here its weights differ by rounding, as its sums would.)"""
+    other = exact_producer(tiny_folder)
+    with torch.no_grad():
+        other.engine.model.base_model.layers[0].mlp.down_proj.weight.mul_(1 + 2**-20)  # type: ignore[attr-defined]
+    rows = produced(other, ASKED)
+    assert judged(validator, other, rows, TWO).reason is None, "without the claim its work is as good as any"
+    verdict = judged(validator, other, rows, ONE)
+    assert verdict.reason is Reason.INEXACT and verdict.replay is not None
+
+
+def test_a_changed_library_is_inexact_not_slashed_and_changes_the_fingerprint(
+    validator: Validator, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated by attention that sums in tiles of another size."""
+    from shoal.model import exact
+
+    updated = exact_producer(tiny_folder)
+    before = fingerprint(updated.engine.model)  # type: ignore[attr-defined]
+    attention = exact.attention
+
+    def other_order(query: Any, key: Any, value: Any, hidden: Any, *more: Any) -> Any:
+        """The same formula; keys are summed from the last to the first."""
+        output, sums = attention(query, key, value, hidden, *more)
+        scores = torch.bmm(query, key.transpose(1, 2))
+        hidden.hide_(scores)
+        return torch.bmm(torch.softmax(scores, -1).flip(-1), value.flip(1)), sums
+
+    monkeypatch.setattr(exact, "attention", other_order)
+    rows = produced(updated, ASKED)
+    changed = fingerprint(updated.engine.model)  # type: ignore[attr-defined]
+    monkeypatch.undo()
+    assert changed != before
+    verdict = judged(validator, updated, rows)
+    assert verdict.reason is Reason.INEXACT
+    assert judged(validator, updated, rows, changed).reason is None, "in a class of its own it is paid"
+
+
+def test_a_flipped_bit_in_a_workers_weight_is_inexact_and_gone_once_it_loads_anew(
+    validator: Validator, worker: Producer, tiny_folder: Path
+) -> None:
+    faulty = exact_producer(tiny_folder)
+    flip_(faulty.engine.model, 14)  # type: ignore[attr-defined]
+    verdict = judged(validator, faulty, produced(faulty, ASKED))
+    assert verdict.reason is Reason.INEXACT
+    assert fingerprint(faulty.engine.model) != fingerprint(worker.engine.model)  # type: ignore[attr-defined]
+    faulty.reload(tiny_folder, 2)
+    assert fingerprint(faulty.engine.model) == fingerprint(worker.engine.model)  # type: ignore[attr-defined]
+    assert judged(validator, faulty, produced(faulty, ASKED)).reason is None
+
+
+@pytest.mark.parametrize("bit", [14, 30])
+def test_a_flipped_bit_in_a_validators_weight_hurts_nobody(
+    validator: Validator, worker: Producer, rows: list[Rollout], bit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit 14 makes honest work inexact, bit 30 (of the exponent) makes it look like a lie."""
+    flip_(validator.judge.model, bit)
+    [case] = [validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))]
+    found = validator.judge.examine([replace(case, exact=True)])[0].finding  # type: ignore[type-var]
+    assert found is not None and (found.reason in HARD) == (bit == 30)
+    verdict = judged(validator, worker, rows)
+    assert verdict.reason is None, "it loaded its weights anew before it held anything against the worker"
+    assert "this machine's memory" in caplog.text
+
+
+def test_a_lie_beyond_the_limits_is_hard_in_a_class_too(
+    validator: Validator, worker: Producer, rows: list[Rollout]
+) -> None:
+    lied = [replace(row, logprobs=[logprob - 0.7 for logprob in row.logprobs]) for row in rows]
+    verdict = judged(validator, worker, lied)
+    assert verdict.reason is Reason.LOGPROBS and verdict.reason in HARD
+
+
+def test_quantized_weights_under_an_honest_fingerprint_are_a_lie(validator: Validator, tiny_folder: Path) -> None:
+    from shoal.adversary.cheats import round_linears_, round_to_4_bits_
+
+    liar = exact_producer(tiny_folder)
+    round_linears_(liar.engine.model, round_to_4_bits_)  # type: ignore[attr-defined]
+    assert judged(validator, liar, produced(liar, ASKED)).reason in (Reason.PROOF, Reason.SAMPLING, Reason.LOGPROBS)
+
+
+# --- the node --------------------------------------------------------------------------------------------------------
+
+
+def test_a_validator_computes_a_new_fingerprint_with_weights_loaded_anew(tiny_folder: Path) -> None:
+    validator = make(tiny_folder, own=fingerprint)
+    with validator.judge:
+        honest = validator.node.fingerprint
+        flip_(validator.judge.model, 14)
+        assert fingerprint(validator.judge.model) != honest.value  # type: ignore[union-attr]
+        validator.reload()
+        assert validator.node.fingerprint == honest == Fingerprint(version=2, value=fingerprint(validator.judge.model))
