@@ -36,6 +36,7 @@ from shoal.model.load import load_model
 from shoal.model.sources import SMOLLM2, TINY, resolve
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.validator.distribution import token_evidence
+from shoal.validator.prefill import VOCABULARY_ROWS
 
 PATH = Path(__file__).parent / "results" / "exact_speed.json"
 MODELS = {"smollm2": SMOLLM2, "tiny": TINY}
@@ -90,8 +91,8 @@ def prefill(folder: Path, dtype: Any) -> dict[str, dict[str, Way]]:
         with torch.inference_mode():
             packed = pack(trees)
             hidden_NH = forward_hidden(models[way], packed)
-            for start in range(0, len(hidden_NH), 256):
-                logits_CV = models[way].lm_head(hidden_NH[start : start + 256])
+            for start in range(0, len(hidden_NH), VOCABULARY_ROWS):
+                logits_CV = models[way].lm_head(hidden_NH[start : start + VOCABULARY_ROWS])
                 for row in range(0, len(logits_CV), 16):
                     at = start + row
                     token_evidence(logits_CV[row : row + 16].float(), packed.target_N[at : at + 16])

@@ -4,7 +4,7 @@
 
 Needs Linux, nginx, curl and b3sum. Everything runs over loopback, in turns. User and system seconds of each process:
 
-    origin   `shoal origin` while one client fetches; publishing is counted separately
+    origin   `shoal origin`, with the nginx that it starts, while one client fetches; publishing is counted separately
     relay    `shoal relay` receives a version, verifies it, then serves it to one client
     client   `shoal fetch` from the origin, from the relay, and from nginx over the origin's store
     plain    nginx (one worker, sendfile) serves the same file; curl writes it to disk; b3sum reads it back, one thread
@@ -357,9 +357,9 @@ def run(argv: list[str]) -> tuple[float, str]:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds so far of a process and its children that live, to the nanosecond."""
+    """User and system seconds so far of a process and its descendants that live, to the nanosecond."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sum(time.clock_gettime((~one << 3) | 2) for one in (pid, *map(int, children)))  # clock_getcpuclockid(3)
+    return time.clock_gettime((~pid << 3) | 2) + sum(cpu_s(int(child)) for child in children)  # clock_getcpuclockid(3)
 
 
 if __name__ == "__main__":

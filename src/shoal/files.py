@@ -20,14 +20,15 @@ CHUNK_BYTES = 1 << 20
 class NewFile:
     """A file without its final name. `commit` gives it that name; otherwise `close` removes it, unless it is `kept`."""
 
-    def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644) -> None:
+    def __init__(self, path: Path, *, resume: bool = False, mode: int = 0o644, exact_mode: bool = False) -> None:
+        """`exact_mode`: the file gets `mode` whatever the process's umask is."""
         self.path = path
-        self.mode = mode
+        self.mode, self.exact_mode = mode, exact_mode
         self.temporary = temporary(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
             self.temporary.unlink(missing_ok=True)  # readers of the old file see that it ended
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT, mode)
+        self._fd = self._opened(os.O_RDWR | os.O_CREAT)
         self.kept = False
 
     @property
@@ -45,7 +46,7 @@ class NewFile:
         fd, self._fd = self._fd, -1
         os.close(fd)
         self.temporary.unlink(missing_ok=True)
-        self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self.mode)
+        self._fd = self._opened(os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
     def commit(self, *, durable: bool = True) -> None:
         """Gives the file its final name. Shards need not be durable, because a restart verifies their hashes."""
@@ -60,22 +61,28 @@ class NewFile:
         if not self.kept:
             self.temporary.unlink(missing_ok=True)
 
+    def _opened(self, flags: int) -> int:
+        fd = os.open(self.temporary, flags, self.mode)
+        if self.exact_mode:
+            os.fchmod(fd, self.mode)
+        return fd
+
 
 def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
 @contextmanager
-def new_file(path: Path, *, mode: int = 0o644) -> Iterator[NewFile]:
-    file = NewFile(path, mode=mode)
+def new_file(path: Path, *, mode: int = 0o644, exact_mode: bool = False) -> Iterator[NewFile]:
+    file = NewFile(path, mode=mode, exact_mode=exact_mode)
     try:
         yield file
     finally:
         file.close()
 
 
-def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    with new_file(path, mode=mode) as file:
+def write_file(path: Path, data: bytes, *, mode: int = 0o644, exact_mode: bool = False) -> None:
+    with new_file(path, mode=mode, exact_mode=exact_mode) as file:
         file.write(0, data)
         file.commit()
 

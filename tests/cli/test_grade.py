@@ -62,6 +62,8 @@ def test_it_reads_stdin(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     row = json.loads(capsys.readouterr().out)
     assert row == {
         "task": task.id,
+        "question": task.question,
+        "answer": task.answer,
         "score": 1.0,
         "outcome": "graded",
         "tier": "",
@@ -69,15 +71,30 @@ def test_it_reads_stdin(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     }
 
 
+def test_a_task_may_be_named_by_its_question(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = tmp_path / "completions.jsonl"
+    asked = [{"question": task.question, "completion": task.answer} for task in some(path)]
+    given.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    assert main(["grade", str(path), str(given)]) == DONE
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["task"], row["score"]) for row in rows] == [(task.id, 1.0) for task in some(path)]
+    given.write_text('{"question": "0 + 0", "completion": ""}')
+    assert main(["grade", str(path), str(given)]) == USAGE
+    assert "no question '0 + 0' in this config's sources" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is not JSON"),
-        ("[]", 'line 2 must be {"task": id, "completion": text}'),
-        ('{"task": "a"}', 'line 2 must be {"task": id, "completion": text}'),
-        ('{"task": "a", "completion": 1}', 'line 2 must be {"task": id, "completion": text}'),
-        ('{"task": "a/b", "completion": ""}', "line 2: no task 'a/b' in this config's sources; ids look like my/"),
+        ("[]", 'line 2 must be {"task": id or "question": text, "completion": text}'),
+        ('{"task": "a"}', 'line 2 must be {"task": id or "question": text, "completion": text}'),
+        ('{"task": "a", "completion": 1}', 'line 2 must be {"task": id or "question": text, "completion": text}'),
+        (
+            '{"task": "a/b", "completion": ""}',
+            "line 2: no task 'a/b' in this config's sources; there is, for example, task my/",
+        ),
     ],
 )
 def test_a_bad_line_is_named(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from shoal.cli.main import DONE, EVICTED, FAILED, USAGE, main
 from shoal.config import load
 from shoal.protocol.address import Address
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, make_invite, open_payload
+from shoal.protocol.invite import Invite, make_invite, open_payload, run_id
 
 URL = "http://10.1.2.3:8700"
 SMALL = '[model]\nname = "bundled:tiny"\n[sampling]\nmax_tokens = 8\n[workers]\ncount = 3\n'
@@ -43,14 +44,24 @@ def mode(path: Path) -> int:
 # --- shoal pool init --------------------------------------------------------------------------------------------------
 
 
+def founded(folder: Path, name: str) -> str:
+    """The id of the run of this name that the pool in `folder` founded."""
+    return run_id(name, Identity.load(folder / "pool" / "identity.pem").public)
+
+
+def invite_of(run: str, **fields: Any) -> Invite:
+    identity = Identity.generate()
+    return make_invite(identity, run=run_id(run, identity.public), **fields)
+
+
 def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Path) -> None:
     assert init(config, tmp_path / "pool", "--workers", "2", "--relays", "2") == DONE
     made = invites(tmp_path / "pool")
     key = Identity.load(tmp_path / "pool" / "identity.pem").public
     roles = {}
     for name, invite in made.items():
-        payload = open_payload(invite.signed.model_dump_json(), key, "sums")
-        assert (invite.url, invite.run, payload.name) == (URL, "sums", name)
+        payload = open_payload(invite.signed.model_dump_json(), key, f"sums-{key[:16]}")
+        assert (invite.url, invite.run, payload.name) == (URL, f"sums-{key[:16]}", name)
         roles[name] = payload.role
     assert roles == {
         "learner": "learner",
@@ -67,7 +78,7 @@ def test_a_pool_is_made_with_an_invite_for_every_node(config: str, tmp_path: Pat
 def test_the_config_says_how_many_nodes_and_flags_override_it(config: str, tmp_path: Path) -> None:
     assert init(config, tmp_path / "pool", "--no-evaluator", "--validators", "0", "--run", "mine") == DONE
     assert set(invites(tmp_path / "pool")) == {"learner", "origin", "relay-0", "worker-0", "worker-1", "worker-2"}
-    assert Address.read(tmp_path / "pool") == Address(url=URL, run="mine")
+    assert Address.read(tmp_path / "pool") == Address(url=URL, run=founded(tmp_path, "mine"))
 
 
 def test_only_the_owner_reads_invites_and_key(config: str, tmp_path: Path) -> None:
@@ -204,7 +215,7 @@ def test_the_url_of_the_pool_outlasts_the_start_of_its_coordinator(
     stop.set()  # it listens, then ends
     monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: stop)
     assert main(["coordinator", "--dir", str(tmp_path / "pool"), "--port", "0"]) == DONE
-    assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run="sums")
+    assert Address.read(tmp_path / "pool") == Address(url="http://127.0.0.1:8700", run=founded(tmp_path, "sums"))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +267,7 @@ def test_a_pool_takes_more_nodes_later(config: str, tmp_path: Path, capsys: pyte
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == DONE
     assert main([*invite, "--out", str(tmp_path / "nine.invite")]) == USAGE, "no invite is overwritten"
     assert capsys.readouterr().out == ""
-    assert Invite.decode((tmp_path / "nine.invite").read_text()).run == "sums"
+    assert Invite.decode((tmp_path / "nine.invite").read_text()).run == founded(tmp_path, "sums")
     assert mode(tmp_path / "nine.invite") == 0o600
 
 
@@ -284,7 +295,9 @@ def test_an_invite_that_nobody_could_use_is_not_made(
 )
 def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int, words: str, tmp_path: Path) -> None:
     identity = Identity.generate()
-    made = make_invite(identity, url="http://127.0.0.1:9", run="r", role=role, name="n", expires_s=expires_s)  # type: ignore[arg-type]
+    made = make_invite(
+        identity, url="http://127.0.0.1:9", run=run_id("r", identity.public), role=role, name="n", expires_s=expires_s
+    )  # type: ignore[arg-type]
     made.save(tmp_path / "invite")
     script = (
         "import sys; from shoal.cli import main\n"
@@ -299,7 +312,7 @@ def test_an_invite_is_refused_before_torch_is_imported(role: str, expires_s: int
 def test_a_node_that_joined_before_may_return_with_an_expired_invite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=1)
+    made = invite_of("r", url=URL, role="worker", name="n", expires_s=1)
     Identity.generate().save(tmp_path / "w" / "identity.pem")
     monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
     monkeypatch.setattr("shoal.cli.nodes._work", lambda role, invite, arguments, stop: "finished")
@@ -310,7 +323,7 @@ def test_a_node_that_joined_before_may_return_with_an_expired_invite(
 def test_an_evicted_node_has_its_own_exit_status_and_its_files_are_its_owners_alone(
     ended: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=2**40)
+    made = invite_of("r", url=URL, role="worker", name="n", expires_s=2**40)
     monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
 
     def work(*_: object) -> str:
@@ -329,7 +342,7 @@ def test_an_evicted_node_has_its_own_exit_status_and_its_files_are_its_owners_al
 def test_an_invite_signed_by_another_key_than_it_names_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make_invite(Identity.generate(), url=URL, run="r", role="worker", name="n", expires_s=2**40)
+    made = invite_of("r", url=URL, role="worker", name="n", expires_s=2**40)
     made.model_copy(update={"key": Identity.generate().public}).save(tmp_path / "invite")
     assert main(["worker", "--join", str(tmp_path / "invite"), "--dir", str(tmp_path / "w")]) == USAGE
     assert "not signed by this coordinator" in capsys.readouterr().err

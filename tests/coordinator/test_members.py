@@ -65,3 +65,37 @@ def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness)
 
 def test_the_descriptor_names_keys_of_every_role_but_workers(harness: Harness) -> None:
     assert harness.pool.members.keys() == {"validator": [VALIDATOR, OTHER_VALIDATOR]}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:22",
+        "http://localhost:8500",
+        "http://169.254.169.254/latest",
+        "http://169.254.169.254:80",
+        "http://10.0.0.7:80",
+        "http://[::1]:80",
+        "http://user:password@relay.example.org:80",
+        "http://relay.example.org:80/../admin?x=1",
+        "http://relay.example.org:80#x",
+        "https://:80",
+    ],
+)
+def test_a_relay_cannot_send_every_node_into_its_own_network(url: str) -> None:
+    harness = open_pool(host="0.0.0.0")
+    with pytest.raises(PoolError, match="cannot announce") as caught:
+        harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), url)
+    assert caught.value.status == 400 and harness.pool.members.role("d" * 64) is None
+    harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "https://relay.example.org:8710")
+    with pytest.raises(PoolError, match="cannot announce"):
+        harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), url)
+    harness.publish(0)
+    assert harness.pool.db.nodes.relay_urls() == ["https://relay.example.org:8710"]
+
+
+def test_in_a_pool_on_one_machine_relays_are_there_too() -> None:
+    harness = open_pool()
+    harness.pool.members.register("d" * 64, payload("relay-0", role="relay"), "http://127.0.0.1:8710")
+    with pytest.raises(PoolError, match="no server of a pool can be"):
+        harness.pool.members.register("e" * 64, payload("relay-1", role="relay"), "http://169.254.169.254:80")

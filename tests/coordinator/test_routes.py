@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from .support import metrics_of
 RUN = "test-0"
 PATIENCE_S = 60.0  # far more than anything here takes, also beside other work
 ANYONE = httpx.Client(timeout=PATIENCE_S)
-LIMIT_BYTES = 1 << 20  # of JSON
+LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
 CONFIG = parse(
     {
         "coordinator": {"prompts_per_step": 4, "max_submission_bytes": 4_096},
@@ -130,6 +131,7 @@ ALLOWED = {
     ("GET", "/v1/submissions/{id}"): {"validator"},
     ("POST", "/v1/claims"): {"validator"},
     ("GET", "/v1/contents/{digest}"): {"validator"},
+    ("GET", "/v1/missed/{key}"): {"validator"},
     ("GET", "/v1/curricula/{digest}"): {"worker", "validator"},
     ("PUT", "/v1/accepted/{id}"): {"validator"},
     ("GET", "/v1/accepted/{id}"): {"learner"},
@@ -160,11 +162,26 @@ def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> N
 
 
 def test_a_request_counts_once(site: Site) -> None:
-    auth = SignedAuth(Identity.generate(), RUN)
-    request = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/claims")))
+    auth = SignedAuth(site.identities["worker"], RUN)
+    request = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/heartbeat", content=b"{}")))
     with httpx.Client(timeout=PATIENCE_S) as client:
-        refused(client.send(request), 403)
+        assert client.send(request).status_code == 200
         refused(client.send(request), 401, "replayed")
+
+
+def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
+    """With keys of their own they sign as many requests as they like, each a row and two syncs of the disk if it counted."""
+    with sqlite3.connect(site.folder / "nonces.sqlite") as database:
+        count = "SELECT count(*) FROM nonces"
+        before = database.execute(count).fetchone()
+        forged = make_invite(Identity.generate(), url=site.url, run=RUN, role="worker", name="x", expires_s=1 << 40)
+        spent = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="spent", expires_s=2_000_000_000)
+        for invite, status in ((forged, 403), (spent, 200), (spent, 403)):
+            registration = {"invite": invite.signed.model_dump_json()}
+            answer = site.client(Identity.generate()).post("/v1/register", json=registration)
+            assert answer.status_code == status
+        site.client(Identity.generate()).post("/v1/heartbeat", json={})
+        assert database.execute(count).fetchone() == (before[0] + 1,), "only who joined"
 
 
 def test_a_changed_body_or_path_is_refused(site: Site) -> None:
@@ -317,12 +334,12 @@ def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) 
     assert announced(site, "worker", "PUT", task["upload_path"], size_bytes=4_096) == 403
 
 
-@pytest.mark.parametrize(("path", "limit_bytes"), [("/v1/register", 64 << 10), ("/v1/heartbeat", LIMIT_BYTES)])
+@pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
 def test_a_body_one_byte_too_long_is_refused_before_any_of_it_is_read(site: Site, path: str, limit_bytes: int) -> None:
     assert announced(site, "worker", "POST", path, size_bytes=limit_bytes + 1) == 413
 
 
-@pytest.mark.parametrize(("path", "limit_bytes"), [("/v1/register", 64 << 10), ("/v1/heartbeat", LIMIT_BYTES)])
+@pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(site: Site, path: str, limit_bytes: int) -> None:
     body = b" " * (limit_bytes + 1)
     client = site.clients["worker"]
@@ -406,12 +423,14 @@ def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_p
 
 
 def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_after_it(tmp_path: Path) -> None:
-    auth = SignedAuth(Identity.generate(), RUN)
     with served(tmp_path) as url, httpx.Client(timeout=PATIENCE_S) as client:
-        request = next(auth.auth_flow(httpx.Request("POST", f"{url}/v1/claims")))
-        refused(client.send(request), 403)
+        found = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+        auth = found.register("worker", "worker").auth
+        assert auth is not None
+        request = next(auth.auth_flow(httpx.Request("POST", f"{url}/v1/heartbeat", content=b"{}")))
+        assert client.send(request).status_code == 200
     with served(tmp_path) as url:
-        refused(ANYONE.post(f"{url}/v1/claims", headers=request.headers), 401, "replayed")
+        refused(ANYONE.post(f"{url}/v1/heartbeat", headers=request.headers, content=b"{}"), 401, "replayed")
 
 
 # --- task data --------------------------------------------------------------------------------------------------------

@@ -179,16 +179,20 @@ def test_only_who_holds_the_claim_stores_the_accepted_file(harness: Harness) -> 
         harness.pool.submissions.accepted_stored(OTHER_VALIDATOR, task.id, "8" * 64)
 
 
-def test_rollouts_accepted_before_are_rejected_as_replayed_though_the_validator_did_not_know(harness: Harness) -> None:
-    first, second = harness.upload(ALICE), harness.upload(BOB)
+@pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
+def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know(
+    harness: Harness, key: str, reason: str
+) -> None:
+    """Only a worker's own earlier work is held against it."""
+    first, second = harness.upload(ALICE), harness.upload(key)
     harness.claim(VALIDATOR)
     harness.claim(OTHER_VALIDATOR)
     harness.judge(first.id, content="5" * 64)
     harness.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
     assert harness.pool.submissions.content_owner("5" * 64).submission == first.id
-    assert harness.pool.status().reject_reasons == {"replayed": 1}
+    assert harness.pool.status().reject_reasons == {reason: 1}
     assert harness.pool.status().have == 2, "the copy's groups are not credited"
-    assert harness.beat(BOB, 0).state == "evicted"
+    assert harness.beat(key, 0).state == ("evicted" if reason == "replayed" else "running")
 
 
 @pytest.mark.parametrize("reason", sorted(Reason))

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.coordinator.suspension import FORGET_S, MOST_S, suspend
+from shoal.protocol.messages import Reason
 
 from .support import ALICE, BOB, Harness, metrics_of
 
@@ -66,3 +67,39 @@ def test_status_and_metrics_show_it_while_it_lasts(harness: Harness) -> None:
     harness.clock.now_s += 40
     assert shown()["worker-a"] == (0, "")
     assert metrics_of(harness.pool.metrics())["shoal_suspended_nodes"] == 0
+
+
+def reject(harness: Harness, reason: Reason, key: str = ALICE) -> None:
+    task = harness.upload(key)
+    assert harness.claim() is not None
+    harness.judge(task.id, reason)
+
+
+@pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT])
+def test_who_sends_unusable_files_gets_fewer_and_fewer_tasks(harness: Harness, reason: Reason) -> None:
+    """101 files of one byte each cost a validator as many readings, and their sender nothing."""
+    sent, started_s = 0, harness.clock.now_s
+    while harness.clock.now_s < started_s + 24 * 3600:
+        if harness.beat(ALICE).assignment is None:
+            harness.clock.now_s += 60
+            harness.beat(BOB, wants=False)
+            continue
+        reject(harness, reason)
+        sent += 1
+    assert 2 < sent < 20
+    assert "slashed" not in harness.kinds() and harness.pool.members.role(ALICE) == "worker"
+    assert f"of its newest 20 files were {reason.value}" in harness.beat(ALICE).waiting_for
+
+
+def test_one_unusable_file_among_many_is_an_accident(harness: Harness) -> None:
+    for _ in range(3):
+        reject(harness, Reason.UNREADABLE)
+        for _ in range(20):
+            harness.accepted(useful=(False, False))
+    assert harness.beat(ALICE).assignment is not None
+
+
+def test_what_a_program_printed_suspends_nobody(harness: Harness) -> None:
+    for _ in range(5):
+        reject(harness, Reason.UNREPEATABLE)
+    assert harness.beat(ALICE).assignment is not None

@@ -7,12 +7,14 @@ request was incomplete. It uses routes and messages alone, so the coordinator's 
 import asyncio
 import logging
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from random import Random
 
 from aiohttp import web
 
 from shoal.config import Config, parse
+from shoal.coordinator.pace import Pace
 from shoal.coordinator.routes import Coordinator
 from shoal.protocol.identity import Identity
 
@@ -39,7 +41,7 @@ def fuzz_requests(random: Random, cases: int, note: Note, folder: Path, config: 
 async def _fuzz(random: Random, cases: int, note: Note, folder: Path, config: Config) -> None:
     log = _Log()
     runner = web.AppRunner(
-        Coordinator(config, RUN, coordinator := Identity.generate(), folder).app(),
+        Coordinator(config, RUN, coordinator := Identity.generate(), folder, Pace(count(0, 3600.0).__next__)).app(),
         access_log=None,
         shutdown_timeout=1.0,
         logger=log.logger,

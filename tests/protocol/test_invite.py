@@ -8,13 +8,14 @@ import pytest
 
 from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.invite import PREFIX, Invite, InviteError, make_invite, open_payload, read_invite
+from shoal.protocol.invite import PREFIX, Invite, InviteError, make_invite, open_payload, read_invite, run_id
 from shoal.protocol.messages import InvitePayload
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
+RUN = run_id("run-0", COORDINATOR.public)
 
 
-def invite(identity: Identity = COORDINATOR, run: str = "run-0", **changed: Any) -> Invite:
+def invite(identity: Identity = COORDINATOR, run: str = RUN, **changed: Any) -> Invite:
     fields = {"url": "http://c:1", "role": "worker", "name": "w-0", "expires_s": 2_000_000_000} | changed
     return make_invite(identity, run=run, **fields)
 
@@ -27,13 +28,13 @@ def test_an_invite_survives_being_copied() -> None:
 
 def test_it_says_where_whom_to_trust_and_for_what() -> None:
     made = invite()
-    payload = open_payload(made.signed.model_dump_json(), COORDINATOR.public, "run-0")
-    assert (made.url, made.key, made.run) == ("http://c:1", COORDINATOR.public, "run-0")
-    assert (payload.role, payload.name, payload.run, payload.expires_s) == ("worker", "w-0", "run-0", 2_000_000_000)
+    payload = open_payload(made.signed.model_dump_json(), COORDINATOR.public, RUN)
+    assert (made.url, made.key, made.run) == ("http://c:1", COORDINATOR.public, RUN)
+    assert (payload.role, payload.name, payload.run, payload.expires_s) == ("worker", "w-0", RUN, 2_000_000_000)
 
 
 def test_no_two_invites_are_the_same() -> None:
-    nonces = {open_payload(invite().signed.model_dump_json(), COORDINATOR.public, "run-0").nonce for _ in range(20)}
+    nonces = {open_payload(invite().signed.model_dump_json(), COORDINATOR.public, RUN).nonce for _ in range(20)}
     assert len(nonces) == 20
 
 
@@ -71,32 +72,32 @@ def test_unknown_fields_are_refused() -> None:
 
 def test_an_invite_signed_by_another_coordinator_is_refused() -> None:
     with pytest.raises(InviteError, match="not signed by this coordinator"):
-        open_payload(invite(OTHER).signed.model_dump_json(), COORDINATOR.public, "run-0")
+        open_payload(invite(OTHER).signed.model_dump_json(), COORDINATOR.public, RUN)
 
 
 def test_a_changed_payload_is_refused() -> None:
     signed = invite().signed
     better = signed.model_copy(update={"payload": signed.payload.replace("worker", "validator")})
     with pytest.raises(InviteError, match="not signed"):
-        open_payload(better.model_dump_json(), COORDINATOR.public, "run-0")
+        open_payload(better.model_dump_json(), COORDINATOR.public, RUN)
 
 
 def test_the_coordinators_signature_for_another_purpose_is_no_invite() -> None:
     payload = InvitePayload(run="run-0", role="validator", name="v", nonce="0" * 32, expires_s=1)
     signed = Signed.make(COORDINATOR, payload.model_dump_json(), domain="run")
     with pytest.raises(InviteError, match="not signed"):
-        open_payload(signed.model_dump_json(), COORDINATOR.public, "run-0")
+        open_payload(signed.model_dump_json(), COORDINATOR.public, RUN)
 
 
 def test_an_invite_to_another_run_of_the_same_coordinator_is_refused() -> None:
     with pytest.raises(InviteError, match="run-1, this is run-0"):
-        open_payload(invite(run="run-1").signed.model_dump_json(), COORDINATOR.public, "run-0")
+        open_payload(invite(run="run-1").signed.model_dump_json(), COORDINATOR.public, RUN)
 
 
 @pytest.mark.parametrize("text", ["", "null", "{}", "[]", "\x00", '{"payload": 1}'])
 def test_nonsense_instead_of_a_payload_is_an_invite_error(text: str) -> None:
     with pytest.raises(InviteError):
-        open_payload(text, COORDINATOR.public, "run-0")
+        open_payload(text, COORDINATOR.public, RUN)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "Upper", "a b", "x" * 41, "a/b", "a\x1b[2J"])
@@ -134,3 +135,26 @@ def test_an_invite_is_checked_for_role_and_time() -> None:
         made.check("relay", now_s=None)
     with pytest.raises(InviteError, match="the invite for w-0 has expired"):
         made.check("worker", now_s=2_000_000_001)
+
+
+def test_two_pools_of_one_name_are_two_runs() -> None:
+    """Else a request, a file or a seed of one is valid in the other."""
+    ours, theirs = Identity.generate(), Identity.generate()
+    ids = {run_id("sums", identity.public) for identity in (ours, theirs)}
+    assert len(ids) == 2 and all(id.startswith("sums-") for id in ids)
+    for id in ids:
+        key = ours.public if id.endswith(ours.public[:16]) else theirs.public
+        assert run_id(id, key) == id, "a restart keeps it"
+
+
+def test_an_invite_into_a_run_that_another_coordinator_founded_is_refused() -> None:
+    """A coordinator that takes another run's id would get its members' signatures for that run."""
+    ours, theirs = Identity.generate(), Identity.generate()
+    run = run_id("sums", theirs.public)
+    for identity, genuine in ((theirs, True), (ours, False)):
+        made = make_invite(identity, url="http://c:1", run=run, role="worker", name="w", expires_s=2_000)
+        if genuine:
+            made.check("worker", 1_000)
+        else:
+            with pytest.raises(InviteError, match="did not found"):
+                made.check("worker", 1_000)

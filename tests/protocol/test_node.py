@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from shoal.config import Config
 from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
+from shoal.protocol.answers import sign_answer
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
@@ -30,11 +32,21 @@ class AllFresh:
         return True
 
 
+def answered(request: httpx.Request, response: httpx.Response, signer: Identity = COORDINATOR) -> httpx.Response:
+    """The response, signed as an answer to the request. A stream is left as it is."""
+    if isinstance(response.stream, httpx.ByteStream) and "content-encoding" not in response.headers:
+        digest = sha256(response.content).digest()
+        headers = sign_answer(signer, request.headers, status=response.status_code, body_sha256=digest)
+        response.headers.update(headers)
+    return response
+
+
 class FakeCoordinator:
     """Answers what is in `answers` (path -> JSON text or response), after failing `away` times; keeps what came."""
 
     def __init__(self, away: int = 0, **descriptor: Any) -> None:
         self.away = away
+        self.signer: Identity | None = COORDINATOR
         self.requests: list[httpx.Request] = []
         fields = {"protocol": VERSION, "run": RUN, "config": Config().model_dump(mode="json"), "keys": {}} | descriptor
         self.answers: dict[str, str | httpx.Response] = {
@@ -54,7 +66,8 @@ class FakeCoordinator:
             self.away -= 1
             raise httpx.ConnectError("refused", request=request)
         answer = self.answers[request.url.path]
-        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, text=answer)
+        response = answer if isinstance(answer, httpx.Response) else httpx.Response(200, text=answer)
+        return response if self.signer is None else answered(request, response, self.signer)
 
     def beats(self) -> list[Heartbeat]:
         found = [r for r in self.requests if r.url.path == "/v1/heartbeat"]
@@ -252,6 +265,59 @@ def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path) -> None:
     coordinator.answers["/v1/claims"] = httpx.Response(502, text="<html>bad gateway</html>")
     with pytest.raises(RefusedError, match="POST /v1/claims: HTTP 502"):
         node.post("/v1/claims", None, Ok)
+
+
+# --- whose answers ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_of_anybody_else_counts_as_none(tmp_path: Path) -> None:
+    """A proxy whose coordinator is away, or somebody on the way: neither may stop a node, nor be believed."""
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
+    for signer, word in ((None, "not signed"), (OTHER, "signed by")):
+        coordinator.signer = signer
+        for status in (200, 403, 502):
+            coordinator.answers["/v1/claims"] = httpx.Response(status, json={"ok": True})
+            with pytest.raises(NodeError, match=f"status {status}, but it is {word}") as caught:
+                node.post("/v1/claims", None, Ok)
+            assert not isinstance(caught.value, RefusedError)
+
+
+@pytest.mark.parametrize("change", ["body", "status", "another request"])
+def test_an_answer_that_was_changed_on_the_way_counts_as_none(tmp_path: Path, change: str) -> None:
+    """Also the coordinator's own answer to another request, such as another worker's task or a batch of another step."""
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
+    asked_first: list[httpx.Request] = []
+
+    def between(request: httpx.Request) -> httpx.Response:
+        asked_first.append(request)
+        answer = answered(asked_first[0], httpx.Response(200, json={"ok": True}))
+        if change == "body":
+            return httpx.Response(200, json={"ok": False}, headers={**answer.headers, "content-length": "12"})
+        if change == "status":
+            return httpx.Response(409, content=answer.content, headers=answer.headers)
+        return answer
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(between))
+    if change == "another request":
+        assert node.post("/v1/steps", None, Ok).ok
+    with pytest.raises(NodeError, match="UnsignedAnswerError"):
+        node.post("/v1/steps", None, Ok)
+
+
+def test_a_node_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> None:
+    coordinator, stop = FakeCoordinator(), NoPauses()
+    node = join(coordinator, tmp_path, stop=stop)
+    busy = [httpx.Response(429, json={"error": "wait"}), httpx.Response(429, json={"error": "wait"})]
+    coordinator.answers["/v1/steps"] = '{"ok": true}'
+    good = coordinator.__call__
+
+    def first_busy(request: httpx.Request) -> httpx.Response:
+        return answered(request, busy.pop()) if busy else good(request)
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(first_busy))
+    assert node.post("/v1/steps", None, Ok).ok and stop.pauses == pytest.approx([0.1, 0.2])
 
 
 def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     found.coordinator.stopped()
 
 
-def fetched(site: Site, publisher: str, version: int, token: Callable[[], str] | None = None) -> dict[str, bytes]:
+def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str] | None = None) -> dict[str, bytes]:
     access = Access(publisher, RUN, token=token)
     folder, _ = Client([site.node("relay").url], access, site.folder / "cache", timeout_s=5).fetch(version)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -138,10 +138,10 @@ def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: 
     publisher = Identity.load(tmp_path / "origin" / "identity.pem").public
     reader = Node.join(site.invite("worker"), tmp_path / "worker")
     reader.beat()
-    assert fetched(site, publisher, 0, reader.reader_token) == files
+    assert fetched(site, publisher, 0, reader.reader_pass) == files
     files = site.write(1)
     wait_until(lambda: site.node("relay").policy_version == 1)
-    assert fetched(site, publisher, 1, reader.reader_token) == files
+    assert fetched(site, publisher, 1, reader.reader_pass) == files
     assert [json.loads(body)["version"] for body in site.announced()] == [0, 1], "each is announced once"
     site.end()
     assert (origin.join(), relay.join()) == ("finished", "finished")
@@ -180,19 +180,19 @@ def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp
         fetched(site, publisher, 0)
     reader = Node.join(site.invite("worker"), tmp_path / "worker")
     reader.beat()
-    assert reader.reader_token()
+    assert reader.reader_grant()
     with sqlite3.connect(tmp_path / "coordinator" / "pool.sqlite") as database:
         database.execute("UPDATE nodes SET evicted = 1 WHERE key = ?", [reader.identity.public])
 
     def refused() -> bool:
         try:
-            Client([site.node("relay").url], Access(publisher, RUN, token=reader.reader_token), tmp_path / "c").latest()
+            Client([site.node("relay").url], Access(publisher, RUN, token=reader.reader_pass), tmp_path / "c").latest()
         except FetchError as error:
             return "403" in str(error)
         return False
 
     wait_until(refused)
-    assert reader.beat().reader_token == ""
+    assert reader.beat().reader_grant == ""
     assert (origin.stopped(), relay.stopped()) == ("stopped", "stopped")
 
 

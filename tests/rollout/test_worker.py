@@ -58,8 +58,8 @@ class FakeFollower:
     def newest(self) -> Any:
         return self.held
 
-    def bring(self, folder: Path, version: int) -> None:
-        self.held = (folder, SimpleNamespace(version=version))
+    def bring(self, folder: Path, version: int, digest: str = "d" * 64) -> None:
+        self.held = (folder, SimpleNamespace(version=version, digest=digest))
 
 
 def task(number: int, version: int = 0) -> Assignment:
@@ -113,6 +113,15 @@ def test_weights_are_taken_between_submissions(tiny_folders: tuple[Path, Path]) 
     work(node, follower)
     assert node.asked_with == [0, 0, 1, 1]
     assert [line for line in node.said if line.startswith("loading")] == ["loading version 0", "loading version 1"]
+
+
+def test_it_does_not_work_with_other_weights_than_the_task_names(tiny_folder: Path) -> None:
+    """As after a coordinator's return to older state: a version was published again, with other weights."""
+    node = ScriptedNode([running(task(0)), running(task(0)), FINISHED])
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0, digest="e" * 64)
+    assert work(node, follower) == "finished"
+    assert not node.uploads and "are not the pool's" in node.said[-1]
 
 
 def test_the_same_version_is_loaded_once(tiny_folder: Path) -> None:

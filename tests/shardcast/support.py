@@ -64,7 +64,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def origin(tmp_path: Path, *, keep: int = 5, quota_bytes: int | None = None, **options: Any) -> Origin:
     store = Store(tmp_path / "origin", keep=keep, quota_bytes=quota_bytes, lease_s=0)
     settings = {"shard_size_bytes": SHARD_BYTES, "anchor_every": 1, "clock": lambda: 1.5, **options}
-    return Origin(store, KEY, run=RUN, **settings)
+    source = Origin(store, KEY, run=RUN, **settings)
+    store.unlock()  # tests hand a store from one process to another
+    return source
 
 
 def published(tmp_path: Path, *versions: int, **options: Any) -> Origin:
@@ -97,7 +99,9 @@ def relay(
     **options: Any,
 ) -> Relay:
     store = Store(tmp_path / name, keep=keep, quota_bytes=quota_bytes, lease_s=0)
-    return Relay(upstream, store, access(**limits or {}), **{"poll_s": 0.02, "longest_pause_s": 0.2, **options})
+    mirror = Relay(upstream, store, access(**limits or {}), **{"poll_s": 0.02, "longest_pause_s": 0.2, **options})
+    store.unlock()
+    return mirror
 
 
 def client(tmp_path: Path, *urls: str, limits: dict[str, float] | None = None, **options: Any) -> Client:

@@ -1,14 +1,19 @@
 """What is never published: private keys, and the store itself."""
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import pkcs12
 
 from shoal.shardcast import PublishError
 from shoal.shardcast.publish.contents import SCANNED_BYTES, check_apart
 from shoal.shardcast.publish.handover import Handover
 
-from .support import KEY, model_folder, origin
+from .support import KEY, model_folder, origin, weights_folder
 
 PEM, PLAIN = serialization.Encoding.PEM, serialization.NoEncryption()
 RSA = rsa.generate_private_key(65537, 2048)
@@ -111,3 +116,79 @@ def test_a_store_and_a_key_beside_what_is_published_are_fine(tmp_path):
     folder = model_folder(tmp_path / "model")
     check_apart(folder, tmp_path / "model2", tmp_path / "origin.pem")
     check_apart(folder / "config.json", folder / "store", folder / "origin.pem")
+
+
+DER = serialization.Encoding.DER
+BINARY_KEYS = {
+    "PKCS #8": KEY.private_bytes(DER, FORMATS.PKCS8, PLAIN),
+    "encrypted": RSA.private_bytes(DER, FORMATS.PKCS8, serialization.BestAvailableEncryption(b"secret")),
+    "RSA": RSA.private_bytes(DER, FORMATS.TraditionalOpenSSL, PLAIN),
+    "PKCS #12": pkcs12.serialize_key_and_certificates(
+        b"me", RSA, None, None, serialization.BestAvailableEncryption(b"s")
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BINARY_KEYS)
+def test_a_private_key_in_binary_form_is_refused_by_name(tmp_path, kind):
+    folder = model_folder(tmp_path / "model")
+    (folder / "notes").write_bytes(BINARY_KEYS[kind])
+    refused(tmp_path, folder, "notes")
+
+
+@pytest.mark.parametrize("before_bytes", [(1 << 20) + 1, (4 << 20) - 10])
+def test_a_private_key_far_inside_a_file_is_refused(tmp_path, before_bytes):
+    folder = model_folder(tmp_path / "model")
+    (folder / "notes.txt").write_bytes(b"x" * before_bytes + b"\n" + KEYS["PKCS #8"])
+    refused(tmp_path, folder, "notes.txt")
+
+
+def test_hidden_files_and_folders_stay_unpublished(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (folder / ".env").write_text("TOKEN=secret")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("[remote]")
+    names = [part for file in origin(tmp_path).publish(folder, 0).files for part in file.path.split("/")]
+    assert not any(name.startswith(".") for name in names)
+
+
+def hub_snapshot(cache) -> Path:
+    """A model as Hugging Face's cache holds it: links into a folder of blobs."""
+    snapshot = cache / "models--org--name" / "snapshots" / "0f1e"
+    for number, file in enumerate(sorted(path for path in weights_folder(cache / "given").iterdir())):
+        blob = cache / "models--org--name" / "blobs" / f"{number:040x}"
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(blob)
+        (snapshot / file.name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def test_a_snapshot_of_the_hub_is_published_and_the_next_version_is_a_delta_of_it(tmp_path):
+    snapshot, source = hub_snapshot(tmp_path / "hub"), origin(tmp_path, anchor_every=100)
+    (tmp_path / "watched").mkdir()
+    (tmp_path / "watched" / "v000000").symlink_to(snapshot)
+    assert source.publish(tmp_path / "watched" / "v000000", 0).size_bytes > 40_000
+    shutil.rmtree(tmp_path / "hub")
+    assert source.publish(weights_folder(tmp_path / "next", 1), 1).delta is not None
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "elsewhere").write_bytes(b"private notes")
+    (folder / "innocent").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PublishError, match="innocent is a link to .*elsewhere, outside"):
+        origin(tmp_path).publish(folder, 0)
+
+
+def test_a_link_inside_the_folder_is_followed(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (folder / "same.json").symlink_to("config.json")
+    assert "same.json" in {file.path for file in origin(tmp_path).publish(folder, 0).files}
+
+
+def test_a_link_to_a_missing_file_is_refused_rather_than_left_out(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (folder / "weights.bin").symlink_to("gone.bin")
+    with pytest.raises(PublishError, match="weights.bin is a link to gone.bin, which is missing"):
+        origin(tmp_path).publish(folder, 0)

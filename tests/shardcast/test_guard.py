@@ -1,4 +1,4 @@
-"""Tokens, bans and rates: as functions, and over HTTP."""
+"""Passes, bans and rates: as functions, and over HTTP."""
 
 import asyncio
 import base64
@@ -11,24 +11,34 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import write_file
 from shoal.shardcast.format.manifest import public_key_hex
-from shoal.shardcast.serve.guard import Guard, Refused, check, issue
+from shoal.shardcast.serve import passes
+from shoal.shardcast.serve.guard import Guard
+from shoal.shardcast.serve.passes import PASS_S, RENEW_S, Passes, Refused, check, issue, visit
 from shoal.shardcast.serve.rates import Rates
 from shoal.shardcast.serve.server import app, serve
 
 POOL = Ed25519PrivateKey.from_private_bytes(b"p" * 32)
 OTHER = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
 POOL_KEY = public_key_hex(POOL)
-ANN, BOB = "a" * 64, "b" * 64
+ANN_KEY, BOB_KEY = (Ed25519PrivateKey.from_private_bytes(name * 32) for name in (b"a", b"b"))
+ANN, BOB = public_key_hex(ANN_KEY), public_key_hex(BOB_KEY)
 RUN, NOW_S = "run one", 1_000.0
+HERE, ELSEWHERE = "http://relay-1:80", "http://relay-2:80"
 LISTING = b'{"versions":[]}'
 
 
 def guard(**options) -> Guard:
-    return Guard(audience=RUN, pool_key=POOL_KEY, clock=lambda: NOW_S, **options)
+    found = Guard(audience=RUN, pool_key=POOL_KEY, clock=lambda: NOW_S, **options)
+    found.servers = frozenset({HERE})
+    return found
 
 
-def token(reader=ANN, *, key=POOL, audience=RUN, expires_s=NOW_S + 60) -> str:
-    return issue(key, reader, audience, expires_s)
+def shown(key=ANN_KEY, *, pool=POOL, audience=RUN, expires_s=NOW_S + 600, at=HERE, created_s=NOW_S) -> str:
+    return visit(key, issue(pool, public_key_hex(key), audience, expires_s), at, created_s)
+
+
+def opens(text, *, servers=(HERE,), now_s=NOW_S) -> str:
+    return check(text, POOL_KEY, RUN, servers, now_s)
 
 
 def bearer(text: str) -> dict[str, str]:
@@ -56,59 +66,111 @@ def asking(tmp_path, doorman: Guard, questions):
     return asyncio.run(main())
 
 
-# Tokens
+# Passes
 
 
-def test_a_token_names_its_reader_until_it_expires():
-    text = token()
-    assert check(text, POOL_KEY, RUN, NOW_S + 59.9) == ANN
-    with pytest.raises(Refused, match="expired"):
-        check(text, POOL_KEY, RUN, NOW_S + 60)
+def test_a_pass_names_its_reader_until_its_grant_expires():
+    text = shown(expires_s=NOW_S + 30)
+    assert opens(text, now_s=NOW_S + 29.9) == ANN
+    with pytest.raises(Refused, match="grant expired"):
+        opens(text, now_s=NOW_S + 30)
 
 
-def test_a_token_for_another_run_is_refused():
+def test_what_a_relay_was_shown_opens_no_other_server():
+    text = shown(at=HERE)
+    for other in (ELSEWHERE, "http://origin:80", HERE + "0"):
+        with pytest.raises(Refused, match="another server"):
+            opens(text, servers=(other,))
+    assert opens(text, servers=(ELSEWHERE, HERE)) == ANN
+
+
+def test_what_a_relay_was_shown_is_soon_worth_nothing():
+    for now_s in (NOW_S - PASS_S - 1, NOW_S + PASS_S + 1):
+        with pytest.raises(Refused, match="check the clock"):
+            opens(shown(), now_s=now_s)
+    assert opens(shown(), now_s=NOW_S + PASS_S) == opens(shown(), now_s=NOW_S - PASS_S) == ANN
+
+
+def test_a_grant_alone_opens_nothing():
+    """A relay holds the grants of all its readers. Without their keys it can make no pass of them."""
+    grant = issue(POOL, ANN, RUN, NOW_S + 600)
+    with pytest.raises(Refused, match="malformed"):
+        opens(grant)
+    with pytest.raises(Refused, match="the reader did not sign"):
+        opens(visit(BOB_KEY, grant, HERE, NOW_S))
+
+
+def test_a_pass_for_another_run_is_refused():
     with pytest.raises(Refused, match="this is"):
-        check(token(audience="run two"), POOL_KEY, RUN, NOW_S)
+        opens(shown(audience="run two"))
 
 
-def test_a_token_that_the_pool_did_not_sign_is_refused():
-    with pytest.raises(Refused, match="signature"):
-        check(token(key=OTHER), POOL_KEY, RUN, NOW_S)
+def test_a_grant_that_the_pool_did_not_sign_is_refused():
+    with pytest.raises(Refused, match="the pool did not sign"):
+        opens(shown(pool=OTHER))
 
 
-def test_a_token_changed_anywhere_is_refused():
-    text = token()
+def test_a_pass_changed_anywhere_is_refused():
+    text = shown()
     for place in range(len(text)):
         changed = text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]
         with pytest.raises(Refused):
-            check(changed, POOL_KEY, RUN, NOW_S)
+            opens(changed)
 
 
-def test_what_the_pool_signed_as_something_else_is_not_a_token():
-    text = base64.urlsafe_b64decode(token().partition(".")[0] + "==")
-    for domain in (b"", b"shoal shardcast manifest 3\n"):
-        forged = f"{token().partition('.')[0]}.{POOL.sign(domain + text).hex()}"
+def test_what_a_key_signed_as_something_else_is_no_part_of_a_pass():
+    grant, _, visited = shown().partition("~")
+    for domain in (b"", b"shoal shardcast manifest 3\n", passes.VISIT_DOMAIN):
+        text = base64.urlsafe_b64decode(grant.partition(".")[0] + "==")
         with pytest.raises(Refused, match="signature"):
-            check(forged, POOL_KEY, RUN, NOW_S)
+            opens(f"{grant.partition('.')[0]}.{POOL.sign(domain + text).hex()}~{visited}")
+    for domain in (b"", passes.GRANT_DOMAIN):
+        text = base64.urlsafe_b64decode(visited.partition(".")[0] + "==")
+        with pytest.raises(Refused, match="signature"):
+            opens(f"{grant}~{visited.partition('.')[0]}.{ANN_KEY.sign(domain + text).hex()}")
 
 
-@pytest.mark.parametrize("text", ["", ".", "a.b", "ä." + "0" * 128, "A." + "0" * 128, "A" * 10_000, "e30." + "0" * 127])
-def test_malformed_tokens_are_refused(text):
-    with pytest.raises(Refused):
-        check(text, POOL_KEY, RUN, NOW_S)
+@pytest.mark.parametrize("text", ["", ".", "~", "a.b~c.d", "ä." + "0" * 128, "A." + "0" * 128, "A" * 10_000])
+def test_malformed_passes_are_refused(text):
+    for whole in (text, f"{text}~{shown().partition('~')[2]}", f"{shown().partition('~')[0]}~{text}"):
+        with pytest.raises(Refused):
+            opens(whole)
 
 
 def test_a_reader_is_named_by_a_key():
     with pytest.raises(ValueError):
-        token(reader="ann")
+        issue(POOL, "ann", RUN, NOW_S)
+
+
+def test_a_reader_signs_a_pass_for_each_server_and_renews_it_in_time():
+    now_s, grant = NOW_S, ""
+    made = Passes(ANN_KEY, lambda: grant, lambda: now_s)
+    assert made(HERE) == "", "nothing was granted yet"
+    grant = issue(POOL, ANN, RUN, NOW_S + 600)
+    first = made(HERE)
+    assert opens(first) == ANN and made(HERE) == first
+    assert opens(made(ELSEWHERE + "/"), servers=(ELSEWHERE,)) == ANN
+    now_s = NOW_S + RENEW_S
+    assert made(HERE) != first and opens(made(HERE), now_s=now_s) == ANN
+    now_s = NOW_S  # the clock was set back
+    assert opens(made(HERE)) == ANN
+
+
+def test_a_pass_that_came_before_costs_no_signature_check(monkeypatch):
+    text = shown()
+    opens(text)
+    monkeypatch.setattr(passes, "_verified", None)
+    assert opens(text) == ANN
+    with pytest.raises(Refused):
+        opens(text, now_s=NOW_S + 2 * PASS_S)
 
 
 # Who may read
 
 
-def test_readers_with_a_token_read(tmp_path):
+def test_readers_with_a_pass_read(tmp_path):
     async def questions(ask):
-        return await ask(headers=bearer(token()))
+        return await ask(headers=bearer(shown()))
 
     assert asking(tmp_path, guard(), questions)[::2] == (200, LISTING)
 
@@ -120,13 +182,15 @@ def test_readers_with_a_token_read(tmp_path):
         {"Authorization": "Basic QTpC"},
         bearer(""),
         bearer("nonsense"),
-        bearer(token(expires_s=NOW_S - 1)),
-        bearer(token(key=OTHER)),
-        bearer(token(audience="run two")),
+        bearer(shown(expires_s=NOW_S - 1)),
+        bearer(shown(pool=OTHER)),
+        bearer(shown(audience="run two")),
+        bearer(shown(at=ELSEWHERE)),
+        bearer(issue(POOL, ANN, RUN, NOW_S + 600)),
     ],
-    ids=["none", "basic", "empty", "nonsense", "expired", "forged", "another run's"],
+    ids=["none", "basic", "empty", "nonsense", "expired", "forged", "another run's", "another server's", "a grant"],
 )
-def test_nothing_but_health_is_answered_without_a_good_token(tmp_path, headers):
+def test_nothing_but_health_is_answered_without_a_good_pass(tmp_path, headers):
     async def questions(ask):
         paths = ("/versions.json", "/v000007/manifest.json", "/v000007/full/00000.shard", "/nothing")
         return [await ask(path, headers) for path in paths], await ask("/healthz", headers)
@@ -148,7 +212,7 @@ def test_everyone_reads_without_a_pool_key(tmp_path):
 
 def test_nobody_can_push_bans_over_http(tmp_path):
     async def questions(ask):
-        return (await ask("/readers", bearer(token(POOL_KEY)), "PUT", b"{}"))[0]
+        return (await ask("/readers", bearer(shown()), "PUT", b"{}"))[0]
 
     assert asking(tmp_path, guard(), questions) == 404
 
@@ -163,7 +227,7 @@ def test_a_ban_takes_effect_at_once_and_so_does_its_end(tmp_path):
         statuses = []
         for banned in (set(), {ANN}, set()):
             doorman.ban(banned)
-            statuses.append([(await ask(headers=bearer(token(reader))))[0] for reader in (ANN, BOB)])
+            statuses.append([(await ask(headers=bearer(shown(reader))))[0] for reader in (ANN_KEY, BOB_KEY)])
         return statuses
 
     assert asking(tmp_path, doorman, questions) == [[200, 200], [403, 200], [200, 200]]
@@ -180,8 +244,8 @@ def test_a_ban_cuts_what_a_reader_is_receiving(tmp_path):
         try:
             async with (
                 aiohttp.ClientSession() as session,
-                session.get(url, headers=bearer(token(ANN))) as ann,
-                session.get(url, headers=bearer(token(BOB))) as bob,
+                session.get(url, headers=bearer(shown(ANN_KEY))) as ann,
+                session.get(url, headers=bearer(shown(BOB_KEY))) as bob,
             ):
                 doorman.ban({ANN})
                 with pytest.raises(aiohttp.ClientError):
@@ -227,8 +291,8 @@ def test_a_client_over_its_rate_is_told_when_to_come_back(tmp_path, public):
     doorman = Guard(audience=RUN, **options) if public else guard(**options)
 
     async def questions(ask):
-        answers = [await ask(headers=bearer(token())) for _ in range(2)]  # 15 bytes; a burst is 10
-        return answers, (await ask(headers=bearer(token(BOB))))[0], (await ask("/healthz"))[0]
+        answers = [await ask(headers=bearer(shown())) for _ in range(2)]  # 15 bytes; a burst is 10
+        return answers, (await ask(headers=bearer(shown(BOB_KEY))))[0], (await ask("/healthz"))[0]
 
     (first, second), other, health = asking(tmp_path, doorman, questions)
     assert (first[0], second[0], second[1]["Retry-After"]) == (200, 429, "5")

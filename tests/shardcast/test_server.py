@@ -173,9 +173,16 @@ def test_byte_ranges(tmp_path):
         assert (answer[0], answer[1]["Content-Range"], answer[2]) == (206, content_range, body)
 
 
-@pytest.mark.parametrize("wanted", ["bytes=5-4", "bytes=-", "bytes=a-b", "bytes=0-1,5-6", "lines=1-2"])
-def test_a_range_that_is_none(tmp_path, wanted):
-    assert get(whole(tmp_path), "/v000007/full/00001.shard", headers={"Range": wanted})[0] == 416
+@pytest.mark.parametrize("wanted", ["bytes=5-4", "bytes=-", "bytes=a-b", "bytes=0-1,5-6", "lines=1-2", "", "bytes"])
+@pytest.mark.parametrize("path", ["v000007/full/00001.shard", "v000007/manifest.json", "versions.json"])
+def test_a_range_that_is_none_is_ignored(tmp_path, path, wanted):
+    store = whole(tmp_path)
+    status, headers, body = get(store, f"/{path}", headers={"Range": wanted})
+    assert (status, "Content-Range" in headers, body) == (200, False, (store.path / path).read_bytes())
+
+
+def test_a_range_of_no_last_bytes_cannot_be_satisfied(tmp_path):
+    assert get(whole(tmp_path), "/v000007/full/00001.shard", headers={"Range": "bytes=-0"})[0] == 416
 
 
 def test_a_range_past_the_end(tmp_path):
@@ -278,6 +285,18 @@ def test_a_version_that_is_asked_for_is_kept_and_others_are_not_remembered(tmp_p
 
     asyncio.run(ask())
     assert list(store._requested_s) == [7]
+
+
+@pytest.mark.parametrize("path", ["manifest.json", "full/00000.shard"])
+def test_asking_for_headers_alone_keeps_no_version(tmp_path, path):
+    store = whole(tmp_path)
+
+    async def ask():
+        async with serving(store) as url:
+            assert (await fetch(f"{url}/v000007/{path}", method="HEAD"))[0] == 200
+
+    asyncio.run(ask())
+    assert store._requested_s == {}
 
 
 def test_health_tells_versions_and_bytes_served(tmp_path):

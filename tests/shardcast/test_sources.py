@@ -262,27 +262,86 @@ def test_questions_go_to_the_fallback_only_where_no_other_answers():
     dead, alive, last = Stub("http://a", SourceError("http://a", "dead")), Stub("http://b"), Stub("http://origin")
 
     async def run(*stubs):
-        answers, reasons = await choosing(*stubs, fallback=(last,)).ask(question)
+        answers, reasons = await choosing(*stubs, fallback=(last,)).ask(question, enough=2)
         return list(answers.values()), reasons
 
     assert virtual.run(run(dead, alive)) == (["http://b"], {"http://a": "dead"})
     assert virtual.run(run(dead)) == (["http://origin"], {"http://a": "dead"})
 
 
-def test_one_that_does_not_answer_delays_a_question_by_the_grace_alone():
-    async def question(stub):
-        await asyncio.sleep(stub.script[0])
-        return stub.url
+async def answering_at_once(stub):
+    await asyncio.sleep(stub.script[0])
+    return stub.url
 
-    quick, slow = Stub("http://a", 0.0), Stub("http://b", 60.0)
+
+def asked_of_all(stubs, question, **options):
+    """The answers, whom it was asked, and the seconds it took."""
+    asked = []
+
+    async def ask(stub):
+        asked.append(stub.url)
+        return await question(stub)
 
     async def run():
-        answers, reasons = await choosing(quick, slow).ask(question, grace_s=0.2)
-        return list(answers.values()), reasons
+        return await sources.ask(ask, **options)
 
+    sources, started_s = choosing(*stubs), virtual.now_s()
+    answers, _ = virtual.run(run())
+    return list(answers.values()), asked, virtual.now_s() - started_s
+
+
+def test_a_silent_one_delays_one_question_by_the_hedge_alone_and_the_next_not_at_all():
+    hanging, *others = stubs = [Stub(f"http://{name}", 60.0 if name == "a" else 0.01) for name in "abcde"]
+    waits_s = []
+    for _ in range(40):
+        answers, _, took_s = asked_of_all(stubs, answering_at_once)
+        assert answers[0] in {stub.url for stub in others}
+        waits_s.append(took_s)
+    assert sum(wait_s > 0.02 for wait_s in waits_s) == 1, "40 draws of 5 miss one of them once in 7,500 times"
+    assert max(waits_s) < 0.3 and hanging.standing.silent()
+
+
+def test_a_question_goes_to_as_many_as_it_needs_and_not_to_all():
+    stubs = [Stub(f"http://{number}", 0.01) for number in range(100)]
+    assert len(asked_of_all(stubs, answering_at_once)[1]) == 1
+    assert len(asked_of_all(stubs, answering_at_once, enough=2)[1]) == 2
+
+
+def test_having_nothing_is_an_answer_and_the_next_one_is_asked_at_once():
+    async def question(stub):
+        if stub.url != "http://9":
+            raise NotHeld(stub.url, "404")
+        return stub.url
+
+    stubs = [Stub(f"http://{number}") for number in range(10)]
+    answers, _, took_s = asked_of_all(stubs, question)
+    assert answers == ["http://9"] and took_s < 0.01
+    assert not any(stub.standing.silent() or stub.standing.success() < 1 for stub in stubs)
+
+
+def test_a_question_waits_longer_where_answers_take_long():
+    far = [Stub(f"http://{number}", 0.5) for number in range(3)]
+    for _ in range(10):
+        asked_of_all(far, answering_at_once)
+    _, asked, took_s = asked_of_all(far, answering_at_once)
+    assert len(asked) == 1 and 0.49 < took_s < 0.51
+
+
+def test_all_of_a_few_are_asked_except_the_silent():
+    stubs = [Stub(f"http://{name}", 60.0 if name == "a" else 0.01) for name in "abc"]
+    sources = choosing(*stubs)
+    first, _ = virtual.run(ask_all(sources))
     started_s = virtual.now_s()
-    assert virtual.run(run()) == (["http://a"], {"http://b": "no answer in time, others answered"})
-    assert virtual.now_s() - started_s < 2
+    second, _ = virtual.run(ask_all(sources))
+    assert len(first) == len(second) == 2 and virtual.now_s() - started_s < 0.02
+    virtual.advance(Standing.SILENT_S)
+    stubs[0].script = [0.01]
+    stubs[0].standing = Standing()  # its time has passed
+    assert len(virtual.run(ask_all(sources))[0]) == 3
+
+
+async def ask_all(sources):
+    return await sources.ask_all(answering_at_once, among=sources.sources)
 
 
 # Over HTTP: parts of a shard, and who is to blame for it

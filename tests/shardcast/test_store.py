@@ -122,6 +122,14 @@ def test_what_a_reader_asked_for_lately_stays_with_what_it_is_a_delta_of(tmp_pat
     assert kept(store) == [5, 4, 3]
 
 
+def test_readers_who_read_everything_for_ever_keep_a_bounded_number_of_versions(tmp_path):
+    store, held = holding(tmp_path, *(version(number, full_bytes=1_000) for number in range(30)), keep=3, lease_s=60)
+    for number in range(30):
+        store.lease(number)
+    store.retain(held)
+    assert kept(store) == [29, 28, 27, 26, 25, 24]
+
+
 def test_a_lease_does_not_break_the_quota(tmp_path):
     store, held = holding(tmp_path, *ANCHORS, keep=1, quota_bytes=2_000, lease_s=60)
     for number in (1, 2):
@@ -250,7 +258,7 @@ def test_half_a_version_is_swept_and_half_a_shard_is_not(tmp_path):
     again = Store(tmp_path / "origin")
     again.recover()
     assert again.versions() == [7]
-    assert sorted(path.name for path in again.path.rglob(".*")) == [".00009.shard.tmp", ".latest"]
+    assert sorted(path.name for path in again.path.rglob(".*")) == [".00009.shard.tmp", ".latest", ".lock"]
     assert not (again.path / "v000008").exists()
 
 

@@ -261,10 +261,19 @@ def test_what_cannot_start_here_is_known_before_the_run(monkeypatch: pytest.Monk
         graders("mine.py:exact") as graded,
         pytest.raises(GradeError, match=r"no sandbox here; .*tasks\.sandbox\.tier") as error,
     ):
-        graded.start()
+        graded.try_out([TASK])
     assert "\n" not in str(error.value)
     with graders("number") as graded:
-        graded.start()
+        graded.try_out([TASK])
+
+
+@pytest.mark.parametrize("name", ["raises", "nan", "text", "installed"])
+def test_a_reward_that_cannot_grade_is_known_before_the_run(name: str) -> None:
+    with (
+        graders(f"mine.py:{name}") as graded,
+        pytest.raises(GradeError, match="source s: its reward fails on a trial, task s/1 .*; mend the reward"),
+    ):
+        graded.try_out([TASK])
 
 
 def no_sandbox(*_: object, **__: object) -> None:

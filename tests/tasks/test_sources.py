@@ -233,7 +233,7 @@ def test_a_damaged_or_unknown_file_is_named(tmp_path: Path, name: str, content: 
 
 def test_missing_files_empty_folders_and_splits_of_one_file_are_named(tmp_path: Path, folder: Path) -> None:
     for path, more, message in [
-        (tmp_path / "nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, from"),
+        (tmp_path / "nowhere.jsonl", {}, r"no file or folder at .*nowhere.jsonl, neither from"),
         (tmp_path / "empty", {}, r"empty holds no file of .jsonl"),
         (folder / "gsm8k_train.jsonl", {"heldout_split": "test"}, r"is one file, without a split 'test'"),
     ]:

@@ -89,7 +89,8 @@ def test_a_given_digest_must_be_that_of_the_tasks(source: Path, tmp_path: Path) 
     assert tasks.load(section(source).model_copy(update={"digest": right})).digest == right
     wrong = section(source).model_copy(update={"digest": "0" * 64})
     with pytest.raises(
-        TasksNotFoundError, match=f"tasks.digest is 0.*, but the sources give {right}: use the same files"
+        TasksNotFoundError,
+        match=f"tasks.digest is 0.*, but the sources give {right}: a file of tasks or rewards is another",
     ):
         tasks.load(wrong, tmp_path / "folder")
     assert not (tmp_path / "folder" / compiling.BUILT).exists()

@@ -318,8 +318,9 @@ def test_fewer_logprobs_than_tokens(honest: list[Rollout], refused: Callable[...
 def test_a_wrong_number_of_proofs(
     honest: list[Rollout], refused: Callable[..., Verdict], change: Callable[[list[bytes]], list[bytes]]
 ) -> None:
-    verdict = refused(with_row(honest, 0, proofs=change(honest[0].proofs)))
-    assert verdict.reason is Reason.BOUNDS
+    fewer = with_row(honest, 1, proofs=[])  # so that one more is not too many for the file, which would not be decoded
+    verdict = refused(with_row(fewer, 0, proofs=change(honest[0].proofs)))
+    assert verdict.reason is Reason.BOUNDS and verdict.detail.startswith("rollout 0:")
 
 
 def test_more_proofs_than_the_longest_rollouts_have_are_not_even_decoded(
@@ -714,8 +715,9 @@ def test_someone_elses_rollouts_under_ones_own_signature(
 def test_another_assignment_in_the_header(
     worker: Producer, validator: Validator, honest: list[Rollout], said: dict[str, Any]
 ) -> None:
-    verdict = judged(validator, ASKED, signed(worker, ASKED.model_copy(update=said), honest))
-    assert verdict.reason is Reason.CONTEXT
+    prompts = [worker.prompt(plan) for plan in worker.plan(ASKED)]
+    verdict = judged(validator, ASKED, worker.sign(ASKED.model_copy(update=said), prompts, honest))
+    assert verdict.reason is Reason.CONTEXT and "its header names" in verdict.detail
 
 
 def test_a_file_signed_for_other_prompts(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:

@@ -26,7 +26,8 @@ AT_ONCE = 64  # completions graded before their lines are printed
 @dataclass(frozen=True)
 class Line:
     where: str  # for messages
-    task: str
+    key: str  # "task" or "question"
+    value: str
     completion: str
 
 
@@ -34,7 +35,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     grade_ = commands.add_parser("grade", help="score completions outside of a run, exactly as a run would")
     takes_config(grade_)
     grade_.add_argument(
-        "completions", metavar="COMPLETIONS.jsonl", help='{"task": id, "completion": text} a line; - reads stdin'
+        "completions",
+        metavar="COMPLETIONS.jsonl",
+        help='a line each: {"task": id or "question": text, "completion": text}; - reads stdin',
     )
 
 
@@ -49,11 +52,14 @@ def grade(arguments: argparse.Namespace) -> None:
     with tasks.Graders(settings.tasks, files=task_set.files) as graders:
         for start in range(0, len(lines), AT_ONCE):
             chunk = lines[start : start + AT_ONCE]
-            grades = graders.grade([found[line.task] for line in chunk], [line.completion for line in chunk])
-            for line, one in zip(chunk, grades, strict=True):
+            asked = [found[line.key, line.value] for line in chunk]
+            grades = graders.grade(asked, [line.completion for line in chunk])
+            for task, one in zip(asked, grades, strict=True):
                 outcomes[one.outcome] += 1
                 row = {
-                    "task": line.task,
+                    "task": task.id,
+                    "question": task.question,
+                    "answer": task.answer,
                     "score": one.score,
                     "outcome": one.outcome,
                     "tier": one.tier,
@@ -86,19 +92,29 @@ def parse_lines(name: str, lines: Iterable[str]) -> Iterator[Line]:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{where} is not JSON ({error})") from error
-        task, completion = (row.get("task"), row.get("completion")) if isinstance(row, dict) else (None, None)
-        if not isinstance(task, str) or not isinstance(completion, str):
-            raise UsageError(f'{where} must be {{"task": id, "completion": text}}, both as text')
-        yield Line(where, task, completion)
+        if not isinstance(row, dict):
+            row = {}
+        key = "task" if "task" in row else "question"
+        value, completion = row.get(key), row.get("completion")
+        if not isinstance(value, str) or not isinstance(completion, str):
+            raise UsageError(f'{where} must be {{"task": id or "question": text, "completion": text}}, each as text')
+        yield Line(where, key, value, completion)
 
 
-def find_tasks(task_set: TaskSet, lines: list[Line]) -> dict[str, Task]:
-    """The tasks that the lines name. Raises UsageError, which names the first line whose task is not there."""
-    wanted = sorted({line.task for line in lines})
-    found = {task.id: task for view in (task_set.train, task_set.heldout) for task in view.having(wanted)}
+def find_tasks(task_set: TaskSet, lines: list[Line]) -> dict[tuple[str, str], Task]:
+    """The tasks that the lines name, by key and value. Raises UsageError, which names the first that is not there."""
+    ids = sorted({line.value for line in lines if line.key == "task"})
+    questions = {line.value for line in lines if line.key == "question"}
+    found: dict[tuple[str, str], Task] = {}
+    for view in (task_set.train, task_set.heldout):
+        found |= {("task", task.id): task for task in view.having(ids)}
+        if questions:
+            found |= {("question", task.question): task for task in view if task.question in questions}
     for line in lines:
-        if line.task not in found:
+        if (line.key, line.value) not in found:
+            example = task_set.train[0]
             raise UsageError(
-                f"{line.where}: no task {line.task!r} in this config's sources; ids look like {task_set.train[0].id}"
+                f"{line.where}: no {line.key} {line.value!r} in this config's sources; there is, for example, task "
+                f"{example.id} with the question {example.question[:80]!r}"
             )
     return found

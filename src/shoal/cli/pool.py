@@ -60,6 +60,10 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
     )
 
+    evict_ = commands.add_parser("evict", help="remove a relay from a pool, for good")
+    evict_.add_argument("dir", type=Path, help="the coordinator's folder")
+    evict_.add_argument("name", help="the relay's name, as `shoal status` shows it")
+
     status_ = commands.add_parser("status", help="show the state of any pool")
     status_.add_argument("pool", metavar="URL|DIR", help="the coordinator's URL, or the folder of a run or coordinator")
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
@@ -92,9 +96,11 @@ def init(arguments: argparse.Namespace) -> None:
 def coordinator(arguments: argparse.Namespace) -> None:
     stop = begin("coordinator", arguments)
     from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
-    from shoal.coordinator.service import serve_forever
+    from shoal.coordinator.service import KEY, serve_forever
     from shoal.launch.check import check_length
     from shoal.launch.task_data import FOLDER, build_tasks
+    from shoal.protocol.identity import Identity
+    from shoal.protocol.invite import run_id
 
     url = ""
     if arguments.config is None:
@@ -111,6 +117,7 @@ def coordinator(arguments: argparse.Namespace) -> None:
         )
     else:
         config, name = read_config(arguments), run_name(arguments.run or arguments.config.stem, NAME_IT)
+        name = run_id(name, Identity.load_or_create(arguments.dir / KEY).public)
     check_length(config)
     config, _ = build_tasks(config, arguments.dir / FOLDER)
     serving = config.coordinator.port if arguments.port is None else arguments.port
@@ -136,6 +143,13 @@ def invite(arguments: argparse.Namespace) -> None:
         made.save(arguments.out)
     else:
         sys.stdout.write(made.encode() + "\n")
+
+
+def evict(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.service import evict_from
+
+    evict_from(arguments.dir, arguments.name)
+    sys.stdout.write(f"{arguments.name} is evicted: nodes stop asking it within seconds\n")
 
 
 def status(arguments: argparse.Namespace) -> None:

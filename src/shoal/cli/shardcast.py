@@ -37,6 +37,12 @@ def origin_arguments(parser: argparse.ArgumentParser) -> None:
         "--anchor-every", type=whole(1, 1_000_000), default=10, help="every Nth version can be fetched in full"
     )
     parser.add_argument(
+        "--server",
+        choices=["auto", "nginx", "python"],
+        default="auto",
+        help="what sends finished shards; auto: nginx if it is installed and no --tls-cert is given, else Python",
+    )
+    parser.add_argument(
         "--shard-bytes", type=whole(1024, 1 << 30), help="shard size (default: 1/256 of a version, 64 KiB to 16 MiB)"
     )
 
@@ -54,6 +60,12 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="writes OUT/v000007/; reuses earlier versions there")
     parser.add_argument("--ca", type=Path, help=CA)
     parser.add_argument("--version", type=whole(0, 1 << 40), help="default: the newest")
+    parser.add_argument(
+        "--max-age",
+        type=real(0, 1e9),
+        metavar="S",
+        help="refuse the newest version if the origin's latest statement that it is the newest is older than this",
+    )
     parser.add_argument("--follow", action="store_true", help="keep fetching new versions")
     parser.add_argument(
         "--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version"
@@ -62,10 +74,13 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.protocol.identity import Identity
-    from shoal.shardcast import Origin
+    from shoal.shardcast import Origin, PublishError
     from shoal.shardcast.alone import serve_origin
     from shoal.shardcast.publish.contents import check_apart
+    from shoal.shardcast.serve.front import nginx
 
+    if arguments.server == "nginx" and arguments.tls_cert:
+        raise PublishError("nginx is not used with --tls-cert here; choose --server python")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
     check_apart(arguments.path, arguments.store, *keys)  # before a key is created
     store = _store(arguments)
@@ -76,7 +91,10 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
         shard_size_bytes=arguments.shard_bytes,
         anchor_every=arguments.anchor_every,
     )
-    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say))
+    front = arguments.server == "nginx" or (
+        arguments.server == "auto" and not arguments.tls_cert and nginx() is not None
+    )
+    asyncio.run(serve_origin(arguments.path, origin, _address(arguments), stop, _say, front=front))
 
 
 def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
@@ -98,7 +116,15 @@ def run_fetch(arguments: argparse.Namespace) -> None:
     tls = client_context(arguments.ca)
     with FetchBar() as bars:
         if arguments.follow:
-            for folder, _ in watch(arguments.urls, arguments.out, arguments.key, tls=tls, progress=bars.show):
+            following = watch(
+                arguments.urls,
+                arguments.out,
+                arguments.key,
+                max_age_s=arguments.max_age,
+                tls=tls,
+                progress=bars.show,
+            )
+            for folder, _ in following:
                 bars.say(str(folder))
         else:
             folder, _ = fetch(
@@ -107,6 +133,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 arguments.key,
                 version=arguments.version,
                 wait_s=arguments.wait,
+                max_age_s=arguments.max_age,
                 tls=tls,
                 progress=bars.show,
             )

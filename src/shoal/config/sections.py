@@ -22,6 +22,7 @@ Cheat = Literal[
     "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission", "forged_tool"
 ]
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
@@ -68,9 +69,18 @@ class CoordinatorSection(Section):
         description="leave groups with equal rewards out of batches: they teach nothing",
         json_schema_extra=PAPER,
     )
-    task_deadline_s: float = Field(default=600, gt=0, description="seconds from assigning work to its upload")
+    task_deadline_s: float = Field(
+        default=600,
+        gt=0,
+        description="seconds after which a worker that asks again gets another task instead of the one it holds",
+    )
     claim_lease_s: float = Field(default=300, gt=0, description="seconds a validator has for a verdict")
     max_submission_bytes: int = Field(default=64 << 20, ge=1024, description="largest accepted submission")
+    connections: int = Field(
+        default=256,
+        ge=1,
+        description="simultaneous connections from one address; behind a proxy, all come from its own",
+    )
     node_timeout_s: float = Field(
         default=30, gt=0, description="seconds without a heartbeat after which a node counts as gone"
     )
@@ -97,6 +107,11 @@ class RelaySection(Section):
     """Mirrors of the origin. Reader limits and TLS also apply to the origin."""
 
     public: bool = Field(default=False, description="serve weights to anyone; false: only to nodes of this run")
+    reach: Literal["auto", "local", "private", "public"] = Field(
+        default="auto",
+        description="addresses that relays may announce and nodes connect to: this machine's too, private networks' too, or "
+        "only the internet's; auto: local if the coordinator listens on loopback, else public",
+    )
     rate_bytes_per_s: float | None = Field(default=None, gt=0, description="bandwidth per reader; none: no limit")
     connections: int = Field(default=64, ge=1, description="simultaneous connections from one address")
     tls_cert: str = Field(default="", description="PEM file with the certificate chain; empty: plain http")
@@ -280,6 +295,13 @@ class Config(Section):
     evidence: EvidenceSection = EvidenceSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
+
+    @property
+    def reach(self) -> Literal["local", "private", "public"]:
+        """`relays.reach`, or what follows from where the coordinator listens."""
+        if self.relays.reach != "auto":
+            return self.relays.reach
+        return "local" if self.coordinator.host in LOOPBACK else "public"
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -1,7 +1,8 @@
 """Admission of signed requests: the headers decide who may ask, and only then is a bounded body read.
 
-Invariant: of a request without a valid signature, or by a key without the route's role, no body is read. Of an admitted one
-at most `limit_bytes` are read, and `read_body` and `body_pieces` end normally only if the body is the one that was signed.
+Invariant: of a request without a valid signature, by a key without the route's role, or over its rate, no body is read and
+nothing is written. Of an admitted one at most `limit_bytes` are read, and `read_body` and `body_pieces` end normally only if
+the body is the one that was signed.
 Called by `routes`.
 """
 
@@ -13,6 +14,8 @@ from hashlib import sha256
 from aiohttp import web
 
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.front import member
+from shoal.coordinator.pace import Pace
 from shoal.protocol.messages import Role
 from shoal.protocol.signing import NonceStore, SignedHead, split_target, verify_head
 
@@ -27,11 +30,13 @@ class Admission:
     nonces: NonceStore
     role_of: Callable[[str], Role | None]
     clock: Callable[[], float]
+    pace: Pace
 
     def admit(self, request: web.Request, roles: Sequence[Role] | None, limit_bytes: int) -> SignedHead:
-        """Verify the headers: signature, role (None: strangers too), encoding and length of the body.
+        """Verify the headers: signature, role, encoding and length of the body, rate.
 
-        Raises SignatureError, and PoolError with status 403, 413 or 415.
+        `roles` None: strangers too, whose nonce the route spends once it knows their invite; else they could fill the disk.
+        Raises SignatureError, and PoolError with status 403, 413, 415 or 429.
         """
         path, query = split_target(request.raw_path)
         head = verify_head(
@@ -41,14 +46,21 @@ class Admission:
             headers=request.headers,
             audience=self.run,
             now_s=self.clock(),
-            nonces=self.nonces,
+            nonces=None,
         )
-        if roles is not None and self.role_of(head.key) not in roles:
+        role = self.role_of(head.key)
+        if role is not None:
+            member(request)
+        if roles is not None and role not in roles:
             raise PoolError(f"only {' or '.join(roles)} may ask for {request.path}", 403)
         if "Content-Encoding" in request.headers:
             raise PoolError("the body must come without content-encoding", 415)
         if (request.content_length or 0) > limit_bytes:
             raise PoolError(f"a body of {request.content_length} bytes; at most {limit_bytes} are allowed here", 413)
+        if role is not None:
+            self.pace.member(head.key)
+        if roles is not None:
+            head.spend(self.nonces)
         return head
 
 

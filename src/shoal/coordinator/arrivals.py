@@ -25,7 +25,7 @@ from shoal.coordinator.tables.submissions import Submission
 
 LATE = 2.0
 SLOWEST = 4.0
-START_S = 5.0
+START_S = 2.5
 NEWCOMER = 0.2
 HALF = 0.5
 SHARE_WEIGHT = 1 / 8  # of one task in the share

@@ -15,17 +15,18 @@ from urllib.parse import urlsplit
 
 from shoal import config as config_module
 from shoal.config import Config
+from shoal.config.sections import LOOPBACK
 from shoal.coordinator.routes import TASKS
 from shoal.coordinator.service import KEY
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.protocol.address import Address, coordinator_url
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import make_invite
+from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import Role
+from shoal.shardcast.fetch.reach import narrowest
 
 CONFIG, INVITES = "config.toml", "invites"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class PoolFolderError(ShoalError):
@@ -71,17 +72,18 @@ def found_pool(
 
     Raises PoolFolderError, AddressError.
     """
-    address = Address(url=coordinator_url(url), run=run)
-    settings = _reachable(config, address.url)
+    url = coordinator_url(url)
+    settings = _reachable(config, url)
     check_new(folder)
     expires_s = int(time.time() + days * 86_400)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)  # the key is in it
     (folder / INVITES).mkdir()
     identity = Identity.load_or_create(folder / KEY)
+    address = Address(url=url, run=run_id(run, identity.public))
     roles = members.roles()
     for name, role in roles.items():
-        invite = make_invite(identity, url=address.url, run=run, role=role, name=name, expires_s=expires_s)
+        invite = make_invite(identity, url=address.url, run=address.run, role=role, name=name, expires_s=expires_s)
         invite.save(folder / INVITES / f"{name}.invite")
     if task_data is not None:
         task_data.rename(folder / TASKS)
@@ -100,7 +102,10 @@ def open_pool(folder: Path) -> tuple[Config, Address]:
 
 
 def _reachable(config: Config, url: str) -> Config:
-    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host."""
+    """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
+
+    Relays may be as near as the coordinator: one on a private network has relays there too.
+    """
     parts, section = urlsplit(url), config.coordinator
     changed: dict[str, int | str] = {}
     if not section.port:
@@ -110,8 +115,10 @@ def _reachable(config: Config, url: str) -> Config:
             )
         changed["port"] = parts.port or 80
     if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
-        changed["host"] = "0.0.0.0"
-    return config.model_copy(update={"coordinator": section.model_copy(update=changed)})
+        changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
+    reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
+    relays = config.relays.model_copy(update={"reach": reach})
+    return config.model_copy(update={"coordinator": section.model_copy(update=changed), "relays": relays})
 
 
 def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str, Role]) -> list[str]:

@@ -6,12 +6,19 @@ Called by the coordinator's routes. Left out: members that leave.
 
 import logging
 from typing import Literal
+from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.tables.nodes import Node
+from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.messages import Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
+from shoal.shardcast.fetch.reach import OutOfReach, check_host
+from shoal.shardcast.serve.rates import Rates
+
+RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest node beats once a second
 
 log = logging.getLogger(__name__)
 
@@ -22,24 +29,43 @@ class Members:
         self.config = config
         self.assignments = assignments
         self.classes = classes
+        self._records = Rates(RECORDS_PER_S)
+
+    def may_register(self, key: str, invite: InvitePayload) -> None:
+        """Raise PoolError unless this invite lets this key in. Changes nothing."""
+        node = self.db.nodes.get(key)
+        if node is not None:
+            if node.invite != invite.nonce:
+                raise PoolError(f"this key is already registered as {node.name}")
+            return
+        if self.db.clock() > invite.expires_s:
+            raise PoolError("the invite has expired; ask for a new one", 403)
+        if self.db.nodes.is_taken(invite.nonce, invite.name):
+            raise PoolError(f"the invite for {invite.name} was used by another key; ask for a new one", 403)
 
     def register(self, key: str, invite: InvitePayload, url: str | None) -> Registered:
         """Spend an invite. The same key may repeat the same invite (a restart), with a new address."""
+        if url is not None:
+            self._check_url(url)
         with self.db.transaction():
+            self.may_register(key, invite)
             node = self.db.nodes.get(key)
             if node is not None:
-                if node.invite != invite.nonce:
-                    raise PoolError(f"this key is already registered as {node.name}")
                 self.db.nodes.set_url(key, url)
                 return Registered(name=node.name, role=node.role)
-            if self.db.clock() > invite.expires_s:
-                raise PoolError("the invite has expired; ask for a new one", 403)
-            if self.db.nodes.is_taken(invite.nonce, invite.name):
-                raise PoolError(f"the invite for {invite.name} was used by another key; ask for a new one", 403)
             self.db.nodes.add(key, invite.name, invite.role, url, invite.nonce, self.db.clock())
             self.db.ledger.append("registered", {"key": key, "name": invite.name, "role": invite.role})
         log.info("%s joined as %s, key %s", invite.name, invite.role, key[:16])
         return Registered(name=invite.name, role=invite.role)
+
+    def _check_url(self, url: str) -> None:
+        """Every node of the run connects to what relays announce, so nobody may send them into their own networks."""
+        try:
+            check_host(urlsplit(coordinator_url(url)).hostname or "", self.config.reach)
+        except AddressError as error:
+            raise PoolError(f"cannot announce {url[:80]!r}: a server's URL is http://HOST:PORT", 400) from error
+        except OutOfReach as error:
+            raise PoolError(f"cannot announce {url[:80]!r}: {error}", 400) from error
 
     def role(self, key: str) -> Role | None:
         """The role of a registered key, None for a stranger."""
@@ -56,10 +82,10 @@ class Members:
     def heartbeat(self, key: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Record that a registered node lives; give a worker that wants one its next task."""
         with self.db.transaction():
-            self.db.nodes.beat(key, self.db.clock(), beat.policy_version, beat.stats.model_dump_json())
             node = self.db.nodes.get(key)
             if node is None:
                 raise PoolError("this key is not registered", 403)
+            self._record(node, beat)
             self.classes.report(key, beat)
             answer = HeartbeatAnswer(
                 state="evicted" if node.evicted else self._state_for(node.role),
@@ -76,6 +102,14 @@ class Members:
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
+
+    def _record(self, node: Node, beat: Heartbeat) -> None:
+        """Each record is a sync of the disk: a node that beats far too often is recorded less often than it beats."""
+        now_s = self.db.clock()
+        if self._records.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
+            return
+        self._records.charge(node.key, 1, now_s)
+        self.db.nodes.beat(node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
 
     def _state_for(self, role: Role) -> Literal["running", "finished"]:
         """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""

@@ -2,13 +2,15 @@
 
 Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
 registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite.
+What all routes share is in `admission` and `front`.
 Called by every node; started by `shoal coordinator`. It also serves the store's folder.
 """
 
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -20,25 +22,28 @@ from pydantic import BaseModel, ValidationError
 from shoal.config import Config
 from shoal.coordinator.admission import Admission, body_pieces, read_body
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.front import Front, refusal
 from shoal.coordinator.nonces import nonce_secret
+from shoal.coordinator.pace import Pace
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.tables.connection import Connection, DatabaseFullError, open_sqlite
-from shoal.coordinator.tables.nonces import Nonces
+from shoal.coordinator.tables.nonces import Nonces, this_boot
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import InviteError, open_payload
 from shoal.protocol.messages import Role
 from shoal.protocol.signing import SignatureError
-from shoal.shardcast.serve.guard import issue
+from shoal.shardcast.serve.passes import issue
 from shoal.store.folder import Folder, StoreError
 
 M = TypeVar("M", bound=BaseModel)
 Answer = BaseModel | bytes | web.StreamResponse
 Handler = Callable[["Request"], Awaitable[Answer]]
-READER_TOKEN_S = 600.0  # renewed with each heartbeat
-MAX_JSON_BYTES = 1 << 20
-MAX_REGISTRATION_BYTES = 64 << 10  # strangers may send one
+READER_GRANT_S = 600.0  # renewed with each heartbeat
+MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
+MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by their URLs
+MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
 MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
 STEP = CURSOR = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -55,7 +60,7 @@ class Request:
 
 
 class Coordinator:
-    def __init__(self, config: Config, run: str, identity: Identity, folder: Path) -> None:
+    def __init__(self, config: Config, run: str, identity: Identity, folder: Path, pace: Pace | None = None) -> None:
         self.config = config
         self.run = run
         self.identity = identity
@@ -63,38 +68,47 @@ class Coordinator:
         database = open_sqlite(folder / "pool.sqlite")
         ledger = SqliteLedger(database, identity, clock=time.time)
         self.pool = Pool(database, ledger, config, run, time.time, secret=nonce_secret(identity))
-        nonces = Nonces(Connection(open_sqlite(folder / "nonces.sqlite")))
-        self.admission = Admission(run, nonces, self.pool.members.role, time.time)
+        spent = open_sqlite(folder / "nonces.sqlite", survives_power_cuts=False)
+        nonces = Nonces(Connection(spent), boot=this_boot(), now_s=time.time())
+        self.pace = pace or Pace()
+        self.front = Front(identity, self.pace)
+        self.admission = Admission(run, nonces, self.pool.members.role, time.time, self.pace)
         self.store = Folder(folder / "store")
         self.store.clean()
         self.tasks = folder / TASKS
         self._uploads: dict[tuple[str, str], object] = {}  # kind and submission id -> the upload in progress
+        self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
 
     def app(self) -> web.Application:
-        m, pool = messages, self.pool
-        verdict_bytes = MAX_JSON_BYTES + self.config.workers.groups_per_submission * MAX_SAMPLE_BYTES
+        m, pool, anyone = messages, self.pool, self.front.open_to_all
+        verdict_bytes = MAX_REPORT_BYTES + self.config.workers.groups_per_submission * MAX_SAMPLE_BYTES
         app = web.Application()
+        self.front.attach(app)
         app.add_routes(
             [
-                web.get("/healthz", self._healthz),
-                web.get("/v1/run", self._run),
-                web.get("/v1/status", self._status),
-                web.get("/v1/history", self._history),
-                web.get("/metrics", self._metrics),
-                web.post("/v1/register", self._signed(self._register, None, MAX_REGISTRATION_BYTES)),
-                web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role))),
+                web.get("/healthz", anyone(self._healthz)),
+                web.get("/v1/run", anyone(self._run)),
+                web.get("/v1/status", anyone(self._status)),
+                web.get("/v1/history", anyone(self._history)),
+                web.get("/metrics", anyone(self._metrics)),
+                web.post("/v1/register", self._answering(self._register)),
+                web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
                 web.get("/v1/tasks/{sha256}", self._signed(self._task_data, get_args(Role))),
                 web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
                 web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
                 web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
+                web.get("/v1/missed/{key}", self._signed(self._missed, ["validator"])),
                 web.get("/v1/curricula/{digest}", self._signed(self._curriculum, ["worker", "validator"])),
                 web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
                 web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
-                web.post("/v1/steps", self._signed(_report(m.StepReport, pool.learning.trained), ["learner"])),
+                web.post(
+                    "/v1/steps",
+                    self._signed(_report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
+                ),
                 web.post(
                     "/v1/evaluations", self._signed(_report(m.Evaluation, pool.learning.evaluated), ["evaluator"])
                 ),
@@ -120,7 +134,7 @@ class Coordinator:
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
         if not CURSOR.fullmatch(after):
-            return _error(400, f"after={after[:40]!r} is not a cursor; start with 0")
+            return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
         return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -128,17 +142,22 @@ class Coordinator:
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    async def _register(self, request: Request) -> Answer:
-        registration = messages.Registration.model_validate_json(request.body)
+    async def _register(self, request: web.Request) -> Answer:
+        """The nonce is spent last: only who may join can make the coordinator write anything."""
+        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
+        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
+        registration = messages.Registration.model_validate_json(body)
         payload = open_payload(registration.invite, self.identity.public, self.run)
-        return self.pool.members.register(request.key, payload, registration.url)
+        self.pool.members.may_register(head.key, payload)
+        head.spend(self.admission.nonces)
+        return self.pool.members.register(head.key, payload, registration.url)
 
     async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
         if answer.state == "evicted":
             return answer
-        token = issue(self.identity.private_key, request.key, self.run, time.time() + READER_TOKEN_S)
-        return answer.model_copy(update={"reader_token": token})
+        grant = issue(self.identity.private_key, request.key, self.run, time.time() + READER_GRANT_S)
+        return answer.model_copy(update={"reader_grant": grant})
 
     async def _task_data(self, request: Request) -> Answer:
         """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""
@@ -171,23 +190,34 @@ class Coordinator:
         limit_bytes, id = self.config.coordinator.max_submission_bytes, request.match_info["id"]
         head = self.admission.admit(request, [role], limit_bytes)
         check_grant(head.key, id)
-        upload = self._uploads[kind, id] = object()
-        try:
-            with self.store.receive(kind) as file:
-                size_bytes = 0
-                async for piece in body_pieces(request.content.readany, head, limit_bytes):
-                    if self._uploads.get((kind, id)) is not upload:  # the client lost its connection and sends again
-                        raise PoolError(f"another upload of {id} has started")
-                    check_grant(head.key, id)  # a slow upload ends with its grant, and frees its space
-                    await asyncio.to_thread(file.write, piece)
-                    size_bytes += len(piece)
+        with self.pace.under_way(head.key), self._latest(kind, id) as check_latest, self.store.receive(kind) as file:
+            size_bytes = 0
+            async for piece in body_pieces(request.content.readany, head, limit_bytes):
+                check_latest()  # the client lost its connection and sends again
+                check_grant(head.key, id)  # a slow upload ends with its grant, and frees its space
+                await asyncio.to_thread(file.write, piece)
+                size_bytes += len(piece)
+            async with self._storing:  # else the files of all uploads that end together would be kept
+                check_latest()
                 check_grant(head.key, id)  # also after the last piece: without a grant nothing is kept
                 content_hash = await asyncio.to_thread(file.commit)
+                stored(head.key, id, content_hash)
+        return messages.Stored(size_bytes=size_bytes, hash=content_hash)
+
+    @contextmanager
+    def _latest(self, kind: str, id: str) -> Iterator[Callable[[], None]]:
+        """Around an upload. Yields what raises PoolError once another upload for the same grant has started."""
+        upload = self._uploads[kind, id] = object()
+
+        def check() -> None:
+            if self._uploads.get((kind, id)) is not upload:
+                raise PoolError(f"another upload of {id} has started")
+
+        try:
+            yield check
         finally:
             if self._uploads.get((kind, id)) is upload:
                 del self._uploads[kind, id]
-        stored(head.key, id, content_hash)
-        return messages.Stored(size_bytes=size_bytes, hash=content_hash)
 
     async def _get_submission(self, request: Request) -> Answer:
         content_hash, _ = self.pool.submissions.hashes(request.match["id"])
@@ -206,6 +236,11 @@ class Coordinator:
     async def _content(self, request: Request) -> Answer:
         return self.pool.submissions.content_owner(request.match["digest"])
 
+    async def _missed(self, request: Request) -> Answer:
+        if not SHA256.fullmatch(request.match["key"]):
+            raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
+        return self.pool.submissions.missed(request.match["key"])
+
     async def _curriculum(self, request: Request) -> Answer:
         return self.pool.curriculum.page(request.match["digest"])
 
@@ -221,14 +256,15 @@ class Coordinator:
     # --- every signed request ----------------------------------------------------------------------------------------
 
     def _signed(
-        self, handler: Handler, roles: Sequence[Role] | None, limit_bytes: int = MAX_JSON_BYTES
+        self, handler: Handler, roles: Sequence[Role], limit_bytes: int = MAX_SMALL_BYTES
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """A route that answers `roles` (None: strangers too) and takes a small body."""
+        """A route that answers `roles` and takes a small body."""
 
         async def respond(request: web.Request) -> Answer:
             head = self.admission.admit(request, roles, limit_bytes)
-            body = await read_body(request.content.readany, head, limit_bytes)
-            return await handler(Request(head.key, body, dict(request.match_info)))
+            with self.pace.under_way(head.key):
+                body = await read_body(request.content.readany, head, limit_bytes)
+                return await handler(Request(head.key, body, dict(request.match_info)))
 
         return self._answering(respond)
 
@@ -240,19 +276,19 @@ class Coordinator:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 found = await respond(request)
-            except web.RequestPayloadError as error:  # broken chunked encoding
-                return _error(400, str(error))
+            except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; a client that left
+                return refusal(400, str(error))
             except SignatureError as error:
-                return _error(401, str(error))
+                return refusal(401, str(error))
             except InviteError as error:
-                return _error(403, str(error))
+                return refusal(403, str(error))
             except ValidationError as error:
                 first = error.errors()[0]
-                return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+                return refusal(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
             except PoolError as error:
-                return _error(error.status, str(error))
+                return refusal(error.status, str(error))
             except (StoreError, DatabaseFullError) as error:
-                return _error(507, str(error))
+                return refusal(507, str(error))
             if isinstance(found, web.StreamResponse):
                 return found
             if isinstance(found, bytes):
@@ -270,7 +306,3 @@ def _report(model: type[M], record: Callable[[M], None]) -> Handler:
         return messages.Ok()
 
     return handler
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)

@@ -16,18 +16,25 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from shoal.config import Config
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.routes import Coordinator
+from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.nodes import Nodes
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role, Status
+from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener
+from shoal.shardcast.serve.server import url_of
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker
 
 POLL_S = 0.1
 RECORD_S = 2.0
+MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
+BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
 LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
 READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 KEY = "identity.pem"
@@ -74,19 +81,24 @@ async def _serve(
     *,
     reports: bool,
 ) -> None:
-    host = coordinator.config.coordinator.host
+    section = coordinator.config.coordinator
+    listener = Listener(section.host, port, PATIENCE, per_address=section.connections, total=MAX_CONNECTIONS)
+    application = coordinator.app()
+    application[LISTENER] = listener
+    application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
-        coordinator.app(),
+        application,
         access_log=None,
         shutdown_timeout=1.0,
+        keepalive_timeout=PATIENCE.idle_s,
         lingering_time=LINGER_S,
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
-        address = Address(url=url or f"http://{host}:{int(runner.addresses[0][1])}", run=coordinator.run)
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        address = Address(url=url or url_of(section.host, int(listener.getsockname()[1])), run=coordinator.run)
         address.write(folder)
         log.info("run %s: listening at %s", coordinator.run, address.url)
         recorded_s = 0.0
@@ -133,3 +145,16 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
         return make_invite(identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s)
     except ValidationError as error:
         raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
+
+
+def evict_from(folder: Path, name: str) -> None:
+    """Evicts a relay from the pool whose coordinator uses this folder: nobody asks it from the next heartbeats on, and its
+    key can read no weights. Raises PoolError."""
+    if not (folder / "pool.sqlite").is_file():
+        raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+    nodes = Nodes(Connection(open_sqlite(folder / "pool.sqlite")))
+    found = next((node for node in nodes.all() if node.name == name), None)
+    if found is None or found.role != "relay":
+        relays = ", ".join(node.name for node in nodes.all() if node.role == "relay" and not node.evicted)
+        raise PoolError(f"{name} is not a relay of this pool; its relays are: {relays or 'none'}")
+    nodes.evict(found.key)

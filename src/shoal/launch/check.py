@@ -55,7 +55,7 @@ def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
     try:
         loaded = tasks.load(config.tasks)
         with tasks.Graders(config.tasks, files=loaded.files) as graders:
-            graders.start()
+            graders.try_out(loaded.samples)
         close(environments_of(config))
     except (ValueError, ConfigError, GradeError) as error:
         yield str(error)

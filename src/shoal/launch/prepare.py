@@ -32,7 +32,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
             config, _ = build_tasks(config, task_folder)
         loaded = tasks.load(config.tasks, task_folder)
         with tasks.Graders(config.tasks, files=loaded.files) as graders:
-            graders.start()
+            graders.try_out(loaded.samples)
     except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)

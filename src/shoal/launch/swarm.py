@@ -30,6 +30,7 @@ from shoal.launch.memory import Peaks
 from shoal.launch.process import Interrupted, signals_interrupt
 from shoal.launch.watch import Watch
 from shoal.protocol.identity import Identity
+from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
 from shoal.tracking.record import read_evaluations
@@ -157,6 +158,7 @@ class Swarm:
         if not self.url:
             self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
         self.pool.url = self.url
+        self.run_name = run_id(self.run_name, identity.public)
         self.watch = Watch(self.config, self.out, self.pool)
         self.children.start("coordinator", members.coordinator_command(self.run_name, self.out, self.url))
         self._wait_for_coordinator()

@@ -79,8 +79,9 @@ class Watch:
 
         if words := self._grader_fails(self.status.grading):
             raise GraderFailsError(
-                f"{words}; grade some completions by hand with `shoal grade {self.folder / 'config.toml'} FILE`, then "
-                "mend the reward or the tasks, or raise tasks.grader_error_limit"
+                f"{words}; grade some completions by hand with `shoal grade CONFIG {self.folder / 'rollouts.jsonl'}`. A run "
+                "keeps the tasks and rewards it began with: mend them and start a new run, or raise "
+                "tasks.grader_error_limit and go on with this one"
             )
 
     def _grader_fails(self, grading: Grading) -> str:

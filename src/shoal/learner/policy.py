@@ -47,6 +47,8 @@ class Policy:
         ranks: Ranks | None = None,
         numerics: Numerics = "fast",
     ) -> None:
+        if config.compile:
+            numerics = "fast"  # compiled kernels sum in an order of their own
         self.config = config
         self.device = torch.device(device)
         self.compute = getattr(torch, dtype)

@@ -81,6 +81,7 @@ class Step:
     def __init__(self, lengths_B: Tensor) -> None:
         self.keys = rounded(int(lengths_B.max()), KEYS)
         self.start = int(lengths_B.min())
+        self.query_BkRD = torch.empty(0)
         hidden_BK = torch.arange(self.start, self.keys) >= lengths_B[:, None]
         self.bias_B11K = torch.zeros(hidden_BK.shape).masked_fill_(hidden_BK, float("-inf"))[:, None, None]
 
@@ -90,9 +91,11 @@ class Step:
         key_heads = key_BkKD.shape[1]
         sharing = heads // key_heads
         rows = rounded(sharing, ROWS)
-        query_BkRD = query_BhD.new_zeros(batch, key_heads, rows, depth, dtype=torch.float32)
+        if self.query_BkRD.shape != (batch, key_heads, rows, depth):
+            self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # of all blocks; rows of padding stay 0
+        query_BkRD = self.query_BkRD
         query_BkRD[:, :, :sharing] = query_BhD.view(batch, key_heads, sharing, depth)  # scaled in float32, not before
-        query_BkRD.mul_(scale)
+        query_BkRD[:, :, :sharing].mul_(scale)
         output_NRD, _ = attention(
             query_BkRD.flatten(0, 1),
             key_BkKD.flatten(0, 1),

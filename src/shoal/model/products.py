@@ -11,6 +11,8 @@ Invariant: `linear` returns the reference's bits, or `OrderError` names the prod
 Called by every linear layer of a model with exact numerics, and by the learner's logprobs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -35,6 +37,8 @@ class OrderError(ShoalError):
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, differentiable. Returns y_TN. Raises OrderError."""
+    if not torch.is_grad_enabled():
+        return _product(x_TK, weight_NK, bias_N)
     y_TN: Tensor = _Linear.apply(x_TK, weight_NK, bias_N)  # type: ignore[no-untyped-call]
     return y_TN
 
@@ -42,7 +46,15 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
 class Linear(nn.Linear):
     """nn.Linear with the reference's bits."""
 
+    packed: Tensor | None = None  # the weights as oneDNN reads them, see `packed`
+
     def forward(self, input: Tensor) -> Tensor:
+        if self.packed is not None and input.shape[:-1].numel() % UNIT == 0:
+            x_TK = input.flatten(0, -2)
+            rows = _packed_rows(self.in_features, self.out_features, x_TK.dtype, torch.get_num_threads())
+            if len(x_TK) <= 4 * rows:
+                y_TN = [_packed_product(x, self.packed, self.bias) for x in torch.split(x_TK, rows)]
+                return (y_TN[0] if len(y_TN) == 1 else torch.cat(y_TN)).view(*input.shape[:-1], -1)
         return linear(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)
 
 
@@ -55,6 +67,46 @@ def repeatable_(model: nn.Module) -> None:
                     own = Linear(layer.in_features, layer.out_features, layer.bias is not None)
                 own.weight, own.bias = layer.weight, layer.bias
                 setattr(parent, name, own.train(layer.training))
+
+
+@contextmanager
+def packed(model: nn.Module) -> Iterator[None]:
+    """Within it, products of few rows read copies of the bf16 weights in oneDNN's layout, without arranging them each time.
+
+    The weights must not change within it. Without oneDNN, or where the bits would differ, nothing is copied.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    try:
+        for layer in layers:
+            dtype = layer.weight.dtype
+            if _packed_rows(layer.in_features, layer.out_features, dtype, torch.get_num_threads()):
+                layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 2 * UNIT)
+        yield
+    finally:
+        for layer in layers:
+            layer.packed = None
+
+
+@cache
+def _packed_rows(depth: int, width: int, dtype: torch.dtype, threads: int) -> int:
+    """The most rows whose product with packed weights has the reference's bits; 0: none."""
+    if dtype != torch.bfloat16 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return 0
+    x_RK, weight_CK = cancelling(4 * UNIT, width, depth, dtype)
+    copied = torch.ops.mkldnn._reorder_linear_weight(weight_CK, 2 * UNIT)
+    expected_RC = _product(x_RK, weight_CK)
+    for rows in (4 * UNIT, 2 * UNIT, UNIT):
+        found = torch.cat([_packed_product(x, copied, None) for x in torch.split(x_RK, rows)])
+        if torch.equal(found, expected_RC):
+            counts = range(UNIT, rows, UNIT)  # what is left over may be fewer
+            if all(torch.equal(_packed_product(x_RK[:n], copied, None), expected_RC[:n]) for n in counts):
+                return rows
+    return 0
+
+
+def _packed_product(x_RK: Tensor, copied: Tensor, bias_N: Tensor | None) -> Tensor:
+    y_RN: Tensor = torch.ops.mkldnn._linear_pointwise(x_RK, copied, None, "none", [], "")
+    return y_RN if bias_N is None else y_RN.add_(bias_N)
 
 
 class _Linear(torch.autograd.Function):
@@ -79,19 +131,26 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
     allowed = tiles(x_TK.shape[1], len(weight_NK), x_TK.dtype, torch.get_num_threads())
     parts = cut(len(x_TK), allowed)
     if len(parts) == 1 and parts[0][0] == len(x_TK) and parts[0][1] >= len(weight_NK):
-        return F.linear(x_TK, weight_NK, bias_N)
+        y_TN = torch.mm(x_TK, weight_NK.T)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)  # in every case after rounding
     y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
     start = 0
     for rows, columns in parts:
         x_RK = x_TK[start : start + rows]
         if missing := rows - len(x_RK):
-            x_RK = F.pad(x_RK, (0, 0, 0, missing))
-        for at in range(0, len(weight_NK), columns):
-            piece = slice(at, at + columns)
-            y_RC = F.linear(x_RK, weight_NK[piece], None if bias_N is None else bias_N[piece])
-            y_TN[start : start + rows, piece] = y_RC[: rows - missing]
+            y_TN[start:] = _in_columns(
+                F.pad(x_RK, (0, 0, 0, missing)), weight_NK, columns, y_TN.new_empty(rows, len(weight_NK))
+            )[: len(x_RK)]
+        else:
+            _in_columns(x_RK, weight_NK, columns, y_TN[start : start + rows])
         start += rows
-    return y_TN
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def _in_columns(x_RK: Tensor, weight_NK: Tensor, columns: int, y_RN: Tensor) -> Tensor:
+    for weight_CK, y_RC in zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True):
+        torch.mm(x_RK, weight_CK.T, out=y_RC)
+    return y_RN
 
 
 def cut(count: int, allowed: tuple[Tile, ...]) -> list[Tile]:
@@ -112,12 +171,8 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
     x_RK, weight_CK = cancelling(ROWS[0], most, depth, dtype)
     try:
         torch.set_num_threads(1)
-        expected_RC = torch.cat(
-            [
-                torch.cat([F.linear(x, w) for w in torch.split(weight_CK, COLUMNS[1])], 1)
-                for x in torch.split(x_RK, UNIT)
-            ]
-        )
+        parts = [_in_columns(x, weight_CK, COLUMNS[1], x.new_empty(UNIT, most)) for x in torch.split(x_RK, UNIT)]
+        expected_RC = torch.cat(parts)
     finally:
         torch.set_num_threads(threads)
     found: list[Tile] = []
@@ -125,11 +180,8 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
         for wide in COLUMNS:
             if wide >= width and wide != COLUMNS[0]:  # one piece in any case
                 continue
-            if all(
-                torch.equal(F.linear(x, w), e)
-                for x, e_row in zip(torch.split(x_RK, rows), torch.split(expected_RC, rows), strict=True)
-                for w, e in zip(torch.split(weight_CK, wide), torch.split(e_row, wide, 1), strict=True)
-            ):
+            parts = [_in_columns(x, weight_CK, wide, x.new_empty(rows, most)) for x in torch.split(x_RK, rows)]
+            if torch.equal(torch.cat(parts), expected_RC):
                 found.append((rows, wide))
                 break
     if not found or found[-1][0] != UNIT:

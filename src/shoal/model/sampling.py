@@ -63,7 +63,9 @@ def choose(
     `temperature` 0 is greedy (no noise; logprobs at temperature 1).
     """
     scaled_NV = logits_NV.float() if temperature in (0.0, 1.0) else logits_NV.float() / temperature
-    tokens_N = scaled_NV.argmax(-1)
+    tokens_N = torch.from_numpy(scaled_NV.numpy(force=True).argmax(-1)).to(
+        logits_NV.device
+    )  # torch takes ten times as long
     if temperature != 0.0:
         _, tokens_N = _outscore(scaled_NV, tokens_N, seeds, positions)
     return tokens_N, token_logprobs(scaled_NV, tokens_N)

@@ -1,6 +1,7 @@
 """Invites: one string that a node needs to join: the coordinator's URL and key, and the node's role and name.
 
-Invariant: the coordinator's key inside is the root of a node's trust; the payload is signed by that key and used once.
+Invariant: the coordinator's key inside is the root of a node's trust; the payload is signed by that key and used once. A
+run's id ends in that key (`run_id`), so no other pool has it: what is signed for one run is worth nothing in another.
 Made by `shoal pool init`, `shoal invite` and `shoal run`; read by every node at its start, before it imports anything heavy.
 """
 
@@ -58,6 +59,17 @@ class Invite(BaseModel):
             raise InviteError(f"the invite is for the role {payload.role}, not {role}; start `shoal {payload.role}`")
         if now_s is not None and now_s > payload.expires_s:
             raise InviteError(f"the invite for {payload.name} has expired; ask for a new one")
+        if run_id(self.run, self.key) != self.run:
+            raise InviteError(f"the invite's coordinator did not found the run {self.run[:100]}; ask for a new one")
+
+
+def run_id(name: str, coordinator_key: str) -> str:
+    """What a run is called in all that is signed: its name and the first 16 digits of its coordinator's key.
+
+    A run that is called so already keeps its id.
+    """
+    founder = f"-{coordinator_key[:16]}"
+    return name if name.endswith(founder) else name + founder
 
 
 def make_invite(identity: Identity, *, url: str, run: str, role: Role, name: str, expires_s: int) -> Invite:

@@ -12,6 +12,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
     validator     GET  /v1/submissions/{id}             -> Parquet
     validator     GET  /v1/contents/{digest}            -> ContentOwner (the accepted submission with these rollouts)
+    validator     GET  /v1/missed/{key}                  -> MissedTasks (of one worker)
     validator     PUT  /v1/accepted/{id}                Parquet -> Stored
     validator     POST /v1/verdicts                     Verdict -> Ok
     these two     GET  /v1/curricula/{digest}           -> CurriculumPage (what an assignment's tasks are drawn by)
@@ -147,9 +148,18 @@ class HeartbeatAnswer(Message):
     relays: list[str]
     assignment: Assignment | None = None
     waiting_for: str = ""  # why there is no assignment
-    reader_token: str = ""  # lets this node read from relays and the origin, for a while; "" if it is evicted
+    reader_grant: str = ""  # lets this key read from relays and the origin, for a while; "" if it is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
     renewals: Count = 0  # how often this node was asked to load its weights anew and to report a new fingerprint
+
+
+class MissedTasks(Message):
+    """What a worker was given and never uploaded: `tasks.missed` says what that did to the reward."""
+
+    worker: str = Hex64
+    given: Count
+    missed: Count
+    newest: list[Assignment]  # of the missed ones, oldest first
 
 
 class Stored(Message):

@@ -4,8 +4,9 @@
     with node.heart(): ...                        one heartbeat a second in the background; `node.answer` is the newest reply
     node.post("/v1/claims", ...)                  a signed request, repeated while the coordinator is away, until a deadline
 
-Invariants: a node trusts nothing about the run that the coordinator's key, which is in the invite, has not signed. No
-answer takes more memory than its caller allows. Once `stop` is set, no request takes longer than GRACE_S.
+Invariants: a node believes no answer that the coordinator's key, which is in the invite, has not signed for this very
+request (`answers`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows.
+Once `stop` is set, no request takes longer than GRACE_S.
 Called by worker, validator, learner, origin, relay and evaluator. It knows no other process.
 """
 
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +28,7 @@ from pydantic import BaseModel, ValidationError
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (
@@ -44,6 +47,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.signing import SignedAuth
 from shoal.shardcast import Access
+from shoal.shardcast.serve.passes import Passes
 from shoal.shardcast.tls import client_context
 
 HEARTBEAT_S = 1.0
@@ -51,6 +55,7 @@ PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is do
 GRACE_S = 1.0  # for a request in flight when this process is told to stop
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
+TOO_MANY = 429  # HTTP status
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
@@ -82,6 +87,10 @@ class TooLargeError(NodeError):
     restart_helps = False
 
 
+class _BusyError(Exception):
+    """The coordinator asks this node to wait."""
+
+
 class Node:
     def __init__(
         self, identity: Identity, invite: Invite, client: httpx.Client, patience_s: float, stop: threading.Event
@@ -100,6 +109,7 @@ class Node:
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
         self.intake = Intake()
+        self.reader_pass = Passes(identity.private_key, self.reader_grant)
 
     @classmethod
     def join(
@@ -133,8 +143,9 @@ class Node:
     @classmethod
     def read_config(cls, invite: Invite, stop: threading.Event) -> Config:
         """The run's config, for a role that must listen before it can register its address."""
-        client = httpx.Client(base_url=invite.url, timeout=30)
-        return cls(Identity.generate(), invite, client, PATIENCE_S, stop).config()
+        identity = Identity.generate()
+        client = httpx.Client(base_url=invite.url, auth=SignedAuth(identity, invite.run), timeout=30)
+        return cls(identity, invite, client, PATIENCE_S, stop).config()
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -186,14 +197,13 @@ class Node:
         while True:
             try:
                 response = self._send(method, path, content, most_bytes)
-            except httpx.TransportError as error:
+                if response.status_code == TOO_MANY:
+                    raise _BusyError(_reason(response))
+            except (httpx.TransportError, UnsignedAnswerError, _BusyError) as error:
                 if self.stop.is_set():
                     raise self._stopped(method, path) from error
                 if time.monotonic() + pause_s > deadline_s:
-                    raise NodeError(
-                        f"the coordinator at {self.invite.url} did not answer {method} {path} for "
-                        f"{self.patience_s:.0f} s ({type(error).__name__}); is it running and reachable?"
-                    ) from error
+                    raise self._silent(method, path, error) from error
                 self.stop.wait(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
                 continue
@@ -223,7 +233,7 @@ class Node:
                         raise self._stopped(method, path) from None
 
     def _receive(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
-        """One answer, read whole. Raises TooLargeError."""
+        """One answer, read whole and signed for this request. Raises TooLargeError, UnsignedAnswerError."""
         plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
         body = bytearray()
         with self.client.stream(method, path, content=content, headers=plain) as response:
@@ -239,7 +249,19 @@ class Node:
                         f"the coordinator at {self.invite.url} answers {method} {path} with more than {most_bytes} bytes, "
                         "the limit for such an answer; ask its operator what it serves there"
                     )
-        return httpx.Response(response.status_code, content=bytes(body), request=response.request)
+        asked, status, digest = response.request.headers, response.status_code, sha256(body).digest()
+        try:
+            check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
+        except UnsignedAnswerError as error:
+            raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
+        return httpx.Response(status, content=bytes(body), request=response.request)
+
+    def _silent(self, method: str, path: str, error: Exception) -> NodeError:
+        came = f": {error}" if isinstance(error, UnsignedAnswerError | _BusyError) else ""
+        return NodeError(
+            f"the coordinator at {self.invite.url} did not answer {method} {path} for {self.patience_s:.0f} s "
+            f"({type(error).__name__}{came}); is it running and reachable, and nothing else at its address?"
+        )
 
     def _stopped(self, method: str, path: str) -> StoppedError:
         return StoppedError(f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}")
@@ -258,8 +280,9 @@ class Node:
         return Access(
             publisher,
             self.invite.run,
-            token=self.reader_token,
+            token=self.reader_pass,
             tls=client_context(authority),
+            reach=config.reach,
             on_fetched=self.came,
         )
 
@@ -268,9 +291,9 @@ class Node:
         fastest = sorted(rates_Bps, key=lambda url: -rates_Bps[url])[:MAX_SENDERS]
         self.intake = Intake(bytes_per_s={url: rates_Bps[url] for url in fastest}, behind_s=behind_s)
 
-    def reader_token(self) -> str:
-        """The token that relays and the origin ask for; each heartbeat's answer renews it."""
-        return self.answer.reader_token if self.answer else ""
+    def reader_grant(self) -> str:
+        """What the pool grants this key; each heartbeat's answer renews it."""
+        return self.answer.reader_grant if self.answer else ""
 
     def curriculum_page(self, digest: str) -> CurriculumPage:
         """A page of the run's curriculum, as the coordinator has it; the caller checks its digest."""

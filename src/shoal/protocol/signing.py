@@ -13,7 +13,7 @@ other signatures of the pool begin with `shoal/`, so neither can be used as the 
 `SignedAuth` signs for every httpx client of the pool; `verify_head` and `verify_request` are called by servers, with path
 and query as they came over the wire (`split_target`), never decoded.
 
-Left out: responses (signed manifests and hashes protect them), headers other than ours (a server must not base a decision
+Left out: answers (`answers`), headers other than ours (a server must not base a decision
 on an uncovered header, such as Content-Type), more than one signature.
 """
 
@@ -121,10 +121,17 @@ class SignedHead:
 
     key: str
     digest: str  # the `content-digest` header
+    nonce: str = ""
+    created_s: int = 0
+
+    def spend(self, nonces: NonceStore) -> None:
+        """Raise SignatureError if this head was served before."""
+        if not nonces.spend(self.key, self.nonce, self.created_s):
+            raise SignatureError("replayed", "this nonce was used, or is older than what the nonce store remembers")
 
     def check_body(self, body_sha256: bytes, size_bytes: int) -> None:
         """Raise SignatureError unless this is the SHA-256 of the body that was signed."""
-        if self.digest != _digest_header(body_sha256):
+        if self.digest != digest_header(body_sha256):
             raise SignatureError("body changed", f"the body of {size_bytes} bytes does not match its digest")
 
 
@@ -136,14 +143,15 @@ def verify_head(
     headers: Mapping[str, str],
     audience: str,
     now_s: float,
-    nonces: NonceStore,
+    nonces: NonceStore | None,
     max_age_s: int = MAX_AGE_S,
 ) -> SignedHead:
     """Verify everything that needs no body. SignatureError unless the named key signed this head.
 
     The server must not use the body before `check_body` has passed. Clocks may differ: `created` may be max_age_s in the
     past or in the future. The nonce is spent last, so a head that another key forged cannot spend it. A head is served
-    once: whoever repeats it with another body is refused before that body is read.
+    once: whoever repeats it with another body is refused before that body is read. `nonces` None: the server calls `spend`
+    on the result itself, once it knows that the key may ask at all.
     """
     ours = _our_headers(headers)
     parameters, signature = _parse_signature(ours)
@@ -156,9 +164,10 @@ def verify_head(
     _check_time(parameters.created_s, now_s, max_age_s)
     base = signature_base(method, path, query, digest, claimed_audience, str(parameters))
     _check_signature(parameters.key, base, signature)
-    if not nonces.spend(parameters.key, parameters.nonce, parameters.created_s):
-        raise SignatureError("replayed", "this nonce was used, or is older than what the nonce store remembers")
-    return SignedHead(parameters.key, digest)
+    head = SignedHead(parameters.key, digest, parameters.nonce, parameters.created_s)
+    if nonces is not None:
+        head.spend(nonces)
+    return head
 
 
 def verify_request(
@@ -203,7 +212,7 @@ def signature_base(method: str, path: str, query: str, digest: str, audience: st
 
 def content_digest(body: bytes) -> str:
     """Return the `content-digest` header of a body (RFC 9530)."""
-    return _digest_header(sha256(body).digest())
+    return digest_header(sha256(body).digest())
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -255,7 +264,8 @@ def _check_time(created_s: int, now_s: float, max_age_s: int) -> None:
         raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock")
 
 
-def _digest_header(body_sha256: bytes) -> str:
+def digest_header(body_sha256: bytes) -> str:
+    """The `content-digest` header of a body with this SHA-256."""
     return f"sha-256=:{b64encode(body_sha256).decode()}:"
 
 

@@ -25,7 +25,12 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
     identity = Identity.load_or_create(folder / "identity.pem")
-    store = Store(folder / "store", keep=config.origin.keep, quota_bytes=config.origin.quota_bytes)
+    store = Store(
+        folder / "store",
+        keep=config.origin.keep,
+        quota_bytes=config.origin.quota_bytes,
+        public=config.relays.public,
+    )
     origin = Origin(
         store,
         identity.private_key,
@@ -39,6 +44,7 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
         while not stop.is_set():
             if node.answer and node.answer.state != "running":
                 return node.answer.state
+            origin.state()
             newest = max(watched.glob("v*"), default=None)  # skip versions that the learner has overtaken
             manifest = None
             if newest is not None and int(newest.name[1:]) != node.policy_version:

@@ -17,7 +17,12 @@ log = logging.getLogger(__name__)
 def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
     """Mirrors the origin and serves the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
-    store = Store(folder / "store", keep=config.relays.keep, quota_bytes=config.relays.quota_bytes)
+    store = Store(
+        folder / "store",
+        keep=config.relays.keep,
+        quota_bytes=config.relays.quota_bytes,
+        public=config.relays.public,
+    )
 
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)

@@ -17,6 +17,7 @@ from shoal.files import write_file
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Store, app, serve
+from shoal.shardcast.serve.server import url_of
 from shoal.shardcast.tls import server_context
 
 WATCH_S = 0.1
@@ -45,7 +46,8 @@ async def serve_store(
     tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
     runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
     try:
-        url = f"{'https' if tls else 'http'}://{host}:{bound}"
+        url = url_of(host, bound, tls=tls is not None)
+        guard.servers = frozenset({url})
         log.info("listening at %s", url)
         node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
         with node.heart():

@@ -29,6 +29,7 @@ class Worker:
         self.fingerprint = fingerprint
         self.loaded: int | None = None
         self.folder: Path | None = None  # of that version
+        self.digest = ""  # of the loaded version's manifest
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
         """Work until the run ends, this worker is evicted, or `stop` is set. Returns which."""
@@ -43,6 +44,11 @@ class Worker:
                 continue
             if answer.assignment is None:
                 self.node.doing(follower.last_error or answer.waiting_for, waiting=True)
+                stop.wait(IDLE_S)
+                continue
+            if answer.assignment.policy_digest != self.digest:  # its work would look like a lie
+                version = answer.assignment.policy_version
+                self.node.doing(f"a newer version: its weights of version {version} are not the pool's", waiting=True)
                 stop.wait(IDLE_S)
                 continue
             self.node.doing(f"generating for step {answer.assignment.step}")
@@ -60,7 +66,7 @@ class Worker:
         folder, manifest = newest
         self.node.doing(f"loading version {manifest.version}")
         self.node.policy_version = self.producer.load(folder, manifest.version)
-        self.loaded, self.folder = manifest.version, folder
+        self.loaded, self.digest, self.folder = manifest.version, manifest.digest, folder
         self._take_fingerprint(manifest.version)
         log.info("version %d is loaded", manifest.version)
 

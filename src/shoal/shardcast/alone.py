@@ -29,10 +29,12 @@ from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
 from shoal.shardcast.publish.origin import Origin
 from shoal.shardcast.relay.relay import Relay
-from shoal.shardcast.serve.server import app, serve
+from shoal.shardcast.serve.front import LEASE_S, fronted
+from shoal.shardcast.serve.server import app, serve, url_of
 from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.1
+IDLE_S = 0.5  # between two looks at whether to stop, where nothing is watched
 A_DAY_S = 24 * 3600.0
 
 
@@ -49,7 +51,10 @@ def publish(
 ) -> Manifest:
     """Publishes a file or a folder as `version` (default: the next one). Raises what `Origin.publish` raises."""
     origin = Origin(store, key, run=run)
-    return origin.publish(path, origin.next_version() if version is None else version)
+    try:
+        return origin.publish(path, origin.next_version() if version is None else version)
+    finally:
+        origin.store.unlock()
 
 
 def fetch(
@@ -59,11 +64,12 @@ def fetch(
     *,
     version: int | None = None,
     wait_s: float = 0.0,
+    max_age_s: float | None = None,
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
     """Fetches a version (default: the newest) into `out`/v000007/. Raises FetchError."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=A_DAY_S)
+    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=A_DAY_S, max_age_s=max_age_s)
     return fetch_with(client, version, progress)
 
 
@@ -72,24 +78,26 @@ def watch(
     out: Path,
     public_key: str,
     *,
+    max_age_s: float | None = None,
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yields each newest version, for ever. A failed fetch is reported to `progress` and tried again."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=A_DAY_S)
-    last: int | None = None
+    """Yields each newest version, for ever, and never an older one after a newer. A failed fetch is reported to
+    `progress` and tried again."""
+    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=A_DAY_S, max_age_s=max_age_s)
+    last: tuple[int, float] | None = None
     while True:
         try:
             newest = client.latest()
-            if newest is None or newest.version == last:
+            if newest is None or (newest.version, newest.created_s) == last:
                 time.sleep(LOOK_AGAIN_S)
                 continue
-            folder, manifest = fetch_with(client, newest.version, progress)
+            folder, manifest = fetch_with(client, None, progress)
         except FetchError as error:
             progress(Progress(doing=str(error)))
             time.sleep(1.0)
             continue
-        last = manifest.version
+        last = manifest.version, manifest.created_s
         yield folder, manifest
 
 
@@ -112,10 +120,17 @@ def fetch_with(client: Client, version: int | None, progress: Callable[[Progress
 
 
 async def serve_origin(
-    path: Path, origin: Origin, address: Address, stop: threading.Event, say: Callable[[dict[str, object]], None]
+    path: Path,
+    origin: Origin,
+    address: Address,
+    stop: threading.Event,
+    say: Callable[[dict[str, object]], None],
+    *,
+    front: bool = False,
 ) -> None:
     """Publishes and serves `path` until `stop`: a file or folder as one version, or each version folder (v000007) in it,
-    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises."""
+    including later ones and one that is being written (see `growing`). Raises what `Origin.publish` raises.
+    `front`: an nginx sends finished shards (see `serve.front`), not over TLS."""
     check_apart(path, origin.store.path)
 
     async def live() -> None:
@@ -124,6 +139,7 @@ async def serve_origin(
         if not watched:
             report(await asyncio.to_thread(origin.publish, path, origin.next_version()))
         while not stop.is_set():
+            origin.state()
             if watched:
                 known = max(origin.published(), default=-1)
                 for folder in sorted(folder for folder in path.iterdir() if _version(folder)):
@@ -131,7 +147,7 @@ async def serve_origin(
                         report(await asyncio.to_thread(origin.publish, folder, version))
                 if (growing := writer.begun()) and (manifest := await asyncio.to_thread(writer.follow, growing)):
                     report(manifest)
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(LOOK_AGAIN_S if watched else IDLE_S)
 
     def report(manifest: Manifest) -> None:
         sizes = {part: stream.size_bytes for part, stream in manifest.streams.items()}
@@ -139,7 +155,14 @@ async def serve_origin(
         facts = {"version": manifest.version, "digest": manifest.digest, "size_bytes": manifest.size_bytes}
         say(facts | {"tensors": tensors} | sizes)
 
-    await _serve(app(origin.store), address, {"key": public_key_hex(origin.key)}, live, say)
+    facts: dict[str, object] = {"key": public_key_hex(origin.key)}
+    if not front:
+        await _serve(app(origin.store), address, facts, live, say)
+        return
+    origin.store.lease_s = LEASE_S
+    async with fronted(app(origin.store), origin.store.path, address.host, address.port) as port:
+        say({"url": url_of(address.host, port), "server": "nginx"} | facts)
+        await live()
 
 
 async def serve_relay(
@@ -183,7 +206,7 @@ async def _serve(
 ) -> None:
     runner, bound = await serve(application, address.host, address.port, ssl=address.tls)
     try:
-        say({"url": f"{'https' if address.tls else 'http'}://{address.host}:{bound}"} | facts)
+        say({"url": url_of(address.host, bound, tls=address.tls is not None)} | facts)
         await live()
     finally:
         await runner.cleanup()

@@ -8,6 +8,7 @@
 Invariant: a shard under its final name is complete and never changes. It is first written under a temporary name, which
 the server also reads while the shard arrives. A manifest is replaced only by one that extends it. versions.json lists
 exactly the version folders that hold a manifest, so it can be rebuilt after a crash.
+A process that writes holds the store's lock.
 Called by the origin or relay (its only writer) and the server (reader), which share one `Store` in one process.
 Left out: object storage, and several writers of one store.
 Paper: INTELLECT-2, SHARDCAST (relays keep the last five versions).
@@ -24,15 +25,24 @@ from math import inf
 from pathlib import Path
 
 from blake3 import blake3
+from filelock import FileLock, Timeout
 
 from shoal.errors import ShoalError
-from shoal.files import CHUNK_BYTES, discard, remove_leftovers, write_file
+from shoal.files import CHUNK_BYTES, NewFile, discard, remove_leftovers, write_file
 from shoal.shardcast.format.manifest import Manifest, Part, ShardEntry, SignedManifest
 from shoal.shardcast.format.names import Listing, parse_version, shard_name, version_name
+from shoal.shardcast.format.newest import SignedNewest
+
+FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
+_LOCKS: dict[tuple[int, Path], FileLock] = {}  # by process and store; a forked child does not hold its parent's
 
 
 class StoreFullError(ShoalError, OSError):
     """A version does not fit in the quota."""
+
+
+class StoreLockedError(ShoalError):
+    """Another process writes this store."""
 
 
 class Store:
@@ -43,21 +53,44 @@ class Store:
         keep: int = 5,
         quota_bytes: int | None = None,
         lease_s: float = 60.0,
+        public: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keeps the newest `keep` versions and the versions that they are deltas of; fewer if they exceed `quota_bytes`,
-        which also holds while one is being written. A version requested within the last `lease_s` stays."""
-        self.path = path
+        which also holds while one is being written. A version read within the last `lease_s` stays, but at most `keep`
+        such versions, the newest: otherwise readers could fill the disk. `public`: every user of this
+        machine may read it, whatever the umask."""
+        self.path, self.public = path, public
         self.keep, self.quota_bytes, self.lease_s, self._clock = keep, quota_bytes, lease_s, clock
         self._requested_s: dict[int, float] = {}
         self._via: tuple[str, ...] | None = None
+        self._newest: SignedNewest | None = None
+
+    def lock(self) -> None:
+        """Makes this process the store's only writer, until `unlock` or its end. Raises StoreLockedError."""
+        self._make_folder(self.path)
+        place = os.getpid(), self.path.resolve()
+        if place in _LOCKS:
+            return
+        lock = FileLock(self.path / ".lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise StoreLockedError(
+                f"another origin or relay writes {self.path}; stop it, or give this one its own store"
+            ) from error
+        _LOCKS[place] = lock
+
+    def unlock(self) -> None:
+        if lock := _LOCKS.pop((os.getpid(), self.path.resolve()), None):
+            lock.release()
 
     @cached_property
     def id(self) -> str:
         """A permanent name of this store, by which relays find out who fetches from whom."""
         path = self.path / "id"
         if not path.is_file():
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make_folder(self.path)
             write_file(path, secrets.token_hex(8).encode())
         return path.read_text()
 
@@ -65,6 +98,17 @@ class Store:
         """Sets the ids of the stores between the origin and this one, the origin first, for versions.json."""
         if tuple(path) != self._via:
             self._via = tuple(path)
+            self._list(self.versions())
+
+    @property
+    def newest(self) -> SignedNewest | None:
+        """The latest statement of the origin that this store has."""
+        return self._newest
+
+    def state(self, newest: SignedNewest | None) -> None:
+        """Replaces the origin's statement in versions.json."""
+        if newest != self._newest:
+            self._newest = newest
             self._list(self.versions())
 
     def folder(self, version: int) -> Path:
@@ -75,6 +119,11 @@ class Store:
 
     def shard_path(self, version: int, part: Part, index: int) -> Path:
         return self.folder(version) / shard_name(part, index)
+
+    def new_shard(self, version: int, part: Part, index: int, *, resume: bool = False) -> NewFile:
+        path = self.shard_path(version, part, index)
+        self._make_folder(path.parent)
+        return NewFile(path, resume=resume, mode=FILE_MODE, exact_mode=self.public)
 
     def lease(self, version: int) -> None:
         """Renews the lease of a version that a reader requests."""
@@ -105,8 +154,8 @@ class Store:
 
     def add_manifest(self, version: int, signed: SignedManifest) -> None:
         """Stores the manifest and lists the version in versions.json."""
-        self.folder(version).mkdir(parents=True, exist_ok=True)
-        write_file(self.manifest_path(version), signed.to_bytes())
+        self._make_folder(self.folder(version))
+        write_file(self.manifest_path(version), signed.to_bytes(), mode=FILE_MODE, exact_mode=self.public)
         self._list(self._on_disk())
 
     def retain(self, held: Mapping[int, Manifest]) -> None:
@@ -122,12 +171,13 @@ class Store:
     def wanted(self, held: Mapping[int, Manifest]) -> set[int]:
         """The versions that `retain` would keep."""
         wanted: set[int] = set()
-        now_s = self._clock()
+        now_s, leases = self._clock(), self.keep
         for place, version in enumerate(sorted(held, reverse=True)):
             family = set(chain(held, version))
             fits = self.quota_bytes is None or stored_bytes(held, wanted | family) <= self.quota_bytes
-            leased = now_s - self._requested_s.get(version, -inf) < self.lease_s
+            leased = leases > 0 and now_s - self._requested_s.get(version, -inf) < self.lease_s
             if place == 0 or ((place < self.keep or leased) and fits):
+                leases -= place >= self.keep
                 wanted |= family
         return wanted
 
@@ -159,8 +209,9 @@ class Store:
 
     def recover(self) -> None:
         """Repairs a store after its writer was killed. Only its writer may call this."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make_folder(self.path)
         remove_leftovers(self.path)
+        self._newest = self._stated()
         for folder in self.path.iterdir():
             if parse_version(folder.name) is not None:
                 remove_leftovers(folder)  # incomplete shards in full/ and delta/ stay, to be resumed
@@ -180,6 +231,24 @@ class Store:
             return False
         return digest.hexdigest() == shard.hash
 
+    def _make_folder(self, folder: Path) -> None:
+        """Makes it, and the folders between it and the store's."""
+        for parent in reversed([folder, *folder.parents]):
+            if not parent.is_relative_to(self.path):
+                continue
+            try:
+                parent.mkdir(parents=parent == self.path)
+            except FileExistsError:
+                continue
+            if self.public:
+                parent.chmod(FOLDER_MODE)
+
+    def _stated(self) -> SignedNewest | None:
+        try:
+            return Listing.model_validate_json((self.path / "versions.json").read_bytes()).newest
+        except (FileNotFoundError, ValueError):
+            return None  # it is rebuilt
+
     def _on_disk(self) -> list[int]:
         names = (folder.parent.name for folder in self.path.glob("v*/manifest.json"))
         return sorted((v for name in names if (v := parse_version(name)) is not None), reverse=True)
@@ -187,9 +256,10 @@ class Store:
     def _list(self, versions: list[int]) -> None:
         path = () if self._via is None else (*self._via, self.id)
         file = self.path / "versions.json"
-        text = Listing(versions=tuple(versions), path=path).model_dump_json().encode()
+        listing = Listing(versions=tuple(versions), path=path, newest=self._newest)
+        text = listing.model_dump_json(exclude_none=True).encode()
         if not file.exists() or file.read_bytes() != text:
-            write_file(file, text)
+            write_file(file, text, mode=FILE_MODE, exact_mode=self.public)
 
 
 def chain(held: Mapping[int, Manifest], version: int) -> list[int]:

@@ -66,7 +66,7 @@ class Header(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     schema_version: int
-    run: str = Field(max_length=100)
+    run: str = Field(max_length=120)
     step: int = Field(ge=0)
     policy_version: int = Field(ge=0)
     policy_digest: str = Field(pattern=r"^[0-9a-f]{64}$")

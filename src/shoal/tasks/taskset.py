@@ -12,7 +12,7 @@ from functools import cached_property
 
 from shoal.config.recipe import TaskSection
 from shoal.tasks.compiled.table import FILE_BYTES, MANIFEST_BYTES, Manifest, Store, TaskView
-from shoal.tasks.task import TasksNotFoundError
+from shoal.tasks.task import Task, TasksNotFoundError
 
 
 class TaskSet:
@@ -35,6 +35,11 @@ class TaskSet:
     def files(self) -> Mapping[str, bytes]:
         """Source files of rewards of one's own, by file name."""
         return {name: self.store.read(sha256, FILE_BYTES) for name, sha256 in self.manifest.files.items()}
+
+    @property
+    def samples(self) -> list[Task]:
+        """A training task of each source."""
+        return [self.train[start] for start in [0, *self.ends[:-1]]]
 
     def pick(self, drawn: bytes) -> int:
         """The index of a training task from 32 random bytes: a source by its weight, then one of its tasks."""

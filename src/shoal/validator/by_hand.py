@@ -25,7 +25,7 @@ from shoal.validator.judge import Judge
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2
 EQUAL = "this machine computes the same to the last bit"
 UNEQUAL = (
-    "within the limits, but not to the last bit: a validator of the worker's exactness class would say inexact; this machine "
+    "within the limits, but not to the last bit: a validator of the worker's class would say inexact; this machine "
     "may be of another"
 )
 

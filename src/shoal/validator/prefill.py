@@ -17,7 +17,7 @@ from shoal.store.rollouts import Rollout
 from shoal.validator.case import Case, Prefill
 from shoal.validator.distribution import token_evidence
 
-VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once: one pass over the output head's weights
+VOCABULARY_ROWS = 512  # tokens whose logits are in memory at once: one pass over the output head's weights
 CACHED_ROWS = 16  # of those, tokens scored together: a few MB of logits stay in the CPU's cache
 
 

@@ -86,9 +86,9 @@ class Connection:
         self.sqlite.execute(f"PRAGMA user_version = {number:d}")
 
 
-def open_sqlite(path: Path) -> sqlite3.Connection:
-    """Open or create a database that survives kill -9 and power cuts."""
+def open_sqlite(path: Path, *, survives_power_cuts: bool = True) -> sqlite3.Connection:
+    """Open or create a database that survives kill -9, and power cuts unless its owner says that it need not."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=10)
     connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cuts else 'NORMAL'}")
     return connection

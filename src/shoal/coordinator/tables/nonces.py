@@ -1,7 +1,14 @@
 """The table of used nonces, in a database of its own, so that no signed request is served twice.
 
 Invariant: a spent nonce stays refused, also after a restart and when the clock jumps back. Called by `admission`.
+
+A row is not synced to the disk when it is written: that is milliseconds for every request, of members that flood us too. It
+survives whatever this process may die of, but not the machine's own end. So after a restart of the machine nothing is served
+that was signed, by our clock, before the database was opened again.
 """
+
+import secrets
+from pathlib import Path
 
 from shoal.coordinator.tables.connection import Connection
 from shoal.protocol.signing import MAX_AGE_S
@@ -9,8 +16,17 @@ from shoal.protocol.signing import MAX_AGE_S
 SCHEMA = [
     "CREATE TABLE IF NOT EXISTS nonces (key TEXT NOT NULL, nonce TEXT NOT NULL, created_s BIGINT NOT NULL,"
     " PRIMARY KEY (key, nonce))",
+    "CREATE TABLE IF NOT EXISTS machine (boot TEXT NOT NULL, since_s BIGINT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS nonces_by_age ON nonces (created_s)",
 ]
+
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def this_boot() -> str:
+    """A name for the machine's present start; a new one each time where the system has none, which is safe."""
+    return BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)
 
 
 class Nonces:
@@ -21,13 +37,23 @@ class Nonces:
     `verify_head`, or slow requests are refused. Do not spend inside an open transaction: a rollback would undo it.
     """
 
-    def __init__(self, connection: Connection, *, keep_s: int = 2 * MAX_AGE_S) -> None:
+    def __init__(
+        self, connection: Connection, *, keep_s: int = 2 * MAX_AGE_S, boot: str = "", now_s: float = 0.0
+    ) -> None:
+        """`boot` names the machine's start (`this_boot`), `now_s` is the time."""
         self.connection = connection
         self._keep_s = keep_s
         for statement in SCHEMA:
             connection.change(statement)
+        before = connection.row("SELECT boot, since_s FROM machine")
+        self._since_s = before[1] if before and before[0] == boot else int(now_s) + 1 if before else 0
+        with connection.transaction():
+            connection.change("DELETE FROM machine")
+            connection.change("INSERT INTO machine (boot, since_s) VALUES (?, ?)", boot, self._since_s)
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
+        if created_s < self._since_s:
+            return False
         # One statement, so that another process cannot purge between the check and the insert.
         spent = self.connection.change(
             "INSERT INTO nonces (key, nonce, created_s) SELECT ?, ?, ?"

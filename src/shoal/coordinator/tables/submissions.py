@@ -205,6 +205,19 @@ class Submissions:
             )
         )
 
+    def count_rejected_of(self, worker: str, reasons: list[str], newest: int) -> int:
+        """How many of the worker's newest judged submissions were rejected for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        return int(
+            self.connection.value(
+                "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
+                f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
+                worker,
+                newest,
+                *reasons,
+            )
+        )
+
     def count_unchecked_claims(self) -> int:
         """Claimed, not to be prefilled whole, and not yet judged."""
         return int(
@@ -260,6 +273,16 @@ class Submissions:
                 "SELECT worker, count(*) FROM submissions WHERE state = 'expired' AND file_hash IS NULL GROUP BY worker"
             )
         )
+
+    def missed_of(self, worker: str, limit: int) -> list[Submission]:
+        """The newest tasks that this worker was given and did not upload, oldest first."""
+        rows = self.connection.rows(
+            f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'expired' AND file_hash IS NULL"
+            " ORDER BY seq DESC LIMIT ?",
+            worker,
+            limit,
+        )
+        return [_submission(row) for row in reversed(rows)]
 
     def count_by_state(self) -> dict[State, int]:
         return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))

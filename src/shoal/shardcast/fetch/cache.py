@@ -4,28 +4,30 @@
     cache/v000007.manifest.json     their signed manifest
     cache/v000007.delta             the delta they were made from, if any
 
-Invariant: a folder named like a version is complete. It was verified before it got that name, and a process verifies it
-again before it uses what another process left.
+Invariant: a version with a manifest beside it is complete. It was verified before it got its name, and a process verifies
+it again before it uses what another process left. Without that manifest a folder is someone else's: it is never touched.
 Called by the client, and by `inplace`.
 Left out: leases. A caller that still reads a version older than `keep` must keep its files open.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from shoal.files import discard, fsync, remove_leftovers, write_file
+from shoal.files import discard, fsync, write_file
 from shoal.shardcast.fetch.errors import FetchError, disk_errors
 from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest
 from shoal.shardcast.format.names import parse_version, version_name
 from shoal.shardcast.format.stream_files import StreamFiles
 
 LOOK_AGAIN_S = 0.05
+TEMPORARY = ("full", "delta", "result")  # what a client makes of a version before it is complete
 
 
 class Cache:
@@ -62,13 +64,36 @@ class Cache:
         self._verified.add(manifest.digest)
         return self.folder(version), manifest
 
-    def add(self, folder: Path, signed: SignedManifest, manifest: Manifest) -> Path | None:
-        """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong."""
+    def newest(self) -> Manifest | None:
+        """The manifest of the version that was published last, of those that are complete."""
+        found = []
+        for version in self.versions():
+            try:
+                _, manifest = self.offer(version)
+            except (OSError, ManifestError):
+                continue  # of another run or key, or damaged
+            if manifest.complete and StreamFiles(self.folder(version), manifest.files).sizes_match():
+                found.append(manifest)
+        return max(found, key=lambda manifest: (manifest.created_s, manifest.version), default=None)
+
+    def check_free(self, version: int) -> None:
+        """Raises FetchError if a folder that is not ours has the name of this version."""
+        folder = self.folder(version)
+        if folder.exists() and not manifest_path(folder).is_file():
+            raise FetchError(f"{folder} is not a fetched version; move it away, or choose another folder")
+
+    def add(
+        self, folder: Path, signed: SignedManifest, manifest: Manifest, *, written: Sequence[str] | None = None
+    ) -> Path | None:
+        """Verifies the files in `folder` and renames it to its final name. Removes it and returns None if they are wrong.
+        `written`: the hashes of the shards of their bytes, taken while they were written; otherwise they are read back."""
         files = StreamFiles(folder, manifest.files)
-        if not files.match(manifest.content):
+        right = files.match(manifest.content) if written is None else tuple(written) == manifest.content.shards
+        if not (right and files.sizes_match()):
             discard(folder)
             return None
         final = self.folder(manifest.version)
+        self.check_free(manifest.version)
         with disk_errors(self.path):
             for path in files.paths:
                 fsync(path)
@@ -83,8 +108,8 @@ class Cache:
 
     def versions(self) -> list[int]:
         """Newest first."""
-        names = (path.name for path in self.path.iterdir()) if self.path.is_dir() else ()
-        return sorted((v for name in names if (v := parse_version(name)) is not None), reverse=True)
+        folders = (path for path in self.path.iterdir() if manifest_path(path).is_file()) if self.path.is_dir() else ()
+        return sorted((v for folder in folders if (v := parse_version(folder.name)) is not None), reverse=True)
 
     def drop(self, version: int) -> None:
         discard(self.folder(version))
@@ -92,17 +117,38 @@ class Cache:
         delta_path(self.folder(version)).unlink(missing_ok=True)
 
     def retain(self, current: int) -> None:
-        """Keeps `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions."""
-        versions = self.versions()
-        for version in versions[self.keep :]:
+        """Keeps `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions. Versions
+        with higher numbers that are older than `current` go: their origin has started over."""
+        self._drop_outdated(current)
+        for version in self.versions()[self.keep :]:
             if version != current:
                 self.drop(version)
-        for path in set(self.path.glob("v*.delta")) - {delta_path(self.folder(current))}:
-            path.unlink()
+        for path in self.path.glob("v*.delta"):
+            if parse_version(path.stem) not in (None, current):
+                path.unlink()
         for path in self.path.glob(".v*"):
-            begun = parse_version(path.name.split(".")[1])
-            if begun is not None and begun <= current:
+            begun, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
+            if begun is not None and begun <= current and what in TEMPORARY:
                 discard(path)
+
+    def _drop_outdated(self, current: int) -> None:
+        created_s = read_manifest(self.folder(current)).created_s
+        for version in self.versions():
+            try:
+                outdated = version > current and self.offer(version)[1].created_s < created_s
+            except (OSError, ManifestError):
+                continue  # of another run or key
+            if outdated:
+                self.drop(version)
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a killed process left."""
+        for path in self.path.glob(".v*"):
+            version, what = parse_version(path.name.split(".")[1]), path.name.split(".")[-1]
+            if version is not None and what == "gone":
+                shutil.rmtree(path, ignore_errors=True)
+            elif version is not None and path.name.endswith(".manifest.json.tmp"):
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
@@ -115,7 +161,7 @@ class Cache:
             except Timeout as error:
                 raise FetchError(f"another client holds {lock.lock_file}; stop it, or raise timeout_s") from error
         try:
-            remove_leftovers(self.path)
+            self._remove_leftovers()
             yield
         finally:
             lock.release()

@@ -4,7 +4,8 @@
     fetch     download each stream from several relays at once
     verify    read every file back and compare it with the signed manifest; then the folder gets its final name
 
-Invariant: the folder that `fetch` returns holds exactly the files that the learner published.
+Invariant: the folder that `fetch` returns holds exactly the files that the learner published, and never an older version
+than the client already holds, unless the caller asks for that number.
 Called by workers, validators and `shoal fetch`, from any thread without an event loop. Several clients may share a cache.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from relays in parallel, assemble and verify.
 """
@@ -12,6 +13,7 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -30,8 +32,10 @@ from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.delta_format import DeltaError
 from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
+from shoal.shardcast.format.stream_files import Hashing
 
 LOOK_AGAIN_S = 0.2
+WITNESSES = 2  # servers asked for their newest version, as one may be behind
 STALL_S = 60.0
 
 
@@ -76,21 +80,23 @@ class Client:
         parallel: int = 8,
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
+        max_age_s: float | None = None,
     ) -> None:
         """`fallback` servers, such as the origin, are asked only while no relay delivers. `relays` returns the URLs that
         replace `urls` while a fetch runs. `timeout_s` limits a fetch until all bytes have arrived (verification follows).
-        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent."""
+        `wait_s` limits the wait for a relay to answer, for a first version, or for a delta's parent. `max_age_s` refuses
+        "the newest version" if the origin's latest statement of it is older, by this machine's clock."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
-        self.parallel, self.timeout_s, self.wait_s = parallel, timeout_s, wait_s
+        self.parallel, self.timeout_s, self.wait_s, self.max_age_s = parallel, timeout_s, wait_s, max_age_s
         self.progress = Progress()
         self.last_report: FetchReport | None = None
 
     def latest(self) -> Manifest | None:
-        """The newest version with a valid manifest at any relay; None if nothing is published.
+        """The newest version that the relays asked, or this client, have; None if nothing is published.
         Raises FetchError if no relay answers."""
 
         async def ask() -> Offer | None:
@@ -103,10 +109,10 @@ class Client:
 
     def fetch(self, version: int | None = None, *, digest: str | None = None) -> tuple[Path, Manifest]:
         """The folder and manifest of a version (None: the newest; with `digest`: exactly that one).
-        A cached version is returned without a request if its number is given.
-        Raises FetchError; finished shards are kept for the next call."""
+        A cached version is returned without a request only if its digest is given, or if no server answers: the origin
+        may have started over. Raises FetchError; finished shards are kept for the next call."""
         started_s, self.progress = time.monotonic(), Progress()
-        held = None if version is None else self.cache.held(version, digest)
+        held = None if version is None or digest is None else self.cache.held(version, digest)
         if held is None:
             held = asyncio.run(self._fetch_version(version, digest, started_s + self.timeout_s))
         else:
@@ -128,10 +134,16 @@ class Client:
 
     async def _fetch_version(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:
         began_s = time.monotonic()
-        wait_until_s = min(began_s + self.wait_s, deadline_s)
+        here = self.cache.held(version) if version is not None and digest is None else None
+        wait_until_s = began_s if here else min(began_s + self.wait_s, deadline_s)
         async with self._sources() as sources:
             while True:
-                offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
+                try:
+                    offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
+                except FetchError:
+                    if here is None:
+                        raise
+                    return here  # `progress.complaints` says that nobody answered
                 if offer is None:
                     raise FetchError(
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
@@ -152,9 +164,11 @@ class Client:
     ) -> tuple[Path, Manifest]:
         """Fetches one version, under the cache's lock."""
         while True:
-            if held := self.cache.held(offer[1].version, digest):
+            held = self.cache.held(offer[1].version, digest)
+            if held and (held[1].extends(offer[1]) or held[1].created_s > offer[1].created_s):
                 self.progress.reused_bytes = held[1].size_bytes
                 return held
+            self.cache.check_free(offer[1].version)
             start, steps = await plan(self.cache, sources, offer)
             done = await self._follow_plan(sources, start, steps, deadline_s)
             if done is not None:
@@ -174,7 +188,9 @@ class Client:
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    answers, reasons = await sources.ask(bind(offered, version=version, digest=digest))
+                    answers, reasons = await sources.ask(
+                        bind(offered, version=version, digest=digest), enough=WITNESSES if version is None else 1
+                    )
             except TimeoutError as error:
                 raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
             offers = [offer for offer in answers.values() if offer is not None]
@@ -186,7 +202,27 @@ class Client:
             wanted = "version list" if version is None else f"manifest of version {version}"
             why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
             raise FetchError(f"no relay gave a valid {wanted} ({why}); check the URLs and that a relay is up")
-        return max(offers, key=lambda o: (o[1].version, o[1].created_s, len(o[1].content.shards)), default=None)
+        if version is None:
+            return self._newest(offers)
+        return max(offers, key=lambda o: (o[1].created_s, len(o[1].content.shards)), default=None)
+
+    def _newest(self, offers: Sequence[Offer]) -> Offer | None:
+        """The newest of these and of what is here: a server that is behind cannot take a client back."""
+        stated = self.access.newest
+        age_s = time.time() - stated.as_of_s if stated else math.inf
+        if self.max_age_s is not None and age_s > self.max_age_s:
+            ago = f"is {age_s:.0f} s old" if stated else "is missing"
+            raise FetchError(
+                f"the origin's statement of its newest version {ago}, --max-age allows {self.max_age_s:.0f} s; "
+                f"{', '.join(self.urls)} may be cut off from the origin, or it stopped: ask others"
+            )
+        current = [offer for offer in offers if not (stated and stated.outdates(offer[1]))]
+        best = max(current, key=lambda o: (o[1].version, o[1].created_s, len(o[1].content.shards)), default=None)
+        here = self.cache.newest()
+        if here is None or (stated and stated.outdates(here)):
+            return best
+        behind = best is None or (best[1].version < here.version and best[1].created_s <= here.created_s)
+        return self.cache.offer(here.version) if behind else best
 
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
@@ -195,6 +231,7 @@ class Client:
         self.progress.version = steps[-1][0][1].version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
         folder = self.cache.folder(start) if start is not None else None
+        hashes: list[str] | None = None  # of the last files, taken while they were written
         signed, manifest = steps[-1][0]
         for offer, part in steps:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
@@ -209,15 +246,18 @@ class Client:
                 discard(result)
                 path = delta_path(self.cache.folder(manifest.version))
                 (fetched / "delta").replace(path)
+                hashing = Hashing(manifest.content.shard_size_bytes)
+                files = [(file.path, file.size_bytes) for file in manifest.files]
                 try:
-                    delta.apply(folder, path, result, [(file.path, file.size_bytes) for file in manifest.files])
+                    delta.apply(folder, path, result, files, hashing.add)
                 except DeltaError:
                     return None
+                hashes = hashing.finish()
                 if folder.name.startswith("."):
                     discard(folder)
             folder = result
         assert folder is not None
-        final = self.cache.add(folder, signed, manifest)
+        final = self.cache.add(folder, signed, manifest, written=hashes)
         if final is None:
             return None
         if start is not None:
@@ -253,7 +293,7 @@ class Client:
         return offer, partial.files
 
     async def _grown(self, sources: Sources, offer: Offer) -> Offer:
-        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None), grace_s=0.5)
+        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
         if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
             raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
         offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]

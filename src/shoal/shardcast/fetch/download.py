@@ -3,7 +3,8 @@
     await Download(sources, version, part, sink, ...).run()
 
 Endgame: when no shard is left to start, an idle task asks another server for the shard that has been in flight longest.
-This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little.
+This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little. A
+client also asks another server for any shard of which the first one sends nothing for a while.
 Invariant: a sink's `done` is called after the shard's hash matched, and never twice.
 Called by client and relay.
 """
@@ -44,6 +45,7 @@ class _Running:
     shard: ShardEntry
     sink: ShardSink
     incoming: Incoming
+    begun_bytes: int  # what an earlier process left
     seen_bytes: int
     moved_s: float  # when it last grew
     started_s: float
@@ -117,9 +119,10 @@ class Download:
             incoming.restart()  # damaged on disk, or of another version
         task = asyncio.ensure_future(self._first(incoming, sink))
         begun_bytes, now_s = incoming.size_bytes, loop_time()
-        running = _Running(shard, sink, incoming, begun_bytes, now_s, now_s, task)
+        running = _Running(shard, sink, incoming, begun_bytes, begun_bytes, now_s, now_s, task)
         self._running.append(running)
         try:
+            await self._hedge(running)
             await task
         except asyncio.CancelledError:
             worker = asyncio.current_task()
@@ -145,6 +148,20 @@ class Download:
             )
         sink.done()
 
+    async def _hedge(self, running: _Running) -> None:
+        """Asks another server, too, if the first one sends no byte for a while. Relays wait instead: their siblings may
+        still be receiving the shard, and a second copy would cost the origin's uplink."""
+        if self.order is not None or not self._all_named or len(self.sources.sources) < 2:
+            return
+        usual_s = 2 * median(self._took_s) if self._took_s else 0.0
+        await asyncio.wait([running.task], timeout=max(self.sources.hedge_s(), usual_s))
+        if running.task.done() or running.copied or running.incoming.size_bytes != running.begun_bytes:
+            return
+        silent = running.source
+        await self._fetch_copy(running)
+        if silent and running.overtaken and running.incoming.size_bytes == running.begun_bytes:
+            silent.standing.unanswered()
+
     def _late(self) -> _Running | None:
         if not self._all_named or len(self.sources.sources) < 2:
             return None
@@ -164,18 +181,27 @@ class Download:
         """Fetches a copy from another server; the first complete one wins."""
         late.copied = True
         copy = _Memory(late.shard.size_bytes)
+        copying_of = Incoming(late.shard, copy)
         copying = asyncio.ensure_future(
             self.sources.shard(
                 self.version,
                 self.part,
-                Incoming(late.shard, copy),
+                copying_of,
                 deadline_s=min(self.deadline_s, loop_time() + self.sources.patience_s),
                 order=self.order,
                 avoid=late.source,
             )
         )
+        had_bytes = late.incoming.size_bytes
         try:
-            await asyncio.wait([copying, late.task], return_when=asyncio.FIRST_COMPLETED)
+            while not (copying.done() or late.task.done()):
+                await asyncio.wait([copying, late.task], timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+                arrived_bytes = late.incoming.size_bytes
+                if had_bytes == late.begun_bytes and max(had_bytes, copying_of.size_bytes) < arrived_bytes:
+                    late.copied = (
+                        arrived_bytes == late.shard.size_bytes
+                    )  # it was only slow to begin; it may become late again
+                    return
             if not copying.done():
                 return  # the first request was faster
             copying.result()

@@ -42,7 +42,7 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
         found = cache.offer(parent) if cache.held(parent, digest) else None
         if found is None:
-            answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest), grace_s=0.5)
+            answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
             found = next((answer for answer in answers.values() if answer), None)
         if found is None:
             break

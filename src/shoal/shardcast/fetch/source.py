@@ -15,15 +15,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from socket import SO_RCVLOWAT, SOL_SOCKET
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
+from shoal.shardcast.fetch.proxy import is_proxy, proxy_for
+from shoal.shardcast.fetch.reach import OutOfReach, Reach, Resolver, check_host
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry, SignedManifest
 from shoal.shardcast.format.names import Listing, shard_name, version_name
+from shoal.shardcast.format.newest import SignedNewest
 
 MAX_SMALL_BYTES = 32 << 20  # a manifest of 100k shards has 7 MB
 READ_BUFFER_BYTES = 2 << 20
@@ -71,10 +75,15 @@ class Incoming:
 
 
 def open_session(
-    *, connect_timeout_s: float, idle_timeout_s: float, tls: ssl.SSLContext | None = None
+    *,
+    connect_timeout_s: float,
+    idle_timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+    reach: Reach | None = None,
 ) -> aiohttp.ClientSession:
+    resolver = Resolver(reach, exempt=is_proxy) if reach else None
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True, resolver=resolver),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
         auto_decompress=False,  # no decompression bombs; hashes are over plain bytes
         headers={"Accept-Encoding": "identity"},
@@ -92,15 +101,19 @@ class Source:
         public_key: str,
         run: str | None,
         answer_timeout_s: float,
-        token: Callable[[], str] | None = None,
+        token: Callable[[str], str] | None = None,
+        reach: Reach | None = None,
+        heard: Callable[[SignedNewest | None], None] = lambda newest: None,
     ) -> None:
+        """`heard` gets the origin's statement from each listing. Raises FetchError for a proxy that is not http."""
         self.session = session
         self.url = url.rstrip("/")
         self.standing = standing
         self.public_key = public_key
         self.run = run
         self.answer_timeout_s = answer_timeout_s
-        self.token = token
+        self.token, self.reach, self.heard = token, reach, heard
+        self.proxy = proxy_for(self.url)
         self.received_bytes = self.shard_bytes = 0
 
     async def listing(self) -> Listing:
@@ -110,6 +123,7 @@ class Source:
             listing = Listing.model_validate_json(body)
         except ValidationError as error:
             raise BadData(self.url, "versions.json is malformed; check that this is a SHARDCAST server") from error
+        self.heard(listing.newest)
         return listing.model_copy(update={"versions": tuple(sorted(listing.versions, reverse=True))})
 
     async def manifest(self, version: int) -> Offer:
@@ -164,13 +178,16 @@ class Source:
         self, path: str, what: str, headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self.token is not None:
-            headers = headers | {"Authorization": f"Bearer {self.token()}"}
+            headers = headers | {"Authorization": f"Bearer {self.token(self.url)}"}
         try:
+            if self.reach:
+                check_host(urlsplit(self.url).hostname or "", self.reach)  # the session's resolver checks names
             async with self.session.get(
                 f"{self.url}/{path}",
                 allow_redirects=False,
                 headers=headers,
                 timeout=timeout or self.session.timeout,
+                proxy=self.proxy.url if self.proxy else None,
             ) as response:
                 if response.status == 404:
                     raise NotHeld(self.url, f"does not hold {what} (404)")
@@ -182,9 +199,15 @@ class Source:
                     )
                 yield response
         except TimeoutError as error:
-            raise SourceError(self.url, f"timed out while sending {what}") from error
+            raise SourceError(self.url, f"timed out while sending {what}{self._through()}") from error
+        except OutOfReach as error:
+            raise SourceError(self.url, str(error)) from error
         except aiohttp.ClientError as error:
-            raise SourceError(self.url, f"{type(error).__name__} while fetching {what}: {error}") from error
+            reason = f"{type(error).__name__} while fetching {what}{self._through()}: {error}"
+            raise SourceError(self.url, reason) from error
+
+    def _through(self) -> str:
+        return f" through the proxy {self.proxy.shown}, which the environment names" if self.proxy else ""
 
 
 @contextmanager

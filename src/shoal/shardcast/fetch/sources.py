@@ -1,9 +1,10 @@
 """All servers that a downloader may use: which one to ask next, and what to do when it fails.
 
-A client draws a server at random, in proportion to its expected throughput (see `Standing`), and not simply the best one.
-This spreads the load and keeps the figures fresh. A relay passes an order instead. A server that sends wrong bytes is
-excluded for that shard after `strikes` tries, one that does not have it after a moment. One that is silent or refuses rests,
-longer after each failure.
+Questions (lists, manifests) go to few servers, never to all: to another one when one fails, has nothing or is silent.
+For a shard, a client draws a server at random, in proportion to its expected throughput (see `Standing`), and not simply
+the best one. This spreads the load and keeps the figures fresh. A relay passes an order instead. A server that sends wrong
+bytes is excluded for that shard after `strikes` tries, one that does not have it after a moment. One that is silent or
+refuses rests, longer after each failure.
 Invariant: a shard is delivered correct or not at all.
 Called by relay and client. Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
 """
@@ -24,9 +25,11 @@ from typing import TypeVar
 import aiohttp
 
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, SourceError
+from shoal.shardcast.fetch.reach import Reach
 from shoal.shardcast.fetch.source import Incoming, Source, open_session
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Part, ShardEntry
+from shoal.shardcast.format.newest import Newest, SignedNewest
 
 T = TypeVar("T")
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
@@ -34,6 +37,8 @@ OnFailure = Callable[[SourceError], None]
 
 CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
 HEALTHY = 0.5  # success rate
+HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # until another server is asked the same
+SILENCE = 0.9  # of that time without an answer counts as silence
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
 
 
@@ -56,10 +61,17 @@ class Access:
     public_key: str  # the learner's, ed25519, hex
     run: str | None = None
     limits: Limits = field(default_factory=Limits)
-    token: Callable[[], str] | None = None  # makes a reader's bearer token, see `serve.guard`
+    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `serve.passes`
     tls: ssl.SSLContext | None = None
+    reach: Reach | None = None  # of addresses that others name; None: any, the user named them
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
     on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # speed by URL, age
+    newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
+
+    def heard(self, signed: SignedNewest | None) -> None:
+        newest = signed and signed.open(self.public_key, run=self.run)
+        if newest and (self.newest is None or newest.as_of_s > self.newest.as_of_s):
+            self.newest = newest
 
     @asynccontextmanager
     async def open(
@@ -76,6 +88,7 @@ class Access:
             connect_timeout_s=self.limits.connect_timeout_s,
             idle_timeout_s=self.limits.idle_timeout_s,
             tls=self.tls,
+            reach=self.reach,
         ) as session:
             yield Sources(self, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
 
@@ -124,44 +137,87 @@ class Sources:
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
     async def ask(
-        self, question: Callable[[Source], Awaitable[T]], *, grace_s: float = 2.0
+        self, question: Callable[[Source], Awaitable[T]], *, enough: int = 1
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks all servers at once, and the fallback if none answers. Returns the answers, and for each other URL the
-        reason. After the first answer the rest have `grace_s`, so that a dead server does not delay every question by
-        its timeout."""
-        answers, reasons = await self._ask(self.sources, question, grace_s)
+        """Asks `enough` servers, drawn by standing, and another one each time one fails, has nothing (NotHeld or None) or
+        is silent for `hedge_s`, until `enough` have given something. The fallback is asked if none answers. Returns the
+        answers, and for each other URL that was asked the reason. So a silent server delays a question by `hedge_s`, and
+        only the first one: the next ones go to others."""
+        answers, reasons = await self._ask_few(self._by_standing(), question, enough)
         if answers or not self.fallback:
             return answers, reasons
-        answers, more = await self._ask(self.fallback, question, grace_s)
+        answers, more = await self._ask_few(list(self.fallback), question, enough)
         return answers, reasons | more
 
-    async def _ask(
-        self, sources: Sequence[Source], question: Callable[[Source], Awaitable[T]], grace_s: float
+    async def ask_all(
+        self, question: Callable[[Source], Awaitable[T]], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        asked = {asyncio.ensure_future(question(source)): source for source in sources}
+        """Asks these servers at once, except those that were silent not long ago. After the first answer the rest have
+        `hedge_s`."""
+        awake = [source for source in among if not source.standing.silent()] or list(among)
+        return await self._ask_few(awake, question, len(awake))
+
+    def hedge_s(self) -> float:
+        """After so long without an answer another server is asked, too: several times what answers usually take."""
+        known_s = [seconds for source in self.sources if (seconds := source.standing.answer_s()) is not None]
+        return min(max(HEDGE_S, 3 * median(known_s)), LONGEST_HEDGE_S) if known_s else HEDGE_S
+
+    async def _ask_few(
+        self, waiting: list[Source], question: Callable[[Source], Awaitable[T]], enough: int
+    ) -> tuple[dict[Source, T], dict[str, str]]:
+        asked: dict[asyncio.Task[T], tuple[Source, float]] = {}
         answers: dict[Source, T] = {}
-        reasons = {source.url: "no answer in time, others answered" for source in sources}
-        pending = set(asked)
+        reasons: dict[str, str] = {}
+        more, hedge_s = enough, self.hedge_s()  # how many to ask now
+        pending: set[asyncio.Task[T]] = set()
         try:
-            while pending:
-                done, pending = await asyncio.wait(
-                    pending, timeout=grace_s if answers else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
+            while True:
+                for source in waiting[:more]:
+                    task = asyncio.create_task(_answer(question, source))
+                    asked[task] = source, loop_time()
+                    pending.add(task)
+                waiting = waiting[more:]
+                given = sum(answer is not None for answer in answers.values())
+                if given >= enough or not pending:
                     break
+                done, pending = await asyncio.wait(
+                    pending, timeout=hedge_s if waiting or given else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done and given:
+                    break
+                more = 0 if done else 1
                 for task in done:
-                    source = asked[task]
+                    source, asked_s = asked[task]
                     try:
                         answers[source] = task.result()
-                        del reasons[source.url]
+                        more += answers[source] is None
                     except SourceError as error:
                         reasons[source.url] = error.reason
                         self.on_failure(error)
+                        more += 1
+                        if not isinstance(error, NotHeld):
+                            continue
+                    source.standing.answered(loop_time() - asked_s)
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
+        for source, asked_s in (asked[task] for task in pending):
+            reasons[source.url] = "no answer in time, others answered"
+            if loop_time() - asked_s >= SILENCE * hedge_s:
+                source.standing.unanswered()
         return answers, reasons
+
+    def _by_standing(self) -> list[Source]:
+        """All servers in the order in which questions go to them: drawn by expected throughput, silent ones last."""
+        best_Bps = max((source.standing.speed_Bps() or 0.0 for source in self.sources), default=0.0) or 1.0
+
+        def draw(source: Source) -> tuple[bool, bool, float]:
+            weight = max(source.standing.success() * (source.standing.speed_Bps() or best_Bps) / best_Bps, 1e-9)
+            # With these exponents each is first in proportion to its weight (Efraimidis and Spirakis 2006).
+            return source.standing.silent(), self.resting(source), -(math.log(1 - random.random()) / weight)
+
+        return sorted(self.sources, key=draw)
 
     async def shard(
         self,
@@ -216,7 +272,7 @@ class Sources:
     def resting(self, source: Source) -> bool:
         """Whether it failed recently. Not having something yet does not count."""
         failing = self._failures[source] > 0 and self._rest_until_s.get(source, 0.0) > loop_time()
-        return failing or source.standing.success() < HEALTHY
+        return failing or source.standing.success() < HEALTHY or source.standing.silent()
 
     async def _try(
         self,
@@ -260,6 +316,7 @@ class Sources:
         if ordered:
             return min(usable, key=lambda source: bad[source])  # the first in order
         now_s = loop_time()
+        usable = [source for source in usable if not source.standing.silent(times=2)] or usable
         if rested := [s for s in usable if s not in self.fallback and self._rest_until_s.get(s, 0.0) <= now_s]:
             usable = rested
 
@@ -298,7 +355,13 @@ class Sources:
             run=self.access.run,
             answer_timeout_s=self.access.limits.answer_timeout_s,
             token=self.access.token,
+            reach=self.access.reach,
+            heard=self.access.heard,
         )
+
+
+async def _answer(question: Callable[[Source], Awaitable[T]], source: Source) -> T:
+    return await question(source)
 
 
 def loop_time() -> float:

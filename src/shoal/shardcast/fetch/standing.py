@@ -1,4 +1,4 @@
-"""What a downloader has learned about one server over many shards: its success rate and its speed.
+"""What a downloader has learned about one server over many requests: its success rate, its speed, how soon it answers.
 
 Called by `sources`, which prefers servers with a high product of the two, and by the relay.
 Paper: INTELLECT-2 (arXiv 2505.07291): success rate times bandwidth, with a healing factor.
@@ -17,11 +17,14 @@ class Standing:
     WEIGHT = 0.25  # of the newest shard
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
+    SILENT_S = 10.0  # how long a server that did not answer is asked after the others
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._speed_Bps, self._measured_s = 0.0, -math.inf
         self._success, self._counted_s = 1.0, -math.inf
+        self._answer_s: float | None = None
+        self._unanswered, self._silent_s = 0, -math.inf  # requests in a row, and when the last one was given up
 
     def success(self) -> float:
         return 1 - (1 - self._success) * math.exp(-(self._clock() - self._counted_s) / self.HEALS_IN_S)
@@ -30,7 +33,24 @@ class Standing:
         """The speed of one shard at a time; None if it was not measured recently."""
         return self._speed_Bps if self._clock() - self._measured_s < self.FORGOTTEN_AFTER_S else None
 
+    def silent(self, times: int = 1) -> bool:
+        """Whether it let so many requests in a row wait, the last one not long ago."""
+        return self._unanswered >= times and self._clock() - self._silent_s < self.SILENT_S
+
+    def answer_s(self) -> float | None:
+        """How long it takes to answer a question, a moving average; None if it never did."""
+        return self._answer_s
+
+    def answered(self, seconds: float) -> None:
+        known_s = seconds if self._answer_s is None else self._answer_s
+        self._answer_s, self._unanswered = known_s + self.WEIGHT * (seconds - known_s), 0
+
+    def unanswered(self) -> None:
+        """It sent nothing while another server would have. Its success rate stays: it may only be far away."""
+        self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
+
     def delivered(self, size_bytes: int, seconds: float) -> None:
+        self._unanswered = 0
         newest_Bps = size_bytes / max(seconds, 1e-6)
         known_Bps = self.speed_Bps() or newest_Bps
         self._speed_Bps, self._measured_s = known_Bps + self.WEIGHT * (newest_Bps - known_Bps), self._clock()

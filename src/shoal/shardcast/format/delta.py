@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import BufferedReader, BufferedWriter
+from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
@@ -82,8 +82,15 @@ def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[b
     return DeltaStats(size_bytes, writer.size_bytes, compared_words, changed_words)
 
 
-def apply(old: Path, delta: Path, out: Path, files: Sequence[tuple[str, int]]) -> None:
+def apply(
+    old: Path,
+    delta: Path,
+    out: Path,
+    files: Sequence[tuple[str, int]],
+    written: Callable[[memoryview], None] = lambda data: None,
+) -> None:
     """Writes the new version into `out`, which must not be `old`. `files` are its paths and sizes, in encoded order.
+    `written` gets all bytes of the new files, in that order, so that they need not be read again to be verified.
 
     Raises DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
@@ -91,7 +98,7 @@ def apply(old: Path, delta: Path, out: Path, files: Sequence[tuple[str, int]]) -
         reader = Reader(file, len(files))
         for (path, size_bytes), kind in zip(files, reader.file_kinds, strict=True):
             (out / path).parent.mkdir(parents=True, exist_ok=True)
-            with (out / path).open("wb") as target:
+            with _Told(out / path, written) as target:
                 if kind is Kind.WHOLE:
                     for piece in pieces(as_one_tensor(path, size_bytes)):
                         target.write(reader.words(piece.words, 1).data)
@@ -123,7 +130,30 @@ def _equal(old: Path, source: Files, path: str) -> bool:
         return all(before.read(CHUNK_BYTES) == after.read(CHUNK_BYTES) for _ in range(0, size_bytes, CHUNK_BYTES))
 
 
-def _write_changed(reader: Reader, source: BufferedReader, target: BufferedWriter) -> None:
+class _Told:
+    """A file that is written front to back, and tells what is written."""
+
+    def __init__(self, path: Path, written: Callable[[memoryview], None]) -> None:
+        self._file = path.open("wb")
+        self._written = written
+
+    def __enter__(self) -> _Told:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._written(view)
+        return len(view)
+
+
+def _write_changed(reader: Reader, source: BufferedReader, target: _Told) -> None:
     """Writes a file of tensors up to the end of its last changed piece."""
     try:
         layout = read_layout(Path(source.name))
@@ -177,7 +207,7 @@ def _read(file: BufferedReader, piece: StoredTensor) -> Words:
     return words
 
 
-def _copy(source: BufferedReader, target: BufferedWriter, end_bytes: int) -> None:
+def _copy(source: BufferedReader, target: _Told, end_bytes: int) -> None:
     """Copies `source` to `target`, from the end of `target` to `end_bytes`."""
     at_bytes = target.tell()
     source.seek(at_bytes)

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.shardcast.format.manifest import MAX_VERSION, Part
+from shoal.shardcast.format.newest import SignedNewest
 
 MAX_HOPS = 64  # servers on a path, origin included
 VERSION_PATTERN = r"v\d{6,9}"
@@ -22,6 +23,7 @@ class Listing(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=10_000)
     path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)
+    newest: SignedNewest | None = None  # the latest that this server has heard from the origin
 
 
 def version_name(version: int) -> str:

@@ -60,3 +60,30 @@ class StreamFiles:
         for data in self.read(position, size_bytes):
             digest.update(data)
         return digest.hexdigest()
+
+
+class Hashing:
+    """The hashes of the shards of a byte string that passes by."""
+
+    def __init__(self, shard_size_bytes: int) -> None:
+        self.shard_size_bytes = shard_size_bytes
+        self._hashes: list[str] = []
+        self._hash, self._size_bytes = blake3(), 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            piece = data[: self.shard_size_bytes - self._size_bytes]
+            data = data[len(piece) :]
+            self._hash.update(piece)
+            self._size_bytes += len(piece)
+            if self._size_bytes == self.shard_size_bytes:
+                self._next()
+
+    def finish(self) -> list[str]:
+        if self._size_bytes:
+            self._next()
+        return self._hashes
+
+    def _next(self) -> None:
+        self._hashes.append(self._hash.hexdigest())
+        self._hash, self._size_bytes = blake3(), 0

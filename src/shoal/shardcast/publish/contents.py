@@ -1,17 +1,23 @@
 """What a version is published from: the files of a folder, in order, and what must never be among them.
 
-Invariant: no file that looks like a private key is published, not through a symbolic link either.
+Invariant: no file that looks like a private key is published, not through a symbolic link either. A link is followed only
+if it stays inside the folder, or inside the Hugging Face cache entry that the folder is a snapshot of. Files and folders
+whose names start with a dot stay unpublished.
 Called by the origin, by `growing`, and by `alone`, which checks the paths before it creates a key.
-Left out: keys without a text header (DER, PKCS #12) and keys after the first `SCANNED_BYTES` of a file.
+Left out: keys after the first `SCANNED_BYTES` of a file, and in formats other than PEM, OpenSSH, OpenPGP, PuTTY, DER
+and PKCS #12.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_der_private_key
 from pydantic import ValidationError
 
 from shoal.errors import ShoalError
@@ -19,12 +25,15 @@ from shoal.files import CHUNK_BYTES
 from shoal.shardcast.format.manifest import FileEntry, ManifestError, TensorEntry, check_paths
 from shoal.shardcast.format.safetensors_layout import LayoutError, layout_of
 
-SCANNED_BYTES = 1 << 20
+SCANNED_BYTES = 64 << 20
+PIECE_BYTES, OVERLAP_BYTES = 4 << 20, 256
+DER_BYTES = 64 << 10  # no private key is longer
 KEY_NAMES = {"identity.pem", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"}
 # PKCS #8, PKCS #1, SEC 1, OpenSSH, OpenPGP, PuTTY
 KEY_TEXT = re.compile(
     rb"^[ \t]*(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-\d)", re.MULTILINE
 )
+PKCS12 = re.compile(rb"\x30(?:[\x00-\x7f]|\x80|\x81.|\x82..|\x83...)\x02\x01\x03\x30", re.DOTALL)  # version 3
 
 
 class PublishError(ShoalError, ValueError):
@@ -44,8 +53,10 @@ def check_apart(path: Path, store: Path, *keys: Path) -> None:
 def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
     """The folder, and the files in it to publish: all of them, or the one file that `path` names.
     Raises ManifestError, PublishError."""
-    folder = path if path.is_dir() else path.parent
-    return folder, in_order(listed(_files_in(path) if path.is_dir() else [path], folder), folder)
+    if path.is_dir():
+        folder = path.resolve()
+        return folder, in_order(listed(_files_in(folder), folder), folder)
+    return path.parent, in_order(listed([path], path.parent), path.parent)
 
 
 def listed(paths: Iterable[Path], folder: Path) -> list[FileEntry]:
@@ -53,8 +64,10 @@ def listed(paths: Iterable[Path], folder: Path) -> list[FileEntry]:
     found = []
     for path in paths:
         with path.open("rb") as file:
-            _refuse_key(path, file)
-            found.append(entry(path.relative_to(folder), file, path.stat().st_size))
+            size_bytes = os.fstat(file.fileno()).st_size
+            _refuse_key(path, file, size_bytes)
+            _refuse_stray_link(path, folder)
+            found.append(entry(path.relative_to(folder), file, size_bytes))
     return found
 
 
@@ -90,20 +103,65 @@ def file_chunks(folder: Path, files: Sequence[FileEntry]) -> Iterator[memoryview
 
 
 def _files_in(folder: Path) -> list[Path]:
-    paths = sorted(folder.rglob("*"))
-    for path in paths:
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
         if path.is_symlink() and path.is_dir():
             raise PublishError(
                 f"{path} is a link to a folder; replace it by the folder's files, or publish that folder"
             )
-    return [path for path in paths if path.is_file()]
+        if path.is_symlink() and not path.exists():
+            raise PublishError(
+                f"{path} is a link to {path.readlink()}, which is missing; restore it or remove the link"
+            )
+        if path.is_file():
+            found.append(path)
+    return found
 
 
-def _refuse_key(path: Path, file: BinaryIO) -> None:
+def _refuse_stray_link(path: Path, folder: Path) -> None:
+    if not path.is_symlink():
+        return
+    target, folder = path.resolve(), folder.resolve()
+    # Hugging Face's cache: models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(place) for place in [folder, *blobs]):
+        raise PublishError(f"{path} is a link to {target}, outside of {folder}; put a copy in its place")
+
+
+def _refuse_key(path: Path, file: BinaryIO, size_bytes: int) -> None:
     names = {path.name, path.resolve().name}
-    if names & KEY_NAMES or KEY_TEXT.search(file.read(SCANNED_BYTES)):
+    if names & KEY_NAMES or _holds_key(path, file, size_bytes):
         raise PublishError(f"{path} looks like a private key; move it out of the published folder, then publish again")
     file.seek(0)
+
+
+def _holds_key(path: Path, file: BinaryIO, size_bytes: int) -> bool:
+    if size_bytes <= DER_BYTES and _is_der_key(file.read(DER_BYTES)):
+        return True
+    if path.suffix == ".safetensors" and size_bytes > PIECE_BYTES:
+        return False  # the header says what every byte is
+    for start in range(0, min(size_bytes, SCANNED_BYTES), PIECE_BYTES):
+        file.seek(max(start - OVERLAP_BYTES, 0))
+        piece = file.read(PIECE_BYTES + OVERLAP_BYTES)
+        if (b"PRIVATE KEY" in piece or b"PuTTY-User-Key-File" in piece) and KEY_TEXT.search(piece):
+            return True
+    return False
+
+
+def _is_der_key(data: bytes) -> bool:
+    if not data.startswith(b"\x30"):
+        return False
+    if PKCS12.match(data):
+        return True
+    try:
+        load_der_private_key(data, password=None)
+    except TypeError:
+        return True  # encrypted
+    except (ValueError, UnsupportedAlgorithm):
+        return False
+    return True
 
 
 def _tensors(path: Path, file: BinaryIO, size_bytes: int) -> tuple[TensorEntry, ...]:

@@ -33,7 +33,7 @@ class Latest:
         for file in manifest.files:
             (target / file.path).parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(folder / file.path, target / file.path)
+                os.link((folder / file.path).resolve(), target / file.path)  # not a link to a link
             except OSError:  # another device, or a file system without hard links
                 shutil.copyfile(folder / file.path, target / file.path)
         self._known = manifest.version, file_times(target, manifest.files)

@@ -14,6 +14,7 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the c
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ from shoal.files import CHUNK_BYTES, NewFile, new_file
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.delta import Files, Folder
 from shoal.shardcast.format.manifest import (
+    MAX_SHARDS,
+    MAX_SIZE_BYTES,
     Delta,
     FileEntry,
     Manifest,
@@ -35,6 +38,7 @@ from shoal.shardcast.format.manifest import (
     Stream,
     public_key_hex,
 )
+from shoal.shardcast.format.newest import Newest, SignedNewest
 from shoal.shardcast.publish.contents import PublishError, check_apart, file_chunks, file_times, files_at
 from shoal.shardcast.publish.cutter import Cutter, cut
 from shoal.shardcast.publish.growing import Growing
@@ -42,6 +46,7 @@ from shoal.shardcast.publish.latest import Latest
 from shoal.shardcast.store import Store, StoreFullError, chain
 
 DRAFT_S = 0.2  # between two manifests of a growing version
+STATE_S = 5.0  # between two statements of the newest version
 
 
 class Origin:
@@ -64,13 +69,32 @@ class Origin:
         self.shard_size_bytes = shard_size_bytes
         self.anchor_every = anchor_every
         self.clock = clock
+        self.store.lock()
         self.store.recover()
         self.store.reached_via(())
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
         self._latest = Latest(self.store.path / ".latest")
+        self._stated = self._last_statement()
 
     def published(self) -> list[int]:
         return self.store.versions()
+
+    def state(self) -> None:
+        """Signs what the newest version is, at most every STATE_S unless that changed. Servers call this all the time."""
+        newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
+        if newest is None:
+            return
+        said, now_s = self._stated, self.clock()
+        same = said is not None and (said.version, said.created_s) == (newest.version, newest.created_s)
+        if said is not None and same and now_s < said.as_of_s + STATE_S:
+            return
+        as_of_s = now_s if said is None else max(now_s, math.nextafter(said.as_of_s, math.inf))
+        self._stated = Newest(run=self.run, version=newest.version, created_s=newest.created_s, as_of_s=as_of_s)
+        self.store.state(SignedNewest.sign(self._stated, self.key))
+
+    def _last_statement(self) -> Newest | None:
+        signed = self.store.newest
+        return signed.open(public_key_hex(self.key), run=self.run) if signed else None
 
     def next_version(self) -> int:
         return max(self._held, default=-1) + 1
@@ -90,6 +114,7 @@ class Origin:
         before = file_times(folder, files)
         # A version damaged on disk is published again with its old date, so that it gets the same digest.
         created_s = self.clock() if held is None else held.created_s
+        shard_bytes = self._shard_bytes(_total(files))  # refuses too many shards before any is written
         with self._begun(version):
             parent = self._parent_of(version)
             found = self._encode(Folder(folder), files, version, parent) if parent else None
@@ -98,7 +123,7 @@ class Origin:
                     for chunk in file_chunks(folder, files):
                         write(chunk)
             else:
-                content = cut(file_chunks(folder, files), _total(files), self._shard_bytes(_total(files)), None)
+                content = cut(file_chunks(folder, files), _total(files), shard_bytes, None)
                 self._sign(version, files, content, found, created_s, anchor=False)
             if file_times(folder, files) != before:
                 raise PublishError(
@@ -114,6 +139,7 @@ class Origin:
         if version in self._held and self._held[version].complete:
             raise PublishError(f"version {version} is already published, and versions never change")
         check_apart(growing.folder, self.store.path)
+        shard_bytes = self._shard_bytes(total_bytes)
         with self._begun(version):
             parent = self._parent_of(version)
             if parent is None:
@@ -122,7 +148,7 @@ class Origin:
                         write(chunk)
                     folder = growing.finish()
             else:
-                anchor, shard_bytes = self._anchor_is_due(parent.version), self._shard_bytes(total_bytes)
+                anchor = self._anchor_is_due(parent.version)
                 shards, anchor_bytes = (self._new_shard(version), total_bytes) if anchor else (None, 0)
                 if anchor:
                     self._make_room(version, (), anchor_bytes)
@@ -248,6 +274,7 @@ class Origin:
         )
         self.store.add_manifest(version, SignedManifest.sign(manifest, self.key))
         self._held[version] = manifest
+        self.state()
 
     @contextmanager
     def _begun(self, version: int) -> Iterator[None]:
@@ -276,12 +303,20 @@ class Origin:
         self._held.pop(version, None)
 
     def _new_shard(self, version: int, part: Part = "full") -> Callable[[int], NewFile]:
-        return lambda index: NewFile(self.store.shard_path(version, part, index))
+        return lambda index: self.store.new_shard(version, part, index)
 
     def _shard_bytes(self, size_bytes: int) -> int:
         """Small enough to spread a version over many connections, large enough to make requests cheap."""
         unit = 64 << 10
-        return self.shard_size_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+        shard_bytes = self.shard_size_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+        if size_bytes > MAX_SIZE_BYTES:
+            raise PublishError(f"a version of {size_bytes} bytes is larger than {MAX_SIZE_BYTES}; publish it in parts")
+        if (shards := -(-size_bytes // shard_bytes)) > MAX_SHARDS:
+            raise PublishError(
+                f"{size_bytes} bytes make {shards} shards of {shard_bytes}, and a version has at most {MAX_SHARDS}; "
+                f"raise the shard size to {-(-size_bytes // MAX_SHARDS)} bytes or more"
+            )
+        return shard_bytes
 
     def _open(self, version: int) -> Manifest | None:
         """The stored manifest; None if it is missing or unreadable. Raises PublishError if it is not ours."""

@@ -20,8 +20,9 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: relays mirror the origin and s
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.shardcast.fetch.download import Download
@@ -30,11 +31,13 @@ from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
 from shoal.shardcast.format.names import MAX_HOPS, Listing
+from shoal.shardcast.format.newest import Newest, SignedNewest
 from shoal.shardcast.relay.places import by_choice, owners_of
 from shoal.shardcast.relay.shard_file import ShardFile
 from shoal.shardcast.store import Store, chain, stored_bytes
 
 PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # a version that is still being written names its delta last
+FEW = 8  # servers that a relay asks each round
 SLOW = 0.25  # siblings below this share of the best one's speed are skipped
 
 
@@ -72,13 +75,17 @@ class Relay:
         self.poll_s, self.longest_pause_s = poll_s, longest_pause_s
         self.version_timeout_s, self.stall_s = version_timeout_s, stall_s
         self.status = RelayStatus()
+        self.store.lock()
         self.store.recover()
         self._held: dict[int, Manifest] = {}  # listed, complete or not
         # Filled by hashing the disk once, so that a failing version is not hashed again each round.
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
+        self._asked: list[Source] = []  # in this round
+        self._known: dict[Source, Listing] = {}  # the last listing of each server that answered when it was last asked
         self._parents: list[Source] = []
         self._siblings: dict[str, Source] = {}  # by the id of their store
         self._behind: set[Source] = set()  # they fetch through this relay, or are this relay
+        self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
         self._unfit: set[int] = set()  # versions that the quota has no room for
         self._open_held()
 
@@ -98,8 +105,9 @@ class Relay:
 
     async def _round(self, sources: Sources) -> bool:
         """Completes the newest incomplete version, if any. Returns False if no upstream answered."""
-        listings, _ = await sources.ask(lambda source: source.listing(), grace_s=0.5)
-        self._find_place(listings)
+        listings = await self._listings(sources)
+        self._find_place({s: listing for s, listing in self._known.items() if s in sources.sources} | listings)
+        self._pass_on(listings.values())
         listed = {version for listing in listings.values() for version in listing.versions}
         # Only the newest of each source, so that one that lists nonsense cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
@@ -125,6 +133,19 @@ class Relay:
                     self._drop(version)  # incomplete here and gone upstream
         return bool(listings)
 
+    async def _listings(self, sources: Sources) -> dict[Source, Listing]:
+        """Of all servers if they are few; otherwise of the first parents and of some others, drawn anew each round."""
+        self._asked = list(sources.sources)
+        if len(self._asked) > FEW:
+            parents = [source for source in self._parents if source in self._asked][: FEW // 2]
+            others = [source for source in self._asked if source not in parents]
+            self._asked = parents + random.sample(others, FEW - len(parents))
+        listings, _ = await sources.ask_all(lambda source: source.listing(), among=self._asked)
+        for source in self._asked:
+            self._known.pop(source, None)
+        self._known |= listings
+        return listings
+
     def _find_place(self, listings: dict[Source, Listing]) -> None:
         """Finds parents and siblings from the paths in the listings."""
         own = self.store.id
@@ -138,6 +159,18 @@ class Relay:
         self._parents = by_choice(own, [source for source, path in others.items() if len(path) == shortest])
         self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
         self.store.reached_via(others[self._parents[0]])
+
+    def _pass_on(self, listings: Iterable[Listing]) -> None:
+        """Keeps the origin's latest statement that any server knows."""
+        said = [signed for listing in listings if (signed := listing.newest)] + [self.store.newest]
+        opened = [(signed, self._opened(signed)) for signed in said if signed]
+        genuine = [(newest.as_of_s, signed) for signed, newest in opened if newest]
+        self.store.state(max(genuine, key=lambda pair: pair[0])[1] if genuine else None)
+
+    def _opened(self, signed: SignedNewest) -> Newest | None:
+        if signed not in self._statements:
+            self._statements = {signed: signed.open(self.access.public_key, run=self.access.run)}
+        return self._statements[signed]
 
     async def _adopted(self, sources: Sources, version: int) -> Manifest | None:
         """Stores the newest manifest of a version and returns it; None if there is none."""
@@ -153,7 +186,7 @@ class Relay:
                     self._note(error)
                 return None
 
-        answers, _ = await sources.ask(offered, grace_s=0.5)
+        answers, _ = await sources.ask_all(offered, among=self._asked)
         if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):
             raise ReplacedError(f"version {version} was replaced upstream; fetching it again")
         offers = [offer for offer in answers.values() if offer and (held is None or offer[1].extends(held))]

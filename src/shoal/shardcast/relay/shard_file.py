@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from shoal.files import CHUNK_BYTES, NewFile
+from shoal.files import CHUNK_BYTES
 from shoal.shardcast.format.manifest import Part, ShardEntry
 from shoal.shardcast.store import Store
 
@@ -18,7 +18,7 @@ class ShardFile:
 
     def __init__(self, store: Store, version: int, part: Part, shard: ShardEntry) -> None:
         self.shard = shard
-        self.file = NewFile(store.shard_path(version, part, shard.index), resume=True)
+        self.file = store.new_shard(version, part, shard.index, resume=True)
         self.file.kept = True
 
     def begun(self) -> Iterator[bytes]:

@@ -1,9 +1,10 @@
 """The listening socket of a server: limits the number of open connections, and cuts useless ones.
 
 Invariant: every accepted connection counts until it is closed. A connection over the limit of its address, or of all, is
-closed unread, before TLS. One that sends no request within `headers_s`, or does not take the response, is reset even in the
-middle of a `sendfile`. So no reader holds more than a socket for long.
-Called by `server.serve`, and by `guard.Guard` when it bans a reader.
+closed unread, before TLS. At the limit of all, the oldest that has not asked anything is cut too, so idle strangers keep
+nobody out: whoever comes next finds its place. One that sends no request within `headers_s`, or does not take the response,
+is reset even in the middle of a `sendfile`. So no reader holds more than a socket for long.
+Called by `server.serve`, by `guard.Guard` when it bans a reader, and by the pool's coordinator.
 Left out: limits across processes, and detection of slow readers on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
 """
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 
 from aiohttp import web
+
+from shoal.shardcast.serve import open_files
 
 # On long lossy links BBR is several times faster than CUBIC, which takes each loss for congestion.
 CONGESTION = b"bbr"
@@ -86,16 +89,38 @@ class Connection(socket.socket):
         return slow
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """A bound socket whose connections use BBR if possible. Raises OSError if the address cannot be bound."""
+    family, kind, proto, address = _resolved(host, port)
+    listening = socket.socket(family, kind, proto)
+    try:
+        if os.name == "posix":
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
+    prefer_bbr(listening)
+    return listening
+
+
+def _resolved(host: str, port: int) -> tuple[int, int, int, tuple[object, ...]]:
+    """Family, type, protocol and address; IPv4 if the host has both."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, kind, proto, address
+
+
 class Listener(socket.socket):
     """A bound socket that accepts at most `per_address` connections from one address and `total` overall."""
 
     def __init__(self, host: str, port: int, patience: Patience, *, per_address: int, total: int) -> None:
         """Raises OSError if the address cannot be bound."""
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        family, kind, proto, address = _resolved(host, port)
         super().__init__(family, kind, proto)
-        self.patience, self.per_address, self.total = patience, per_address, total
+        self.patience, self.per_address, self.total = patience, per_address, open_files.connections(total)
         self.open: dict[tuple[str, int], Connection] = {}  # by the peer's address and port
+        self._silent: dict[Connection, None] = {}  # those that asked nothing yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
         try:
@@ -113,7 +138,7 @@ class Listener(socket.socket):
         accepted, peer = super().accept()
         peer = peer[:2]
         address = network(peer[0])
-        if len(self.open) >= self.total or self._of_address[address] >= self.per_address:
+        if self._of_address[address] >= self.per_address or not self._has_room():
             self.refused += 1
             accepted.close()
             raise ConnectionAbortedError("too many connections")  # asyncio ignores it, as if the client had left
@@ -122,10 +147,21 @@ class Listener(socket.socket):
         if earlier := self.open.get(peer):
             self.forget(earlier)
         self.open[peer] = connection
+        self._silent[connection] = None
         self._of_address[address] += 1
         return connection, peer
 
+    def _has_room(self) -> bool:
+        if len(self.open) < self.total:
+            return True
+        if oldest := next(iter(self._silent), None):
+            del self._silent[oldest]
+            self.cut += 1
+            oldest.cut()  # it counts until it is closed, so the process never has more files open than it may
+        return False
+
     def forget(self, connection: Connection) -> None:
+        self._silent.pop(connection, None)
         if self.open.get(connection.peer) is connection:
             del self.open[connection.peer]
             address = network(connection.peer[0])
@@ -137,6 +173,7 @@ class Listener(socket.socket):
         """Notes that this peer sent a complete request."""
         if connection := self.open.get(peer[:2]):
             connection.asked = True
+            self._silent.pop(connection, None)
 
     def read_by(self, peer: tuple[str, int], reader: str) -> None:
         """Notes which reader this peer authenticated as."""

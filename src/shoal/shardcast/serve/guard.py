@@ -1,75 +1,26 @@
-"""Who may read from a server, and how much: reader tokens, bans, and a rate for each client.
+"""Who may read from a server, and how much: passes, bans, and a rate for each client.
 
-Invariant: with a `pool_key`, every request except /healthz needs a token that this key signed for this audience, that has
-not expired and whose reader is not banned. A ban also cuts the reader's open connections.
-Called by `server.app`, which attaches it. The coordinator calls `issue`; the roles origin and relay call `ban`.
+Invariant: with a `pool_key`, every request except /healthz needs a pass (`passes`): granted by this key for this audience,
+signed by its reader for this server just now, and by a reader that is not banned. A ban also cuts the reader's connections.
+Called by `server.app`, which attaches it. The roles origin and relay call `ban`, and set `servers`.
 Left out: client addresses behind a proxy.
-Source: RFC 6750 (bearer tokens).
 """
 
 from __future__ import annotations
 
-import re
 import time
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Set
 from contextvars import ContextVar
 from math import ceil
 
 from aiohttp import web
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from pydantic import BaseModel, ConfigDict
 
-from shoal.shardcast.format.manifest import Hash
 from shoal.shardcast.serve.connections import LISTENER, network
+from shoal.shardcast.serve.passes import Refused, check
 from shoal.shardcast.serve.rates import Rates
-
-# Domain separation: nothing else that the pool's key signs can be taken for a token.
-TOKEN_DOMAIN = b"shoal shardcast reader token 1\n"
-MAX_TOKEN_CHARS = 4096
 
 # The client of the current request: a reader's key, or a network.
 CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
-
-_TOKEN = re.compile(r"([A-Za-z0-9_-]+)\.([0-9a-f]{128})")
-
-
-class Refused(ValueError):
-    """This token is not accepted, and why."""
-
-
-class ReaderToken(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    reader: Hash  # ed25519 public key, hex
-    audience: str  # the run
-    expires_s: float  # seconds since 1970
-
-
-def issue(private_key: Ed25519PrivateKey, reader: str, audience: str, expires_s: float) -> str:
-    """A token for `Authorization: Bearer ...`: base64url(json).hexsig, signed by the pool's key."""
-    text = ReaderToken(reader=reader, audience=audience, expires_s=expires_s).model_dump_json().encode()
-    return f"{urlsafe_b64encode(text).rstrip(b'=').decode()}.{private_key.sign(TOKEN_DOMAIN + text).hex()}"
-
-
-def check(token: str, pool_key: str, audience: str, now_s: float) -> str:
-    """The reader that the token was issued to. Raises Refused."""
-    parts = _TOKEN.fullmatch(token) if len(token) <= MAX_TOKEN_CHARS else None
-    if parts is None:
-        raise Refused("malformed token: not base64url(json).hexsig")
-    try:
-        text = urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(pool_key)).verify(bytes.fromhex(parts[2]), TOKEN_DOMAIN + text)
-        claims = ReaderToken.model_validate_json(text)
-    except InvalidSignature as error:
-        raise Refused("bad signature: the pool did not sign this token") from error
-    except ValueError as error:  # including pydantic's ValidationError
-        raise Refused("malformed token") from error
-    if claims.audience != audience:
-        raise Refused(f"token for {claims.audience!r}, this is {audience!r}")
-    if now_s >= claims.expires_s:
-        raise Refused(f"token expired {now_s - claims.expires_s:.0f} s ago")
-    return claims.reader
 
 
 class Guard:
@@ -84,10 +35,11 @@ class Guard:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `pool_key` anyone may read; with it, only holders of its tokens. `rate_Bps` limits each client: the
-        reader of a token, or else an address. `connections` limits each address. `clock` dates tokens, `monotonic`
+        """Without `pool_key` anyone may read; with it, only readers with its grant. `rate_Bps` limits each client: the
+        reader of a pass, or else an address. `connections` limits each address. `clock` dates passes, `monotonic`
         rates."""
         self.audience, self.pool_key = audience, pool_key
+        self.servers: Set[str] = frozenset()  # the URLs that readers know this server by; a pass names one of them
         self.connections, self.total_connections = connections, total_connections
         self.banned: Set[str] = frozenset()
         self.rates = Rates(rate_Bps) if rate_Bps else None
@@ -130,8 +82,8 @@ class Guard:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
             if scheme.lower() != "bearer":
-                raise Refused("no token")
-            reader = check(token.strip(), self.pool_key, self.audience, self._clock())
+                raise Refused("no pass")
+            reader = check(token.strip(), self.pool_key, self.audience, self.servers, self._clock())
         except Refused as reason:
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"}, text=f"{reason}\n") from reason
         if reader in self.banned:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl as tls
 import sys
 import time
@@ -42,6 +43,8 @@ BYTES = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
 FRESH = {"Cache-Control": "no-cache"}
 FOREVER = {"Cache-Control": "max-age=31536000, immutable"}
 UNCHECKED = {"Cache-Control": "no-store"}  # the shard is not verified yet
+
+RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII | re.IGNORECASE)
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
@@ -93,6 +96,11 @@ async def serve(
     return runner, int(listener.getsockname()[1])
 
 
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL of a server; the address of an IPv6 host stands in brackets."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @web.middleware
 async def _note_request(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -104,6 +112,8 @@ async def _note_request(
 
 class _File(web.FileResponse):
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        if "Range" in request.headers and _asked_range(request) is None:
+            request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
         writer = await super().prepare(request)  # sends the file
         if request.method == "GET" and self.status in (200, 206) and isinstance(request, web.Request):
             request.app[SHELF].served_bytes += self.content_length or 0
@@ -162,7 +172,7 @@ async def _answer(
     start_bytes, end_bytes = _range(request, size_bytes)
     response = web.StreamResponse(headers=BYTES | caching)
     response.content_length = end_bytes - start_bytes
-    if "Range" in request.headers:
+    if _asked_range(request):
         response.set_status(206)
         response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
     await response.prepare(request)
@@ -219,24 +229,37 @@ def _left(request: web.Request) -> bool:
 
 
 def _version(request: web.Request) -> tuple[int, Held]:
-    """The requested version, whose lease this renews. Raises HTTPNotFound."""
+    """The requested version. Reading from it renews its lease; asking for its headers does not. Raises HTTPNotFound."""
     shelf, version = request.app[SHELF], parse_version(request.match_info["version"])
     held = None if version is None else shelf.held(version)
     if version is None or held is None:
         raise web.HTTPNotFound
-    shelf.store.lease(version)
+    if request.method == "GET":
+        shelf.store.lease(version)
     return version, held
 
 
 def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
-    """The first requested byte, and the one after the last."""
-    try:
-        start, end, _ = request.http_range.indices(size_bytes)
-    except ValueError:
-        start, end = 0, 0
-    if start >= end and "Range" in request.headers:
+    """The first requested byte, and the one after the last. Raises HTTPRequestRangeNotSatisfiable."""
+    asked = _asked_range(request)
+    if asked is None:
+        return 0, size_bytes
+    first, last = asked
+    start = max(size_bytes - (last or 0), 0) if first is None else first
+    end = size_bytes if first is None or last is None else min(last + 1, size_bytes)
+    if start >= end:
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size_bytes}"})
     return start, end
+
+
+def _asked_range(request: web.BaseRequest) -> tuple[int | None, int | None] | None:
+    """The first and the last byte in the Range header. None, which means the whole body, without one, for several ranges
+    and for a malformed one, which RFC 9110 (14.2) tells a server to ignore."""
+    match = RANGE.fullmatch(request.headers.get("Range", "").strip())
+    if match is None or not (match[1] or match[2]):
+        return None
+    first, last = (int(number) if number else None for number in match.groups())
+    return None if first is not None and last is not None and last < first else (first, last)
 
 
 def _open(request: web.Request, path: Path, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:

@@ -73,8 +73,9 @@ def compile_tasks(section: TaskSection, folder: Path) -> Built:
 def _check_digest(section: TaskSection, built: Built) -> None:
     if section.digest and section.digest != built.digest:
         raise TasksNotFoundError(
-            f"tasks.digest is {section.digest}, but the sources give {built.digest}: use the same files on every "
-            "machine and for a whole run, or correct the config"
+            f"tasks.digest is {section.digest}, but the sources give {built.digest}: a file of tasks or rewards is another "
+            "one than when this digest was made. Use the same files on every machine and for a whole run. To use the new "
+            "files, start a new run with a config without tasks.digest"
         )
 
 

@@ -80,12 +80,16 @@ class Graders:
             reward.close()
         self.rewards.clear()
 
-    def start(self) -> None:
-        """Start the sandboxes that the sources need, to learn now that one cannot start here. Raises GradeError."""
-        for source in self.section.sources:
-            for name in weights_of(source):
-                if name not in REWARDS:
-                    self._reward(source, name)
+    def try_out(self, tasks: Sequence[Task]) -> None:
+        """Grade an empty completion and the gold answer of each task, to learn now what cannot grade. Raises GradeError."""
+        for task in tasks:
+            for completion in ("", task.answer):
+                [grade] = self.grade([task], [completion])
+                if grade.outcome == "grader_error":
+                    raise GradeError(
+                        f"source {task.source}: its reward fails on a trial, task {task.id} with the completion "
+                        f"{completion[:80]!r}: {grade.detail}; mend the reward"
+                    )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """One grade per completion, in order. Raises GradeError for a score outside of [0, 1], and if this machine fails."""

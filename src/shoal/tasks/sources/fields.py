@@ -95,7 +95,9 @@ def _step(found: Any, part: str, path: str) -> Any:
     if not isinstance(found, Mapping):
         raise RowError(f"column {path} leads into {_kind(found)}, which has no column {part}")
     if part not in found:
-        raise RowError(f"no column {path}: there are {', '.join(map(str, found)) or 'none'}")
+        raise RowError(
+            f"no column {path}: there are {', '.join(map(str, found)) or 'none'}; correct the row or `fields`"
+        )
     return found[part]
 
 

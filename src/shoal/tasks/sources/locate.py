@@ -29,7 +29,9 @@ def locate(source: SourceSection, split: str) -> list[Path]:
         names = {one.relative_to(path).as_posix(): one for one in found if not one.name.startswith(".")}
         return [names[name] for name in of_split(list(names), split, str(path))]
     if not path.is_file():
-        raise TasksNotFoundError(f"no file or folder at {path}, from {Path.cwd()}; correct the source's path")
+        raise TasksNotFoundError(
+            f"no file or folder at {path}, neither from {Path.cwd()} nor beside the config; correct the source's path"
+        )
     if not path.name.endswith(SUFFIXES):
         raise TasksNotFoundError(f"{path} is neither of {', '.join(SUFFIXES)}; convert it to JSON lines")
     if split not in (DEFAULT_SPLIT, *_words(path.name)):

@@ -1,0 +1,352 @@
+"""What abuse costs a coordinator's honest nodes: a real process on loopback, honest heartbeats, one attack after another.
+
+    python benchmarks/abuse.py [--seconds 10] [--heartbeats 20] [--out benchmarks/results/abuse.json]
+
+Each attack has --seconds, a bounded rate and a bounded number of connections. Strangers come from addresses of their own
+(127.0.0.2 and on), members who attack from the honest nodes' own address. Before the first attack and after the last, the
+same is measured in quiet. A result holds, per attack: p50 and p99 of honest heartbeats in ms, their failures, the
+coordinator's largest resident memory in MiB, its CPU seconds a second, its open files, and how the attack's requests ended.
+
+The attacks are those of `ATTACKS`. The machine's other work changes the times; memory and open files it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import psutil
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.coordinator.service import invite_from
+from shoal.protocol.address import FILE
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite
+from shoal.protocol.signing import sign_request
+
+CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
+START_S = 60.0
+TIMEOUT_S = 10.0  # of one honest heartbeat; node.py has 30
+Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
+HUGE_BYTES = 64 << 20
+SOURCES = 8  # addresses of strangers
+
+
+@dataclass
+class Site:
+    host: str
+    port: int
+    invite: Invite  # any of the coordinator's: it says its key and run
+    members: list[Identity]  # honest ones
+    insider: Identity  # registered, and an attacker
+
+    @classmethod
+    def at(cls, invite: Invite, insider: Identity) -> Self:
+        parts = urlsplit(invite.url)
+        return cls(parts.hostname or "", parts.port or 80, invite, [], insider)
+
+    def request(self, identity: Identity, method: str, path: str, body: bytes, **changed: str) -> bytes:
+        """A signed request as it goes over the wire."""
+        headers = sign_request(
+            identity,
+            method=method,
+            path=path,
+            query="",
+            body=body,
+            audience=self.invite.run,
+            created_s=int(time.time()),
+            nonce=secrets.token_hex(16),
+        )
+        head = {"host": self.host, "content-length": str(len(body))} | headers | changed
+        return (
+            f"{method} {path} HTTP/1.1\r\n".encode()
+            + b"".join(f"{k}: {v}\r\n".encode() for k, v in head.items())
+            + b"\r\n"
+            + body
+        )
+
+
+@dataclass
+class Attacker:
+    """Opens connections at a bounded rate, at most `at_once`, until the time is over."""
+
+    site: Site
+    seconds: float
+    rate: float
+    at_once: int
+    from_outside: bool = True
+    ended: Counter[str] = field(default_factory=Counter)
+    number: int = 0
+
+    async def run(self, visit: Visit) -> None:
+        deadline_s, room, tasks = time.monotonic() + self.seconds, asyncio.Semaphore(self.at_once), set()
+        started_s = time.monotonic()
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(room.acquire(), max(deadline_s - time.monotonic(), 0.01))
+                task = asyncio.create_task(self._visit(visit, deadline_s))
+                tasks.add(task)
+                task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
+            self.number += 1
+            await asyncio.sleep(max(started_s + self.number / self.rate - time.monotonic(), 0))
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _visit(self, visit: Visit, deadline_s: float) -> None:
+        source = f"127.0.0.{2 + self.number % SOURCES}" if self.from_outside else "127.0.0.1"
+        writer = None
+        try:
+            async with asyncio.timeout(max(deadline_s - time.monotonic(), 0.01)):
+                reader, writer = await asyncio.open_connection(self.site.host, self.site.port, local_addr=(source, 0))
+                await visit(reader, writer)
+                line = await reader.readline()
+                self.ended[line.split(b" ")[1].decode() if line.startswith(b"HTTP") else "closed"] += 1
+        except TimeoutError:
+            self.ended["held to the end"] += 1
+        except OSError as error:
+            self.ended[type(error).__name__] += 1
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+
+
+def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
+    """Every attack by its name."""
+    stranger = Identity.generate()
+    forged = site.request(stranger, "POST", "/v1/heartbeat", b"{}", signature=f"shoal=:{'A' * 86}==:")
+    registration = json.dumps({"invite": site.invite.signed.model_dump_json()}).encode()
+    fake = json.dumps(
+        {"invite": site.invite.signed.model_copy(update={"signature": "0" * 128}).model_dump_json()}
+    ).encode()
+
+    def attack(
+        make: Callable[[], bytes],
+        *,
+        rate: float,
+        at_once: int,
+        outside: bool = True,
+        then: Then | None = None,
+    ) -> Callable[[], Awaitable[Counter[str]]]:
+        async def run() -> Counter[str]:
+            attacker = Attacker(site, seconds, rate, at_once, outside)
+
+            async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(make())
+                await writer.drain()
+                if then is not None:
+                    await then(writer)
+
+            await attacker.run(visit)
+            return attacker.ended
+
+        return run
+
+    async def a_byte_a_second(writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            writer.write(b"x")
+            await writer.drain()
+
+    async def all_of_it(writer: asyncio.StreamWriter) -> None:
+        for _ in range(HUGE_BYTES >> 16):
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    def announced(identity: Identity, path: str) -> bytes:
+        return site.request(identity, "PUT", path, b"", **{"content-length": str(HUGE_BYTES)})
+
+    return {
+        "idle connections": attack(lambda: b"", rate=300, at_once=3000),
+        "slow-loris headers": attack(lambda: b"GET /v1/run HTTP/1.1\r\nx-a: ", rate=100, at_once=1000, then=a_byte_a_second),
+        "oversize bodies": attack(lambda: announced(stranger, "/v1/submissions/x"), rate=20, at_once=20, then=all_of_it),
+        "oversize bodies of a member": attack(
+            lambda: announced(site.insider, "/v1/submissions/x"), rate=20, at_once=20, outside=False, then=all_of_it
+        ),
+        "slow bodies of a member": attack(
+            lambda: site.request(site.insider, "POST", "/v1/heartbeat", b"{}", **{"content-length": "4000"}),
+            rate=50, at_once=100, outside=False, then=a_byte_a_second,
+        ),
+        "garbage signatures": attack(lambda: forged, rate=200, at_once=200),
+        "registrations of strangers": attack(
+            lambda: site.request(Identity.generate(), "POST", "/v1/register", fake), rate=200, at_once=200
+        ),
+        "registrations with a spent invite": attack(
+            lambda: site.request(Identity.generate(), "POST", "/v1/register", registration), rate=200, at_once=200
+        ),
+        "heartbeats of one member": attack(
+            lambda: site.request(site.insider, "POST", "/v1/heartbeat", b"{}"), rate=200, at_once=100, outside=False
+        ),
+        "status and metrics": attack(lambda: b"GET /metrics HTTP/1.1\r\nhost: c\r\n\r\n", rate=200, at_once=100),
+    }  # fmt: skip
+
+
+async def beat(
+    site: Site, identity: Identity, session: aiohttp.ClientSession, stop: asyncio.Event, took_s: list[float]
+) -> int:
+    """An honest node: a heartbeat a second, over one connection, as `node` sends them. Returns how many failed."""
+    failed = 0
+    while not stop.is_set():
+        headers = sign_request(
+            identity, method="POST", path="/v1/heartbeat", query="", body=b"{}", audience=site.invite.run,
+            created_s=int(time.time()), nonce=secrets.token_hex(16),
+        )  # fmt: skip
+        started_s = time.monotonic()
+        try:
+            async with session.post(
+                f"http://{site.host}:{site.port}/v1/heartbeat", data=b"{}", headers=headers
+            ) as answer:
+                await answer.read()
+                failed += answer.status != 200
+        except (aiohttp.ClientError, TimeoutError):
+            failed += 1
+        took_s.append(time.monotonic() - started_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), max(1.0 - (time.monotonic() - started_s), 0))
+    return failed
+
+
+async def watch(process: psutil.Process, stop: asyncio.Event) -> tuple[int, int]:
+    """The largest resident memory in bytes, and number of open files."""
+    rss_bytes = files = 0
+    while not stop.is_set():
+        rss_bytes, files = max(rss_bytes, process.memory_info().rss), max(files, process.num_fds())
+        await asyncio.sleep(0.1)
+    return rss_bytes, files
+
+
+async def measure(site: Site, process: psutil.Process, seconds: float, attack: str = "") -> dict[str, Any]:
+    """Honest heartbeats while a process of its own attacks, or nobody does."""
+    stop, took_s = asyncio.Event(), list[float]()
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout)) for _ in site.members]
+        cpu_s, started_s = sum(process.cpu_times()[:2]), time.monotonic()
+        pairs = zip(site.members, sessions, strict=True)
+        beating = [asyncio.create_task(beat(site, *pair, stop, took_s)) for pair in pairs]
+        watching = asyncio.create_task(watch(process, stop))
+        ended = await attack_in_a_process(site, seconds, attack) if attack else {}
+        if not attack:
+            await asyncio.sleep(seconds)
+        stop.set()
+        failed, (rss_bytes, files) = sum(await asyncio.gather(*beating)), await watching
+        busy = (sum(process.cpu_times()[:2]) - cpu_s) / (time.monotonic() - started_s)
+    took_s.sort()
+    return {
+        "heartbeats": len(took_s),
+        "failed": failed,
+        "p50_ms": round(1e3 * took_s[len(took_s) // 2], 1),
+        "p99_ms": round(1e3 * took_s[min(len(took_s) * 99 // 100, len(took_s) - 1)], 1),
+        "rss_mib": round(rss_bytes / 2**20, 1),
+        "cpu": round(busy, 2),
+        "open_files": files,
+        "attack_ended": ended,
+    }
+
+
+async def attack_in_a_process(site: Site, seconds: float, attack: str) -> dict[str, int]:
+    """So that the honest nodes' own process has time for them."""
+    command = [sys.executable, __file__, "--attack", attack, "--seconds", str(seconds)]
+    pipe = asyncio.subprocess.PIPE
+    attacker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    known = {"invite": site.invite.encode(), "key": site.insider.private_key.private_bytes_raw().hex()}
+    answer, _ = await attacker.communicate(json.dumps(known).encode())
+    found: dict[str, int] = json.loads(answer)
+    return found
+
+
+def attack_here(name: str, seconds: float) -> None:
+    known = json.loads(sys.stdin.read())
+    insider = Identity(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(known["key"])))
+    site = Site.at(Invite.decode(known["invite"]), insider)
+    sys.stdout.write(json.dumps(dict(asyncio.run(attacks(site, seconds)[name]()).most_common())))
+
+
+async def join(site: Site, folder: Path, identity: Identity, name: str) -> Invite:
+    invite = await asyncio.to_thread(invite_from, folder, "worker", name, None, 1.0)
+    body = json.dumps({"invite": invite.signed.model_dump_json()}).encode()
+    reader, writer = await asyncio.open_connection(site.host, site.port)
+    writer.write(site.request(identity, "POST", "/v1/register", body))
+    line = await asyncio.wait_for(reader.readline(), TIMEOUT_S)
+    writer.close()
+    if b" 200 " not in line:
+        raise RuntimeError(f"{name} could not join: {line!r}")
+    return invite
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "coordinator"
+        command = [sys.executable, "-m", "shoal", "coordinator", str(CONFIG), "--dir", str(folder)]
+        server = subprocess.Popen(
+            [*command, "--threads", "1"], stdout=subprocess.DEVNULL, stderr=(log := (Path(made) / "log").open("w"))
+        )
+        try:
+            deadline_s = time.monotonic() + START_S
+            while not (folder / FILE).exists():
+                if server.poll() is not None or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the coordinator did not start: {(Path(made) / 'log').read_text()[-2000:]}")
+                await asyncio.sleep(0.1)
+            invite = await asyncio.to_thread(invite_from, folder, "worker", "insider", None, 1.0)
+            site = Site.at(invite, Identity.generate())
+            site.members = [Identity.generate() for _ in range(arguments.heartbeats)]
+            site.invite = await join(site, folder, site.insider, "attacker")
+            for number, member in enumerate(site.members):
+                await join(site, folder, member, f"honest-{number}")
+            process = psutil.Process(server.pid)
+            results = {"quiet": await measure(site, process, arguments.seconds)}
+            for name in [name for name in attacks(site, 0) if arguments.only in name]:
+                results[name] = await measure(site, process, arguments.seconds, name)
+                sys.stdout.write(f"{name} {json.dumps(results[name])}\n")
+                sys.stdout.flush()
+            results["quiet again"] = await measure(site, process, arguments.seconds)
+            log.flush()
+            logged = (Path(made) / "log").read_text()
+            tracebacks = logged.count("Traceback")
+            if tracebacks:
+                sys.stdout.write(logged[-6000:])
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+    settings = {
+        "seconds": arguments.seconds,
+        "heartbeats_per_s": arguments.heartbeats,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+    text = json.dumps({"settings": settings, "tracebacks": tracebacks, "results": results}, indent=1)
+    sys.stdout.write(f"quiet {results['quiet']}\nquiet again {results['quiet again']}\n")
+    sys.stdout.write(f"tracebacks of the coordinator: {tracebacks}\n")
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What abuse costs a coordinator's honest nodes.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--heartbeats", type=int, default=20, help="honest nodes, each with a heartbeat a second")
+    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--attack", help="run this attack on the site on stdin; the benchmark starts itself so")
+    parser.add_argument("--out", type=Path)
+    parsed = parser.parse_args()
+    if parsed.attack:
+        attack_here(parsed.attack, parsed.seconds)
+    else:
+        asyncio.run(main(parsed))

@@ -1,0 +1,76 @@
+"""Signed answers of the coordinator: RFC 9421 response signatures, each bound to the request it answers.
+
+Invariant: an accepted answer has the status and body with which the coordinator answered this very request: the signature
+covers the request's own, which is over its method, path, body, audience and nonce. So nobody on the way can change an
+answer, nor give the answer to another request, or of another time.
+The base begins with `"@status"`: none of the pool's other signatures does.
+Signed by the coordinator (`coordinator.front`), checked by `node`. Left out: answers to requests without a signature; an
+answer that does not come.
+"""
+
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+
+from cryptography.exceptions import InvalidSignature
+
+from shoal.protocol.identity import Identity, public_key
+from shoal.protocol.signing import SIGNATURE, digest_header
+
+COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
+INPUT = re.compile(f'shoal={re.escape(COVERED)};keyid="([0-9a-f]{{64}})";alg="ed25519"')
+
+
+class UnsignedAnswerError(ValueError):
+    """An answer that the coordinator did not give to this request."""
+
+
+def sign_answer(
+    identity: Identity, request_headers: Mapping[str, str], *, status: int, body_sha256: bytes
+) -> dict[str, str]:
+    """The headers that sign an answer; none if the request carries no signature in our form."""
+    asked = request_headers.get("signature", "")
+    if not SIGNATURE.fullmatch(asked):
+        return {}
+    digest = digest_header(body_sha256)
+    signature = identity.private_key.sign(_base(status, digest, asked, identity.public))
+    return {
+        "content-digest": digest,
+        "signature-input": f"shoal={_parameters(identity.public)}",
+        "signature": f"shoal=:{b64encode(signature).decode()}:",
+    }
+
+
+def check_answer(
+    key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
+) -> None:
+    """Raise UnsignedAnswerError unless `key` answered the request with this signature so."""
+    stated = INPUT.fullmatch(headers.get("signature-input", ""))
+    signature = SIGNATURE.fullmatch(headers.get("signature", ""))
+    digest = headers.get("content-digest", "")
+    if stated is None or signature is None:
+        raise UnsignedAnswerError("it is not signed")
+    if stated[1] != key:
+        raise UnsignedAnswerError(f"it is signed by {stated[1]}")
+    if digest != digest_header(body_sha256):
+        raise UnsignedAnswerError("its body is not the one that was signed")
+    base = _base(status, digest, request_headers["signature"], key)
+    try:
+        public_key(key).verify(b64decode(signature[1]), base)
+    except InvalidSignature as error:
+        raise UnsignedAnswerError("its signature is not over this answer to this request") from error
+
+
+def _base(status: int, digest: str, asked: str, key: str) -> bytes:
+    """What is signed (RFC 9421, sections 2.4 and 2.5). `asked`: the request's `signature` header, in our form."""
+    lines = (
+        f'"@status": {status}',
+        f'"content-digest": {digest}',
+        f'"signature";req;key="shoal": {asked.removeprefix("shoal=")}',
+        f'"@signature-params": {_parameters(key)}',
+    )
+    return "\n".join(lines).encode("ascii")
+
+
+def _parameters(key: str) -> str:
+    return f'{COVERED};keyid="{key}";alg="ed25519"'

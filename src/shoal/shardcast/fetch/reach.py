@@ -1,0 +1,96 @@
+"""Which addresses a downloader may connect to, where others name the servers.
+
+    local     everything below, and this machine
+    private   everything below, and private networks
+    public    the internet
+
+Invariant: no URL of a stranger makes this machine talk to its own services or to its neighbours: the address that is
+connected to is checked, after DNS answered. Link-local addresses (where clouds keep credentials), multicast and unspecified
+ones are in no reach.
+Called by `source`; the pool's coordinator refuses such URLs with `check_host` before it hands them out.
+Left out: what an operator's own proxy connects to.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Literal
+
+from aiohttp import ThreadedResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+Reach = Literal["local", "private", "public"]
+ORDER: list[Reach] = ["public", "private", "local"]  # each includes those before it
+NAT64 = IPv6Network("64:ff9b::/96")  # an IPv4 address is in its last 32 bits
+
+
+class OutOfReach(OSError):
+    """An address that this run's nodes must not connect to; the message says what allows it."""
+
+
+def check_host(host: str, reach: Reach) -> None:
+    """Raise OutOfReach if `host` is an address, or a name of this machine, beyond `reach`. Other names are not resolved."""
+    if host == "localhost" or host.endswith(".localhost"):
+        host = "127.0.0.1"
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return
+    _check(address, host, reach)
+
+
+def narrowest(host: str) -> Reach:
+    """The narrowest reach that includes `host`; "public" for a name that is not resolved. Raises OutOfReach."""
+    for reach in ORDER[:-1]:
+        try:
+            check_host(host, reach)
+            return reach
+        except OutOfReach:
+            continue
+    check_host(host, "local")
+    return "local"
+
+
+class Resolver(AbstractResolver):
+    """The system's resolver, without the addresses beyond `reach`. `exempt`: hosts that the operator named."""
+
+    def __init__(self, reach: Reach, exempt: Callable[[str], bool] = lambda host: False) -> None:
+        self._reach, self._exempt = reach, exempt
+        self._system = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._system.resolve(host, port, family)
+        if not self._exempt(host):
+            for one in found:  # all or nothing: a name that also points inside is no honest one
+                _check(ip_address(one["host"].partition("%")[0]), host, self._reach)
+        return found
+
+    async def close(self) -> None:
+        await self._system.close()
+
+
+def _check(address: IPv4Address | IPv6Address, host: str, reach: Reach) -> None:
+    needs = _needs(address)
+    if needs is None:
+        raise OutOfReach(f"{host} is {address}, where no server of a pool can be")
+    if ORDER.index(needs) > ORDER.index(reach):
+        raise OutOfReach(f'{host} is {address}, a {needs} address; relays.reach = "{needs}" allows it')
+
+
+def _needs(address: IPv4Address | IPv6Address) -> Reach | None:
+    """The narrowest reach that includes the address; None for those that none includes."""
+    if isinstance(address, IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in NAT64:
+            inner = IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return _needs(inner)
+    if address.is_link_local or address.is_multicast or address.is_unspecified:
+        return None
+    if address.is_loopback:
+        return "local"
+    return "public" if address.is_global else "private"

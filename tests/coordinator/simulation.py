@@ -1,0 +1,116 @@
+"""A whole pool in virtual time: workers of any speed that crash, lose uploads or hold tasks, a validator and a learner.
+
+Nothing waits: an event moves the clock. Called by the tests of `arrivals`. Left out: files, weights, signatures.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal.coordinator.database import PoolError
+from shoal.protocol.messages import Assignment
+
+from .support import VALIDATOR, Clock, Harness, open_pool
+
+POLL_S, JUDGE_S, LEARN_S = 0.5, 0.25, 1.0
+STEPS = 12
+
+
+@dataclass
+class Member:
+    """A worker. `silent`: it asks for tasks and uploads nothing."""
+
+    key: str
+    takes_s: float
+    silent: bool = False
+    crashes: float = 0.0  # probability that it dies over a task, and starts again with the newest weights
+    loses: float = 0.0  # probability that an upload is lost with its process
+    version: int = 0
+    tasks: list[Assignment] = field(default_factory=list)
+
+
+class Simulation:
+    def __init__(self, members: list[Member], seed: int, *, settings: dict[str, object] | None = None) -> None:
+        self.random = random.Random(seed)
+        self.clock = Clock()
+        chosen = {"prompts_per_step": 8, "task_deadline_s": 60, "node_timeout_s": 1e9} | (settings or {})
+        self.harness: Harness = open_pool(clock=self.clock, run={"steps": STEPS}, **chosen)
+        self.members = members
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = 0
+        self.published = 0
+        self.harness.join(VALIDATOR, "validator")
+        for member in members:
+            self.harness.join(member.key, name=f"worker-{member.key[:4]}")
+        self.harness.publish(0)
+
+    def run(self, most_s: float = 5_000.0) -> float:
+        """Seconds until the last step's batch is full, or `most_s`."""
+        start_s = self.clock.now_s
+        self.harness.pool.db.connection.sqlite.execute("PRAGMA synchronous = OFF")
+        for member in self.members:
+            self.after(self.random.random(), lambda member=member: self.ask(member))  # type: ignore[misc]
+        self.after(JUDGE_S, self.judge)
+        while self.events and self.open_step() < STEPS and self.clock.now_s - start_s < most_s:
+            self.clock.now_s, _, act = heapq.heappop(self.events)
+            act()
+        return self.clock.now_s - start_s
+
+    def after(self, wait_s: float, act: Callable[[], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.clock.now_s + wait_s, self.count, act))
+
+    def open_step(self) -> int:
+        return self.harness.pool.db.open_step()
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def ask(self, member: Member) -> None:
+        member.version = self.published
+        task = self.harness.beat(member.key, member.version).assignment
+        if task is None or member.silent:
+            self.after(POLL_S, lambda: self.ask(member))
+        if task is None:
+            return
+        member.tasks.append(task)
+        if member.silent:
+            return
+        takes_s = member.takes_s * self.random.uniform(0.8, 1.25)
+        if self.random.random() < member.crashes:
+            self.after(takes_s * self.random.random() + 1.0, lambda: self.ask(member))
+        elif self.random.random() < member.loses:
+            self.after(takes_s + 5.0, lambda: self.ask(member))
+        else:
+            self.after(takes_s, lambda: self.upload(member, task))
+
+    def upload(self, member: Member, task: Assignment) -> None:
+        try:
+            self.harness.pool.submissions.may_upload(member.key, task.id)
+            self.harness.pool.submissions.uploaded(member.key, task.id, "9" * 64)
+        except PoolError as refusal:
+            assert refusal.status == 409
+        self.ask(member)
+
+    # --- the trusted roles -------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        before = self.open_step()
+        for claim in self.harness.claims(VALIDATOR, 4):
+            self.harness.judge(claim.assignment.id)
+        for step in range(before, self.open_step()):
+            self.after(LEARN_S, lambda step=step: self.publish(step + 1))  # type: ignore[misc]
+        self.after(JUDGE_S, self.judge)
+
+    def publish(self, version: int) -> None:
+        self.published = version
+        self.harness.publish(version)
+
+
+def workers(count: int, takes_s: float = 2.0, first: int = 0) -> list[Member]:
+    return [Member(f"{first + number:04x}" * 16, takes_s) for number in range(count)]
+
+
+def silent(count: int) -> list[Member]:
+    """Keys that sort and join before all others, as an attacker's may."""
+    return [Member(f"{0xF000 + number:04x}" * 16, 1.0, silent=True) for number in range(count)]
