@@ -44,8 +44,8 @@ class Group:
     completions: list[list[int]]
     behaviour: list[list[float]]  # logprobs of trained tokens under the sampling version, from the accepted file
     rewards: list[float]
-    checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
     turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
+    checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
 
     @property
     def trained(self) -> list[int]:
