@@ -216,6 +216,9 @@ class ScriptedNode(ValidatorsNode):
     said: list[Verdict]
     refusal: RefusedError | None = None
 
+    def renewal(self) -> int | None:
+        return None
+
     def put(self, path: str, data: bytes, answer: Any) -> Any:
         super().put(path, data, answer)
         if self.refusal is not None:
@@ -291,19 +294,20 @@ def test_several_claims_are_answered_each_with_its_own_verdict(tiny_folder: Path
 
 
 def test_only_those_drawn_for_it_are_prefilled(tiny_folder: Path, worker: Producer, tiny_folders: Any) -> None:
-    """Lies that only a prefill finds pass unchecked, lies that the file itself shows do not."""
+    """Whole, that is: of the others a few rollouts are, which show other weights too; an honest file keeps its logprobs."""
     validator, node = scripted(tiny_folder, b"")
     asked = [assignment(number) for number in range(4)]
     of_others = make_producer(tiny_folders[1], SETTINGS)
     files = [of_others.submission(asked[0]), of_others.submission(asked[1]), worker.submission(asked[2])]
     files.append(signed(worker, asked[3], [replace(row, reward=1.0) for row in produced(worker, asked[3])]))
     node.files = {one.id: data for one, data in zip(asked, files, strict=True)}
-    node.claims = [claim(asked[0], full=False), claim(asked[1]), claim(asked[2]), claim(asked[3], full=False)]
+    node.claims = [claim(asked[0], full=False), claim(asked[1]), claim(asked[2], full=False), claim(asked[3], full=False)]
     validator.run(threading.Event())
-    assert [said.reason for said in node.said] == [None, Reason.PROOF, None, Reason.REWARD]
-    believed = read_accepted(node.uploads[f"/v1/accepted/{asked[0].id}"], max_rows=8, max_tokens=4096).rows
-    assert [row.logprobs for row in believed] == [row.logprobs for row in produced(of_others, asked[0])]
-    assert node.said[0].evidence == {} and [group.tokens for group in node.said[0].groups] != []
+    assert [said.reason for said in node.said] == [Reason.PROOF, Reason.PROOF, None, Reason.REWARD]
+    believed = read_accepted(node.uploads[f"/v1/accepted/{asked[2].id}"], max_rows=8, max_tokens=4096).rows
+    assert [row.logprobs for row in believed] == [row.logprobs for row in produced(worker, asked[2])]
+    assert node.said[2].evidence == {} and [group.tokens for group in node.said[2].groups] != []
+    assert node.said[2].spent is None, "what was not prefilled whole is no observation"
 
 
 def test_a_rejection_stores_no_file(tiny_folder: Path) -> None:
