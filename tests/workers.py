@@ -47,6 +47,9 @@ class FakeNode:
 
     def doing(self, what: str, *, waiting: bool = False) -> None: ...
 
+    def renewal(self) -> int | None:
+        return None
+
     def curriculum_page(self, digest: str) -> CurriculumPage:
         raise AssertionError(f"page {digest} is not expected to be asked for")
 

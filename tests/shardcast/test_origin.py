@@ -39,6 +39,7 @@ def test_publish_cuts_the_files_into_shards_and_lists_the_version(tmp_path):
     )
     assert [shard.stat().st_size for shard in shards] == [SHARD_BYTES] * 3 + [7_612]
     listing = json.loads((tmp_path / "origin" / "versions.json").read_text())
+    assert listing.pop("newest")["signature"]
     assert listing == {"versions": [7], "path": [source.store.id]}
     assert source.store.signed(7).open(PUBLIC_KEY) == manifest
     assert manifest.complete
@@ -122,6 +123,7 @@ def test_only_the_newest_versions_are_kept(tmp_path):
     assert source.published() == [4, 3]
     assert sorted(path.name for path in (tmp_path / "origin").iterdir()) == [
         ".latest",
+        ".lock",
         "id",
         "v000003",
         "v000004",
@@ -140,7 +142,7 @@ def test_unpublishable_folders_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(ManifestError, match="plain relative path"):
         source.publish(tmp_path / "bad", 1)
     assert source.published() == []
-    assert sorted(path.name for path in (tmp_path / "origin").iterdir()) == ["id", "versions.json"]
+    assert sorted(path.name for path in (tmp_path / "origin").iterdir()) == [".lock", "id", "versions.json"]
 
 
 def test_a_store_of_another_run_or_key_is_refused(tmp_path):
@@ -367,7 +369,7 @@ def goes_on(restarted: Origin, tmp_path) -> None:
     manifest = restarted.publish(tmp_path / "model8", 8)
     assert restarted.published()[0] == 8
     assert restarted.store.missing(manifest) == []
-    assert [path.name for path in (tmp_path / "origin").rglob(".*")] == [".latest"]
+    assert [path.name for path in (tmp_path / "origin").rglob(".*") if path.name != ".lock"] == [".latest"]
 
 
 def die_at_commit(count: int, renamed: bool) -> None:

@@ -75,7 +75,7 @@ def test_honest_conversations_are_accepted(worker: Producer, validator: Validato
 
 
 def test_the_test_data_has_every_kind_of_end(honest: list[Rollout], worker: Producer) -> None:
-    more = [row for number in range(1, 6) for row in produced(worker, assignment(number))]
+    more = [row for number in range(1, 12) for row in produced(worker, assignment(number))]
     rows = [*honest, *more]
     assert {len(row.turns) // 2 + 1 for row in rows} == set(range(1, MAX_TURNS + 1))
     assert any(len(row.tokens) == MAX_TOKENS for row in rows)
