@@ -85,8 +85,11 @@ def test_what_is_judged_cheaply_gets_no_prefill_and_keeps_the_workers_logprobs(
     assert own == cases[2].computed().logprobs_N.tolist()
 
 
-def test_a_logprob_that_sampling_cannot_yield_is_prefilled_in_any_case(judge: Judge, files: list[bytes]) -> None:
+def test_a_logprob_that_sampling_cannot_yield_is_prefilled_in_any_case(
+    judge: Judge, files: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The learner leaves such groups out, so whoever got them accepted cheaply would empty a batch."""
+    monkeypatch.setattr(judge, "choose", lambda of, k: [6, 7])  # a spot check elsewhere
     [case, *_] = opened(judge, files)
     row = case.rows[0]
     for logprob, prefilled in ((LOWEST_LOGPROB, False), (LOWEST_LOGPROB - 0.1, True)):

@@ -301,7 +301,12 @@ def test_only_those_drawn_for_it_are_prefilled(tiny_folder: Path, worker: Produc
     files = [of_others.submission(asked[0]), of_others.submission(asked[1]), worker.submission(asked[2])]
     files.append(signed(worker, asked[3], [replace(row, reward=1.0) for row in produced(worker, asked[3])]))
     node.files = {one.id: data for one, data in zip(asked, files, strict=True)}
-    node.claims = [claim(asked[0], full=False), claim(asked[1]), claim(asked[2], full=False), claim(asked[3], full=False)]
+    node.claims = [
+        claim(asked[0], full=False),
+        claim(asked[1]),
+        claim(asked[2], full=False),
+        claim(asked[3], full=False),
+    ]
     validator.run(threading.Event())
     assert [said.reason for said in node.said] == [Reason.PROOF, Reason.PROOF, None, Reason.REWARD]
     believed = read_accepted(node.uploads[f"/v1/accepted/{asked[2].id}"], max_rows=8, max_tokens=4096).rows
