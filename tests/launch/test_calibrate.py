@@ -37,7 +37,8 @@ def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("calibration") / "made"
     said: list[str] = []
     calibrate(CONFIG, folder, 1, [tiny_folder], said.append)
-    assert len(said) == 4 + len(LIMITS) + 1, "a line for each way to generate, for each limit, and what they would do"
+    each = "a line for each way to generate, for each limit, what they would do, and for each dtype whether it is exact"
+    assert len(said) == 4 + len(LIMITS) + 1 + 2, each
     return folder
 
 

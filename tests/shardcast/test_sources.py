@@ -470,7 +470,7 @@ def test_a_token_is_asked_for_with_each_request():
     async def run():
         mine = access()
         tokens = iter(["one", "two"])
-        mine.token = lambda: next(tokens)
+        mine.token = lambda url: next(tokens)
         async with answering(answer) as url, mine.open([url]) as sources:
             for _ in range(2):
                 await sources.sources[0].listing()

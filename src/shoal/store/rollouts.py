@@ -57,7 +57,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 class Header(BaseModel):

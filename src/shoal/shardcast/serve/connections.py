@@ -93,15 +93,23 @@ def bound(host: str, port: int) -> socket.socket:
     """A bound socket whose connections use BBR if possible. Raises OSError if the address cannot be bound."""
     family, kind, proto, address = _resolved(host, port)
     listening = socket.socket(family, kind, proto)
+    _bind(listening, address)
+    prefer_bbr(listening)
+    return listening
+
+
+def _bind(listening: socket.socket, address: tuple[object, ...]) -> None:
+    """Close the socket if the address cannot be bound. Raises OSError, which names the address."""
     try:
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
-    prefer_bbr(listening)
-    return listening
+        host, port = address[:2]
+        raise OSError(
+            error.errno, f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
+        ) from error
 
 
 def _resolved(host: str, port: int) -> tuple[int, int, int, tuple[object, ...]]:
@@ -123,13 +131,7 @@ class Listener(socket.socket):
         self._silent: dict[Connection, None] = {}  # those that asked nothing yet, oldest first
         self.refused = self.cut = 0
         self._of_address: Counter[str] = Counter()
-        try:
-            if os.name == "posix":
-                self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.bind(address)
-        except OSError:
-            self.close()
-            raise
+        _bind(self, address)
         self.congestion = prefer_bbr(self)
         with suppress(AttributeError, OSError):
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
