@@ -234,7 +234,7 @@ class ValidatorSection(Section):
 
 
 class EvidenceSection(Section):
-    """Tests over all submissions of a worker, where checks of one leave tolerance. The bounds are of measured honest work."""
+    """Tests over all submissions of a worker, where one check leaves tolerance. The bounds are of measured honest work."""
 
     alpha: float = Field(
         default=1e-6,

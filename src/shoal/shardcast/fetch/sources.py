@@ -39,6 +39,7 @@ CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
 HEALTHY = 0.5  # success rate
 HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # until another server is asked the same
 SILENCE = 0.9  # of that time without an answer counts as silence
+NOTHING_YET = 10  # times hedge_s: how long the rest may take after others answered that they have nothing
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
 
 
@@ -180,10 +181,12 @@ class Sources:
                 given = sum(answer is not None for answer in answers.values())
                 if given >= enough or not pending:
                     break
-                done, pending = await asyncio.wait(
-                    pending, timeout=hedge_s if waiting or given else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done and given:
+                if waiting or given:
+                    timeout_s: float | None = hedge_s
+                else:  # some may have answered that they have nothing: the rest, who may have it, get longer
+                    timeout_s = NOTHING_YET * hedge_s if answers else None
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done and (given or not waiting):
                     break
                 more = 0 if done else 1
                 for task in done:
