@@ -40,7 +40,7 @@ class ModelSection(Section):
     )
     device: str = Field(default="cpu", description="torch device to compute on: cpu, cuda, cuda:1")
     numerics: Literal["auto", "exact", "fast"] = Field(
-        default="auto",
+        default="fast",
         description="exact: a token's results have the same bits in every batch; fast: the fastest kernels; auto: exact "
         "on a CPU that can",
     )
