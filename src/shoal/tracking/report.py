@@ -223,7 +223,7 @@ def _accuracy(found: dict[str, Any], kind: str) -> str:
 def _exact(exact: dict[str, int]) -> str:
     """`80 submissions, 12.3k tokens equal to the last bit, 0 not`."""
     if not exact["submissions"] and not exact["mismatched_tokens"]:
-        return "nothing: workers and validators compute differently, limits applied"
+        return "none: numerics are fast, or machines differ; the limits applied"
     equal, other = count(exact["tokens"]), exact["mismatched_tokens"]
     return f"{exact['submissions']} submissions, {equal} tokens equal to the last bit, {other} not"
 
