@@ -55,7 +55,8 @@ def turned(honest: list[Rollout]) -> int:
 def verdict_on(
     validator: Validator, worker: Producer, honest: list[Rollout], number: int, *, full: bool = True, **changed: Any
 ) -> Verdict:
-    """`full`: False where the change leaves proofs behind that the prefill would find first."""
+    """`full`: False where the change leaves proofs behind that a prefill of the row would find first."""
+    validator.judge.choose = lambda of, k: [n for n in of if n != number][:k]  # a spot check of other rows
     rows = [replace(row, **changed) if n == number else row for n, row in enumerate(honest)]
     return checked(validator, claim(full=full), signed(worker, ASKED, rows))[0]
 
