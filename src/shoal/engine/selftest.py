@@ -12,8 +12,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from shoal.model.dtype import DtypeName
 from shoal.model.fingerprint import fixed_tokens
 from shoal.model.logprobs import token_logprobs
 from shoal.model.sources import cache_dir
+from shoal.model.threads import temporarily_on
 from shoal.model.tree import Tree, forward_hidden, pack
 
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
@@ -61,7 +61,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     together = engine.generate(prompts, seeds, sampling)
     flat = [completion for group in together for completion in group]
     for threads in sorted({1, torch.get_num_threads()}):
-        with _threads(threads):
+        with temporarily_on(threads):
             if not _alike(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
                 found.append(f"decoded alone, {threads} threads")
             for name, rows in _packings(prompts, together).items():
@@ -137,13 +137,3 @@ def _sources(folder: Path) -> list[Path]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

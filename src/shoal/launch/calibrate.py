@@ -16,8 +16,8 @@ limits.
 import itertools
 import json
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from shoal.model import numerics
 from shoal.model.dtype import DtypeName, measure_gflops
 from shoal.model.load import load_model
 from shoal.model.sources import resolve
+from shoal.model.threads import temporarily_on
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment
 from shoal.rollout.produce import Producer
@@ -112,10 +113,10 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
                 judge.load(folder)
             for number in range(submissions):
                 asked = offline_assignment(config, identity.public, number)
-                with _threads(generation.threads):
+                with temporarily_on(generation.threads):
                     data = producer.submission(asked)
                 for checking, judge in zip(checkings, judges, strict=True):
-                    with _threads(checking.threads):
+                    with temporarily_on(checking.threads):
                         figures = honest_figures(judge, asked, identity.public, data)
                     what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
                     measured.append(what | {"number": number} | figures)
@@ -194,13 +195,3 @@ class _InParts(Producer):
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         parts = [slice(start, start + self.groups) for start in range(0, len(prompts), self.groups)]
         return [group for part in parts for group in super(_InParts, self).complete(prompts[part], plans[part])]
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.errors import ShoalError
+from shoal.model.threads import temporarily_on
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
 ROWS = (1024, 512, 256, 128, 64, 32)  # of the tiles that are tried
@@ -169,21 +170,19 @@ def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Til
     """The tiles with the reference's bits, by rows, descending; for each count of rows the widest. Raises OrderError."""
     most = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # every width of a piece occurs
     x_RK, weight_CK = cancelling(ROWS[0], most, depth, dtype)
-    try:
-        torch.set_num_threads(1)
+    with temporarily_on(1):
         parts = [_in_columns(x, weight_CK, COLUMNS[1], x.new_empty(UNIT, most)) for x in torch.split(x_RK, UNIT)]
         expected_RC = torch.cat(parts)
-    finally:
-        torch.set_num_threads(threads)
     found: list[Tile] = []
-    for rows in (*ROWS, UNIT):
-        for wide in COLUMNS:
-            if wide >= width and wide != COLUMNS[0]:  # one piece in any case
-                continue
-            parts = [_in_columns(x, weight_CK, wide, x.new_empty(rows, most)) for x in torch.split(x_RK, rows)]
-            if torch.equal(torch.cat(parts), expected_RC):
-                found.append((rows, wide))
-                break
+    with temporarily_on(threads):
+        for rows in (*ROWS, UNIT):
+            for wide in COLUMNS:
+                if wide >= width and wide != COLUMNS[0]:  # one piece in any case
+                    continue
+                parts = [_in_columns(x, weight_CK, wide, x.new_empty(rows, most)) for x in torch.split(x_RK, rows)]
+                if torch.equal(torch.cat(parts), expected_RC):
+                    found.append((rows, wide))
+                    break
     if not found or found[-1][0] != UNIT:
         raise OrderError(
             f"{dtype} products of depth {depth} and {width} columns do not repeat to the bit at {threads} threads on this "
