@@ -256,8 +256,12 @@ class Outcomes(Message):
         return self.graded + self.wrong_format + self.grader_error
 
 
+PartName = Annotated[str, Field(min_length=1, max_length=200)]
+MOST_PARTS = 1024
+
+
 class GroupResult(Message):
-    """One accepted group as the validator recomputed it."""
+    """One accepted group as the validator recomputed it. `parts`: each reward's mean score, where several are weighted."""
 
     task: int = Field(default=0, ge=0, le=LARGEST)  # index into the training tasks
     source: str = SourceName
@@ -265,6 +269,7 @@ class GroupResult(Message):
     reward_mean: float
     score_millionths: int = Field(default=0, ge=0, le=MOST_ROLLOUTS * MILLION)  # summed over its completions
     outcomes: Outcomes = Outcomes()
+    parts: dict[PartName, float] = Field(default={}, max_length=MOST_PARTS)
     error: str = Field(default="", max_length=500)  # of a completion with a grader error
     useful: bool  # rewards differ, so that advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
