@@ -175,7 +175,7 @@ def test_who_misses_tasks_rests_longer_each_time_and_is_suspended(pool: Harness)
     while not (node := pool.pool.db.nodes.get(ALICE)) or not node.suspensions:
         rests.append(miss(pool, ALICE))
     assert len(rests) == 5 and rests[0] < 16 and all(b > 1.9 * a for a, b in zip(rests[:3], rests[1:4], strict=True))
-    assert node.missed_in_a_row == 5 and node.suspension == "5 tasks in a row never came"
+    assert node.missed_in_a_row == 5 and node.reason == "5 tasks in a row never came"
     assert {shown.name: shown.missed for shown in pool.pool.status().nodes}["worker-a"] == 5
     for _ in range(4):
         miss(pool, CAROL)

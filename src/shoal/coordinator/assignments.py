@@ -81,12 +81,16 @@ class Assignments:
         return self.describe(added)
 
     def _rests(self, worker: str, now_s: float) -> str:
-        """Why the worker gets no new task yet, after it missed one; "" if it does."""
+        """Why the worker gets no new task, by its state or after it missed one; "" if it does."""
         node = self.db.nodes.get(worker)
         if node is None:
             return ""
         if wait_s := left_s(node, now_s):
-            return f"its suspension to end in {wait_s:.0f} s ({node.suspension})"
+            return f"its suspension to end in {wait_s:.0f} s ({node.reason})"
+        if node.state == "dismissed":
+            return f"the pool's operator to readmit it: it was dismissed ({node.reason})"
+        if node.state != "active":
+            return f"nothing more: it is {node.state} ({node.reason})"
         if node.rests_until_s > now_s:
             return f"its next task in {node.rests_until_s - now_s:.0f} s, because {node.missed_in_a_row} in a row never came"
         return ""
@@ -124,6 +128,6 @@ class Assignments:
         node = self.db.nodes.get(worker)
         if node is not None and node.took_s:
             return proven + min(young, YOUNG_SHARE * need) >= missing
-        if self.db.nodes.has_proven_worker(seen_since_s, now_s) and young >= max(YOUNG_SHARE * need, 1):
+        if self.db.nodes.has_proven_worker(seen_since_s) and young >= max(YOUNG_SHARE * need, 1):
             return True
         return proven + young >= missing

@@ -1,7 +1,7 @@
 """Membership: registration with an invite, and heartbeats, by which nodes stay live and workers get tasks.
 
 Invariant: an invite makes one key a member, once, with one role and one name.
-Called by the coordinator's routes. Left out: members that leave.
+Called by the coordinator's routes. What a member may do is in `states`.
 """
 
 import logging
@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shoal.config import Config
+from shoal.coordinator import states
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
@@ -52,6 +53,7 @@ class Members:
             node = self.db.nodes.get(key)
             if node is not None:
                 self.db.nodes.set_url(key, url)
+                states.move(self.db.nodes, key, "return", "it came back", self.db.clock())
                 return Registered(name=node.name, role=node.role)
             self.db.nodes.add(key, invite.name, invite.role, url, invite.nonce, self.db.clock())
             self.db.ledger.append("registered", {"key": key, "name": invite.name, "role": invite.role})
@@ -82,13 +84,11 @@ class Members:
     def heartbeat(self, key: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Record that a registered node lives; give a worker that wants one its next task."""
         with self.db.transaction():
-            node = self.db.nodes.get(key)
-            if node is None:
-                raise PoolError("this key is not registered", 403)
+            node = self._now(key)
             self._record(node, beat)
             self.classes.report(key, beat)
             answer = HeartbeatAnswer(
-                state="evicted" if node.evicted else self._state_for(node.role),
+                state=self._state_for(node),
                 newest_version=self.db.policies.newest(),
                 relays=self.db.nodes.relay_urls(),
                 banned=self.db.nodes.evicted_keys() if node.role in ("origin", "relay") else [],
@@ -103,6 +103,22 @@ class Members:
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
 
+    def drain(self, key: str) -> None:
+        """No new tasks for a worker that asked to leave; it may finish the one that it holds."""
+        states.move(self.db.nodes, key, "drain", "it asked to leave", self.db.clock())
+
+    def _now(self, key: str) -> Node:
+        """The member, after what time alone changes: a suspension is over, a worker that drains has nothing left to do."""
+        node, now_s = self.db.nodes.get(key), self.db.clock()
+        if node is None:
+            raise PoolError("this key is not registered", 403)
+        moved = False
+        if node.state == "suspended" and now_s >= node.suspended_until_s:
+            moved = states.move(self.db.nodes, key, "time_over", "its suspension is over", now_s)
+        elif node.state == "draining" and self.db.submissions.open_of(key) is None:
+            moved = states.move(self.db.nodes, key, "emptied", node.reason, now_s)
+        return (self.db.nodes.get(key) or node) if moved else node
+
     def _record(self, node: Node, beat: Heartbeat) -> None:
         """Each record is a sync of the disk: a node that beats far too often is recorded less often than it beats."""
         now_s = self.db.clock()
@@ -111,8 +127,13 @@ class Members:
         self._records.charge(node.key, 1, now_s)
         self.db.nodes.beat(node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
 
-    def _state_for(self, role: Role) -> Literal["running", "finished"]:
+    def _state_for(self, node: Node) -> Literal["running", "finished", "evicted", "left"]:
         """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""
+        role = node.role
+        if node.evicted:
+            return "evicted"
+        if node.state == "left":
+            return "left"
         if role in ("worker", "validator", "learner"):
             return "finished" if self.db.policies.newest() == self.config.run.steps else "running"
         return "finished" if self.db.is_finished(self.config.run.steps) else "running"

@@ -93,6 +93,7 @@ class Coordinator:
                 web.get("/metrics", anyone(self._metrics)),
                 web.post("/v1/register", self._answering(self._register)),
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
+                web.post("/v1/drain", self._signed(self._drain, ["worker"])),
                 web.get("/v1/tasks/{sha256}", self._signed(self._task_data, get_args(Role))),
                 web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
@@ -158,6 +159,10 @@ class Coordinator:
             return answer
         grant = issue(self.identity.private_key, request.key, self.run, time.time() + READER_GRANT_S)
         return answer.model_copy(update={"reader_grant": grant})
+
+    async def _drain(self, request: Request) -> Answer:
+        self.pool.members.drain(request.key)
+        return messages.Ok()
 
     async def _task_data(self, request: Request) -> Answer:
         """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""

@@ -13,6 +13,7 @@ import logging
 from typing import NoReturn
 
 from shoal.config import Config
+from shoal.coordinator import states
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.classes import Classes
@@ -215,7 +216,7 @@ class Submissions:
             self.db.submissions.requeue_unchecked_of(found.worker)
         if reason in UNUSABLE:
             self._back_off(found.worker, reason)
-        if reason not in HARD or not self._evict(found.worker):
+        if reason not in HARD or not self._evict(found.worker, f"slashed: {reason.value} in {found.id}"):
             return False
         self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
         self.escrow.forfeit(found.worker)
@@ -254,13 +255,13 @@ class Submissions:
         before = self._get(owner)
         return Reason.REPLAYED if before.worker == self._get(verdict.submission).worker else Reason.CONTEXT
 
-    def _evict(self, worker: str) -> bool:
+    def _evict(self, worker: str, why: str) -> bool:
         """Evict a worker: it loses its open task and its unbatched groups that were accepted without a prefill.
 
         Its submissions that a validator was to accept without a prefill return to the queue for a new draw. After the
         rejection that draw is always a full check. False if the worker was evicted before.
         """
-        if not self.db.nodes.evict(worker):
+        if not states.move(self.db.nodes, worker, "ban", why, self.db.clock()):
             return False
         self.db.submissions.expire_open_of(worker)
         self.db.groups.mark_unchecked_stale(worker)

@@ -7,6 +7,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     anyone        GET  /v1/run                          -> Signed[RunDescriptor]
     new node      POST /v1/register                     Registration -> Registered
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
+    worker        POST /v1/drain                        -> Ok (it gets no new tasks, and leaves once it holds none)
     every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
@@ -38,6 +39,7 @@ MAX_SENDERS = 64  # of one version, in each node's report
 VERSION = 1  # of this protocol; a descriptor with another one is refused
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
+NodeState = Literal["active", "suspended", "draining", "left", "unfit", "dismissed", "banned"]  # coordinator/states
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
@@ -143,7 +145,7 @@ class Assignment(Message):
 
 
 class HeartbeatAnswer(Message):
-    state: Literal["running", "finished", "evicted"]
+    state: Literal["running", "finished", "evicted", "left"]  # left: it was asked to drain, and holds nothing any more
     newest_version: int | None
     relays: list[str]
     assignment: Assignment | None = None
@@ -397,6 +399,8 @@ class NodeStatus(Message):
     policy_version: int | None
     seen_s: float
     evicted: bool
+    state: NodeState = "active"
+    reason: str = ""  # for its state
     suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: it is not suspended
     suspension: str = ""  # why
     missed: int = Field(default=0, ge=0)  # tasks that it was given and never uploaded

@@ -56,6 +56,7 @@ GRACE_S = 1.0  # for a request in flight when this process is told to stop
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
 TOO_MANY = 429  # HTTP status
+KEY = "identity.pem"  # in a node's folder
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
@@ -126,10 +127,9 @@ class Node:
 
         `stop` ends every wait of this node. Raises RefusedError for an invite that is not accepted.
         """
-        identity = Identity.load_or_create(folder / "identity.pem")
-        auth = SignedAuth(identity, invite.run)
-        client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
-        node = cls(identity, invite, client, patience_s, stop or threading.Event())
+        node = cls.of(
+            invite, Identity.load_or_create(folder / KEY), patience_s=patience_s, stop=stop, transport=transport
+        )
         registration = Registration(invite=invite.signed.model_dump_json(), url=url)
         try:
             registered = node.post("/v1/register", registration, Registered)
@@ -143,9 +143,22 @@ class Node:
     @classmethod
     def read_config(cls, invite: Invite, stop: threading.Event) -> Config:
         """The run's config, for a role that must listen before it can register its address."""
-        identity = Identity.generate()
-        client = httpx.Client(base_url=invite.url, auth=SignedAuth(identity, invite.run), timeout=30)
-        return cls(identity, invite, client, PATIENCE_S, stop).config()
+        return cls.of(invite, Identity.generate(), stop=stop).config()
+
+    @classmethod
+    def of(
+        cls,
+        invite: Invite,
+        identity: Identity,
+        *,
+        patience_s: float = PATIENCE_S,
+        stop: threading.Event | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> "Node":
+        """A node that only asks: it does not register."""
+        auth = SignedAuth(identity, invite.run)
+        client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
+        return cls(identity, invite, client, patience_s, stop or threading.Event())
 
     # --- the run -----------------------------------------------------------------------------------------------------
 

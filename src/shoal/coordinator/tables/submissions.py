@@ -109,14 +109,13 @@ class Submissions:
         return int(self.connection.value("SELECT count(*) FROM submissions WHERE state IN ('uploaded', 'validating')"))
 
     def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[float, float]]:
-        """Open tasks of workers that were seen since then and are not suspended: seconds that they are old, and the seconds
+        """Open tasks of workers that were seen since then and may finish them: seconds that they are old, and the seconds
         that their worker usually takes (0: nothing of it was accepted yet)."""
         return self.connection.rows(
             "SELECT ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
-            " WHERE state = 'open' AND seen_s >= ? AND suspended_until_s <= ?",
+            " WHERE submissions.state = 'open' AND seen_s >= ? AND nodes.state IN ('active', 'draining')",
             now_s,
             seen_since_s,
-            now_s,
         )
 
     # --- checking ----------------------------------------------------------------------------------------------------
