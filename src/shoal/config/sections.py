@@ -132,10 +132,22 @@ class WorkerSection(Section):
     """The machines that generate rollouts."""
 
     count: int = Field(default=2, ge=1, description="workers that `shoal run` starts")
-    groups_per_submission: int = Field(default=4, ge=1, description="groups in one submission")
+    groups_per_submission: int = Field(
+        default=4, ge=1, description="groups in one submission of a newcomer, and of a worker as fast as most"
+    )
+    most_groups: int | None = Field(
+        default=None,
+        ge=1,
+        description="groups in the largest submission, of a much faster worker; none: 8 times groups_per_submission",
+    )
     cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
         default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )
+
+    @property
+    def largest(self) -> int:
+        """Groups in the largest submission."""
+        return max(self.most_groups or 8 * self.groups_per_submission, self.groups_per_submission)
 
 
 class ValidatorSection(Section):

@@ -87,6 +87,8 @@ class Members:
             node = self._now(key)
             self._record(node, beat)
             self.classes.report(key, beat)
+            if beat.finished is not None and node.role == "worker":
+                self.assignments.finished(key, beat.finished)
             answer = HeartbeatAnswer(
                 state=self._state_for(node),
                 newest_version=self.db.policies.newest(),
@@ -115,7 +117,7 @@ class Members:
         moved = False
         if node.state == "suspended" and now_s >= node.suspended_until_s:
             moved = states.move(self.db.nodes, key, "time_over", "its suspension is over", now_s)
-        elif node.state == "draining" and self.db.submissions.open_of(key) is None:
+        elif node.state == "draining" and not self.db.submissions.holds_any(key):
             moved = states.move(self.db.nodes, key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
 

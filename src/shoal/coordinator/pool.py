@@ -48,7 +48,7 @@ class Pool:
         self.run = run
         self.db = Database(connection, ledger, clock)
         self.curriculum = Curriculum(self.db, config)
-        arrivals = Arrivals(self.db)
+        arrivals = Arrivals(self.db, config)
         assignments = Assignments(self.db, config, self.curriculum, arrivals, run=run, secret=secret)
         classes = Classes(self.db, config)
         self.members = Members(self.db, config, assignments, classes)

@@ -81,7 +81,7 @@ class Coordinator:
 
     def app(self) -> web.Application:
         m, pool, anyone = messages, self.pool, self.front.open_to_all
-        verdict_bytes = MAX_REPORT_BYTES + self.config.workers.groups_per_submission * MAX_SAMPLE_BYTES
+        verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
         app = web.Application()
         self.front.attach(app)
         app.add_routes(

@@ -34,6 +34,8 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         reject_reasons=db.submissions.count_by_reason(),
         slashed=[node.name for node in nodes if node.evicted],
         stale_groups=totals.stale,
+        late_groups=db.submissions.groups_too_late(),
+        useful_groups=totals.useful,
         tokens_generated=totals.tokens,
         signal=Signal(**asdict(db.groups.signal(db.open_step()))),
         exact=Exactness(**dict(zip(Exactness.model_fields, db.replays.totals(), strict=True))),

@@ -76,10 +76,13 @@ class Submissions:
             raise PoolError(f"{id} is {found.state}, not open for upload")
         if found.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
             self.db.submissions.set_stale(id)  # its worker came, so it missed nothing
+            self.assignments.arrivals.late(found)
             raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
         self.may_upload(worker, id)  # outside the transaction, which an error would undo with what it records
+        if (announced := self._get(id).announced) and announced != content_hash:
+            raise PoolError(f"{id} is not the file that was announced, {announced[:16]}")
         self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
         log.info("%s uploaded by %s", id, self._name(worker))
 
@@ -104,7 +107,7 @@ class Submissions:
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
             for one in found:
-                full = self.trust.draw(one.worker) if one.full_check is None else one.full_check
+                full = self.trust.draw(one.worker, one.groups) if one.full_check is None else one.full_check
                 self.db.submissions.set_claimed(one.id, validator, lease_s, full)
                 claim = Claim(
                     assignment=self.assignments.describe(one),
@@ -298,6 +301,7 @@ def _entry(found: Submission) -> dict[str, str | int | bool | None]:
         "worker": found.worker,
         "step": found.step,
         "version": found.version,
+        "groups": found.groups,
         "nonce": found.nonce,
         "file": found.file_hash,
         "full": bool(found.full_check),

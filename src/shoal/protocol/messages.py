@@ -120,12 +120,20 @@ class Fingerprint(Message):
     value: str = Hex64
 
 
+class Finished(Message):
+    """A submission that a worker has generated and is uploading: these bytes and no others."""
+
+    submission: str = SubmissionId
+    hash: str = Hex64  # BLAKE3 of the file
+
+
 class Heartbeat(Message):
     policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # what the node has loaded or serves
     wants_task: bool = False
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
     renewals: Count = 0  # how often it loaded its weights anew because the coordinator asked
+    finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this one
 
 
 class Assignment(Message):
@@ -458,6 +466,8 @@ class Status(Message):
     reject_reasons: dict[str, int]
     slashed: list[str]
     stale_groups: int  # useful groups that became too old before they got into a batch
+    late_groups: Count = 0  # in submissions whose upload was refused because no batch could use them any more
+    useful_groups: Count = 0  # accepted so far, those that became too old included
     tokens_generated: int  # accepted tokens, counted by the validators
     signal: Signal = Signal()
     grading: Grading = Grading()

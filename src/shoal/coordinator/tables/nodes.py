@@ -16,7 +16,7 @@ SCHEMA = [
     state TEXT NOT NULL DEFAULT 'active', reason TEXT NOT NULL DEFAULT '',
     state_s DOUBLE PRECISION NOT NULL DEFAULT 0, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
     suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
-    missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
+    size BIGINT NOT NULL DEFAULT 0, missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)"""
 ]
 
@@ -37,6 +37,7 @@ class Node:
     suspended_until_s: float  # by the coordinator's clock; in the past or 0: nothing is left of it
     suspensions: int  # in a row, none of them forgotten
     took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
+    size: int  # groups in its usual task; 0: a newcomer's
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
     rests_until_s: float  # no new task before
@@ -112,6 +113,9 @@ class Nodes:
             "UPDATE nodes SET took_s = ?, missed = ?, missed_in_a_row = ?, rests_until_s = ? WHERE key = ?",
             *(took_s, missed, missed_in_a_row, rests_until_s, key),
         )
+
+    def set_size(self, key: str, size: int) -> None:
+        self.connection.change("UPDATE nodes SET size = ? WHERE key = ?", size, key)
 
     def times_taken(self) -> list[float]:
         """Seconds from a task to its upload of each worker whose work was accepted, in order."""
