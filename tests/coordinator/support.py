@@ -160,6 +160,7 @@ def config(
     validator: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
     groups: int = 2,
+    requirements: dict[str, Any] | None = None,
     **coordinator: Any,
 ) -> Config:
     """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
@@ -171,6 +172,7 @@ def config(
             "workers": {"groups_per_submission": groups},
             "learner": {"optimizer_steps_per_step": 1},
             "validator": validator or {},
+            "requirements": requirements or {},
         }
     )
 

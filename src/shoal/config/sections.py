@@ -280,6 +280,24 @@ class EvidenceSection(Section):
     )
 
 
+class RequirementsSection(Section):
+    """What a machine must have to get tasks of this run. All but speed is its own report; speed is measured."""
+
+    memory_gib: float = Field(default=0, ge=0, description="memory of a worker's machine in GiB, as it reports")
+    tokens_per_s: float = Field(
+        default=0,
+        ge=0,
+        description="tokens per second from task to upload, measured over a worker's accepted work; 0: any",
+    )
+    engines: list[str] = Field(default=[], description='engines that may generate, such as "torch"; empty: any')
+    devices: list[str] = Field(default=[], description='devices of workers, such as "cpu" or "cuda"; empty: any')
+    stake: int = Field(
+        default=0,
+        ge=0,
+        description="what a stranger must have staked to join with an open invite, in the ledger's unit",
+    )
+
+
 class EvaluatorSection(Section):
     """Held-out accuracy of published versions."""
 
@@ -305,6 +323,7 @@ class Config(Section):
     workers: WorkerSection = WorkerSection()
     validator: ValidatorSection = ValidatorSection()
     evidence: EvidenceSection = EvidenceSection()
+    requirements: RequirementsSection = RequirementsSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
 

@@ -149,9 +149,9 @@ class Coordinator:
         body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
         registration = messages.Registration.model_validate_json(body)
         payload = open_payload(registration.invite, self.identity.public, self.run)
-        self.pool.members.may_register(head.key, payload)
+        self.pool.members.may_register(head.key, payload, registration.capability)
         head.spend(self.admission.nonces)
-        return self.pool.members.register(head.key, payload, registration.url)
+        return self.pool.members.register(head.key, payload, registration.url, registration.capability)
 
     async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))

@@ -10,7 +10,7 @@ from shoal.config import Config
 from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.database import Database
 from shoal.coordinator.suspension import left_s
-from shoal.protocol.messages import Exactness, Grading, NodeStatus, Signal, Stats, Status
+from shoal.protocol.messages import Capability, Exactness, Grading, NodeStatus, Signal, Stats, Status
 
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
 
@@ -70,6 +70,9 @@ def _nodes(db: Database) -> list[NodeStatus]:
             credited=credit.get((node.key, "credited"), 0),
             pending=credit.get((node.key, "pending"), 0),
             evidence=db.evidence.of(node.key).evidence,
+            tokens_per_s=node.tokens_per_s,
+            size=node.size,
+            capability=Capability.model_validate_json(node.capability),
             fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )
         for node in db.nodes.all()

@@ -20,6 +20,7 @@ from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.escrow import Escrow
+from shoal.coordinator.fitness import Fitness
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.spending import Spending
 from shoal.coordinator.suspension import suspend
@@ -49,6 +50,7 @@ class Submissions:
         doubts: Doubts,
         spending: Spending,
         escrow: Escrow,
+        fitness: Fitness,
     ) -> None:
         self.db = db
         self.config = config
@@ -61,6 +63,7 @@ class Submissions:
         self.doubts = doubts
         self.spending = spending
         self.escrow = escrow
+        self.fitness = fitness
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -204,6 +207,7 @@ class Submissions:
         filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
         self.history.put_samples(self._samples(found, verdict))
         tokens = sum(group.tokens for group in verdict.groups)
+        self.fitness.came(found, tokens)
         counts = {"tokens": tokens, "groups": len(verdict.groups)}
         self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
         self.escrow.accepted(found.worker, found.id, tokens)

@@ -67,6 +67,15 @@ class InvitePayload(Message):
     name: str = NodeName
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     expires_s: int
+    open: bool = (
+        False  # for any number of strangers, workers with enough stake, each under this name and its key's start
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "InvitePayload":
+        if self.open and self.role != "worker":
+            raise ValueError(f"an open invite is for workers, not for the role {self.role}")
+        return self
 
 
 class RunDescriptor(Message):
@@ -78,9 +87,19 @@ class RunDescriptor(Message):
     keys: dict[Role, list[str]]  # registered keys of the trusted roles; origin's sign manifests, validator's files
 
 
+class Capability(Message):
+    """What a machine says about itself when it joins. It can shut itself out with it, and gains nothing by it."""
+
+    memory_bytes: Count = 0
+    cores: Count = 0
+    device: str = Field(default="", max_length=40, pattern="^[ -~]*$")  # cpu, cuda
+    engine: str = Field(default="", max_length=40, pattern="^[ -~]*$")
+
+
 class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
     url: Annotated[str, Url] | None = None  # where an origin or relay serves
+    capability: Capability | None = None
 
 
 class Registered(Message):
@@ -421,6 +440,9 @@ class NodeStatus(Message):
         0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.alpha) dismisses it
     )
     fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
+    tokens_per_s: float = 0.0  # from task to upload, of its accepted work; 0: not measured yet
+    size: Count = 0  # groups in its usual task; 0: a newcomer's
+    capability: Capability = Capability()  # as it reported
 
 
 class Exactness(Message):

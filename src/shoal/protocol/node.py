@@ -35,6 +35,7 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (
     MAX_SENDERS,
     VERSION,
+    Capability,
     CurriculumPage,
     Fingerprint,
     Finished,
@@ -133,6 +134,7 @@ class Node:
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
         clock: PoolClock | None = None,
+        capability: Capability | None = None,
     ) -> "Node":
         """Load or make this node's key in `folder` and register. `url` is where an origin or relay serves.
 
@@ -146,7 +148,7 @@ class Node:
             transport=transport,
             clock=clock,
         )
-        registration = Registration(invite=invite.signed.model_dump_json(), url=url)
+        registration = Registration(invite=invite.signed.model_dump_json(), url=url, capability=capability)
         try:
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:

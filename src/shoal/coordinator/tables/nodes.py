@@ -13,10 +13,11 @@ SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS nodes (
     seq {SERIAL}, key TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT,
     invite TEXT UNIQUE NOT NULL, seen_s DOUBLE PRECISION NOT NULL, version BIGINT, stats TEXT NOT NULL DEFAULT '{{}}',
-    state TEXT NOT NULL DEFAULT 'active', reason TEXT NOT NULL DEFAULT '',
+    capability TEXT NOT NULL DEFAULT '{{}}', state TEXT NOT NULL DEFAULT 'active', reason TEXT NOT NULL DEFAULT '',
     state_s DOUBLE PRECISION NOT NULL DEFAULT 0, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
     suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
-    size BIGINT NOT NULL DEFAULT 0, missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
+    size BIGINT NOT NULL DEFAULT 0, tokens_per_s DOUBLE PRECISION NOT NULL DEFAULT 0, speeds BIGINT NOT NULL DEFAULT 0,
+    missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)"""
 ]
 
@@ -38,6 +39,9 @@ class Node:
     suspensions: int  # in a row, none of them forgotten
     took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
     size: int  # groups in its usual task; 0: a newcomer's
+    tokens_per_s: float  # measured, lately
+    speeds: int  # tasks that it was measured in
+    capability: str  # JSON of messages.Capability
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
     rests_until_s: float  # no new task before
@@ -113,6 +117,12 @@ class Nodes:
             "UPDATE nodes SET took_s = ?, missed = ?, missed_in_a_row = ?, rests_until_s = ? WHERE key = ?",
             *(took_s, missed, missed_in_a_row, rests_until_s, key),
         )
+
+    def set_speed(self, key: str, tokens_per_s: float, speeds: int) -> None:
+        self.connection.change("UPDATE nodes SET tokens_per_s = ?, speeds = ? WHERE key = ?", tokens_per_s, speeds, key)
+
+    def set_capability(self, key: str, capability: str) -> None:
+        self.connection.change("UPDATE nodes SET capability = ? WHERE key = ?", capability, key)
 
     def set_size(self, key: str, size: int) -> None:
         self.connection.change("UPDATE nodes SET size = ? WHERE key = ?", size, key)
