@@ -96,15 +96,16 @@ def test_a_name_keeps_the_digest_that_it_was_given_first(harness: Harness) -> No
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.PROOF])
 def test_a_rejection_skips_no_work_that_is_valid(harness: Harness, reason: Reason) -> None:
     """Neither what was accepted before it nor what comes after it, of this worker's or of others'."""
-    before = harness.accepted(BOB)
+    before = harness.accepted(BOB, useful=(True, False))
     bad, good = harness.upload(BOB), harness.upload(ALICE)
     harness.claim()
     harness.judge(bad.id, reason)
     claim = harness.claim()
     assert claim is not None and claim.assignment.id == good.id
     harness.judge(good.id)
+    after = harness.accepted(ALICE)
     batch = harness.pool.batches.of_step(0)
-    assert batch.ready and [group.submission for group in batch.groups] == [before.id] * 2 + [good.id] * 2
+    assert batch.ready and [group.submission for group in batch.groups] == [before.id, good.id, good.id, after.id]
 
 
 def test_work_that_nobody_checked_is_never_paid_however_old(harness: Harness) -> None:
