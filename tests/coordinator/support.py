@@ -170,6 +170,7 @@ def config(
             "run": run or {"steps": 6},
             "coordinator": settings | coordinator,
             "workers": {"groups_per_submission": groups},
+            "sampling": {"max_tokens": 64},
             "learner": {"optimizer_steps_per_step": 1},
             "validator": validator or {},
             "requirements": requirements or {},

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from shoal.coordinator.sizes import ABOUT, fitting
+from shoal.coordinator.sizes import ABOUT, fitting, largest
 
 from . import simulation
 from .simulation import Simulation, workers
@@ -29,6 +29,12 @@ BASE, MOST = CONFIG.workers.groups_per_submission, CONFIG.workers.largest
 )
 def test_a_size_follows_the_time_that_tasks_take(size: int, took_s: float, expected: int) -> None:
     assert fitting(size, took_s, 10.0, CONFIG) == expected
+
+
+def test_the_largest_task_fits_into_an_upload() -> None:
+    tight = config(max_submission_bytes=100_000)  # 16 completions of 64 tokens: 26,624 bytes at most
+    assert (largest(CONFIG), largest(tight), largest(config(max_submission_bytes=1024))) == (MOST, 3, BASE)
+    assert fitting(BASE, 1.0, 10.0, tight) == 3
 
 
 def mixed(seed: int, **settings: object) -> Simulation:

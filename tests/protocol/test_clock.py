@@ -34,7 +34,7 @@ def test_minutes_are_corrected_by_one_answer_and_told_once(off_s: float, caplog:
     machine = Machine(off_s)
     clock = PoolClock(machine)
     assert machine.ask(clock, 0.05, 0.05)
-    assert clock() == pytest.approx(machine.now_s, abs=1.0)
+    assert clock() == pytest.approx(machine.now_s, abs=1.2)
     for _ in range(20):
         machine.now_s += 7.3
         machine.ask(clock, 0.05, 0.05)
@@ -50,9 +50,11 @@ def test_delays_by_others_never_make_a_right_clock_wrong(off_s: float, delays: l
     machine = Machine(off_s)
     clock = PoolClock(machine)
     machine.ask(clock, 0.01, 0.01)
+    error_s = 1.1
     for there_s, back_s in delays:
         machine.ask(clock, there_s, back_s)
-        assert abs(clock() - machine.now_s) <= 1.1
+        assert abs(clock() - machine.now_s) <= error_s + 1e-3
+        error_s = abs(clock() - machine.now_s)
 
 
 def test_a_right_clock_is_left_alone() -> None:

@@ -10,19 +10,30 @@ changes neither what is drawn (a larger task begins with the groups of a smaller
 a worker that little is held of in escrow are always checked whole (`trust`).
 
 Invariant: between 1 and `workers.most_groups`; a worker as fast as most keeps its size.
-Called by `arrivals` when a task came. Left out: what the open batch still needs (`assignments`).
+Called by `arrivals` when a task came, by `assignments` and `fitness`. Left out: what the open batch still needs (`assignments`).
 """
 
 from shoal.config import Config
 from shoal.coordinator.tables.nodes import Node
 
 ABOUT = 4 / 3
+TOKEN_BYTES, ROLLOUT_BYTES = (
+    18,
+    512,
+)  # in a submission: id, logprob and share of a proof of 32; everything else of a row
 
 
 def usual(node: Node | None, config: Config) -> int:
     """Groups in a worker's next task, if the open batch needs as many."""
-    section = config.workers
-    return min(node.size, section.largest) if node is not None and node.size else section.groups_per_submission
+    base = config.workers.groups_per_submission
+    return min(node.size, largest(config)) if node is not None and node.size else base
+
+
+def largest(config: Config) -> int:
+    """Groups in the largest task: its file fits into `coordinator.max_submission_bytes` whatever is generated."""
+    group_bytes = config.sampling.group_size * (config.sampling.max_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
+    fit = config.coordinator.max_submission_bytes // group_bytes
+    return max(min(fit, config.workers.largest), config.workers.groups_per_submission)
 
 
 def fitting(size: int, took_s: float, median_s: float, config: Config) -> int:
@@ -34,5 +45,5 @@ def fitting(size: int, took_s: float, median_s: float, config: Config) -> int:
     if size < base:
         return min(2 * size, base)
     if pace > ABOUT:
-        return min(round(size * min(pace, 2.0)), config.workers.largest)
+        return min(round(size * min(pace, 2.0)), largest(config))
     return size

@@ -1,10 +1,11 @@
 """A node's clock, corrected by the coordinator's signed time where the machine's own is wrong.
 
 An answer to a request that left at t0 and came back at t1 was signed in between, so the coordinator's clock is ahead of ours
-by at least `created - t1` and at most `created + 1 - t0` (it is signed in whole seconds). The offset changes only if it lies
-outside of these bounds. Whoever delays a request or an answer can only widen them.
+by at least `created - t1` and at most `created + 1 - t0` (it is signed in whole seconds). An offset outside of these bounds
+moves to the nearer one. Whoever delays a request or an answer can only widen them.
 
-Invariant: an offset that is right is never made wrong. Called by `node`, which dates its requests and passes with it.
+Invariant: no answer takes the offset further from the truth, which lies within the bounds.
+Called by `node`, which dates its requests and passes with it.
 """
 
 import logging
@@ -33,7 +34,7 @@ class PoolClock:
         least_s, most_s = created_s - answered_s, created_s + 1 - asked_s
         if least_s <= self.offset_s <= most_s:
             return False
-        before_s, self.offset_s = self.offset_s, (least_s + most_s) / 2
+        before_s, self.offset_s = self.offset_s, min(max(self.offset_s, least_s), most_s)
         if abs(self.offset_s) > TOLD_S and abs(self.offset_s - before_s) > TOLD_S:
             log.warning("%s; its requests carry the coordinator's time. Set this machine's clock (NTP)", self.skew())
         return True
