@@ -10,7 +10,8 @@ changes neither what is drawn (a larger task begins with the groups of a smaller
 a worker that little is held of in escrow are always checked whole (`trust`).
 
 Invariant: between 1 and `workers.most_groups`; a worker as fast as most keeps its size.
-Called by `arrivals` when a task came, by `assignments` and `fitness`. Left out: what the open batch still needs (`assignments`).
+Called by `arrivals` when a task came, by `assignments` and `fitness`.
+Left out: what the open batch still needs (`assignments`).
 """
 
 from shoal.config import Config
