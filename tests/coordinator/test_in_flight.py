@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator import states
 from shoal.coordinator.database import PoolError
-from shoal.protocol.messages import Finished, Heartbeat, HeartbeatAnswer
+from shoal.protocol.messages import Assignment, Finished, Heartbeat, HeartbeatAnswer
 
 from .support import ALICE, Harness
 
@@ -55,10 +55,37 @@ def test_what_was_announced_and_never_came_is_missed(proven: Harness) -> None:
     assert second is not None
     beat(proven, second.id)  # it uploads one at a time: the first is lost
     assert (proven.state(first.id), proven.state(second.id)) == ("expired", "open")
-    proven.clock.now_s += 101
-    proven.beat(ALICE)
-    assert proven.state(second.id) == "expired"
-    assert {node.name: node.missed for node in proven.pool.status().nodes}["worker-a"] == 2
+    answer = beat(proven, second.id)
+    assert f"its upload of {second.id}" in answer.waiting_for, "who lost one uploads before it gets another"
+    assert {node.name: node.missed for node in proven.pool.status().nodes}["worker-a"] == 1
+
+
+def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harness) -> None:
+    """It has seen no other, so it may upload another file: its own signature is as good on that one."""
+    first = alone(proven)
+    assert proven.task() == first
+    proven.pool.submissions.uploaded(ALICE, first.id, "8" * 64)
+    node = proven.pool.db.nodes.get(ALICE)
+    assert node is not None and not node.missed_in_a_row
+
+
+def alone(harness: Harness) -> Assignment:
+    """An announced task of a worker that gets no other meanwhile, because its version will not do for another step."""
+    harness.publish(1, 2)
+    for _ in range(4):
+        harness.accepted("b" * 64, 2)
+    first = harness.task()
+    assert "its upload of" in beat(harness, first.id).waiting_for
+    return first
+
+
+def test_an_upload_that_takes_too_long_is_no_offence_if_there_was_no_later_task(proven: Harness) -> None:
+    first = alone(proven)
+    for _ in range(2):
+        proven.accepted("b" * 64, 2)
+    beat(proven, first.id, version=2)
+    node = proven.pool.db.nodes.get(ALICE)
+    assert proven.state(first.id) == "stale" and node is not None and not node.missed_in_a_row
 
 
 def test_another_workers_task_cannot_be_announced(proven: Harness) -> None:

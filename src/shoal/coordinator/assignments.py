@@ -40,8 +40,11 @@ class Assignments:
         self.run = run
         self.secret = secret
 
-    def assign(self, worker: str, loaded: int | None) -> Assignment | str:
-        """The next task of a worker that has loaded this version, or what it has to wait for."""
+    def assign(self, worker: str, loaded: int | None, uploading: str = "") -> Assignment | str:
+        """The next task of a worker that has loaded this version, or what it has to wait for.
+
+        `uploading`: the submission that it says it uploads.
+        """
         with self.db.transaction():
             now_s = self.db.clock()
             step, newest = self.db.open_step(), self.db.policies.newest()
@@ -58,8 +61,8 @@ class Assignments:
             given = self.db.submissions.newest_version_of(worker)
             if loaded < given:
                 return f"this worker to load version {given}"  # switching versions would let it choose
-            if uploads := self._uploads(worker, oldest_allowed, now_s):
-                return f"its upload of {uploads} to arrive: it has no accepted work yet"
+            if uploads := self._uploads(worker, uploading, oldest_allowed, now_s):
+                return f"its upload of {uploads} to arrive"
             mine = self.db.submissions.open_of(worker)
             if mine is not None and mine.version == loaded and now_s <= mine.deadline_s:
                 return self.describe(mine)  # the worker restarted: a new task would let it choose
@@ -81,15 +84,30 @@ class Assignments:
             self.arrivals.missed(lost)
         self.db.submissions.announce(mine.id, said.hash)
 
-    def _uploads(self, worker: str, oldest_allowed: int, now_s: float) -> str:
-        """Which upload a young key has to end before its next task; "" if none. One that never came is a missed task."""
+    def _uploads(self, worker: str, uploading: str, oldest_allowed: int, now_s: float) -> str:
+        """Which upload has to arrive before the worker's next task; "" if none. `uploading`: what it says that it uploads.
+
+        Only who was given a later task can miss an announced one. So it is given one only with accepted work, while nothing
+        is missing from it, and while the version of what it uploads will do for one more step.
+        """
         held, node = self.db.submissions.announced_of(worker), self.db.nodes.get(worker)
         if held is None:
             return ""
-        if held.version < oldest_allowed or now_s > held.deadline_s:
-            self.arrivals.missed(held)
+        if self.db.submissions.next_number(worker) > held.number + 1:
+            if uploading != held.id or held.version < oldest_allowed or now_s > held.deadline_s:
+                self.arrivals.late(held)
+                self.arrivals.missed(held)
+                return ""
+            return "" if self.db.submissions.open_of(worker) is not None else held.id
+        if uploading != held.id:  # it was restarted and lost the file, but knows no other task yet
+            self.db.submissions.announce(held.id, "")
             return ""
-        return "" if node is not None and node.took_s else held.id
+        if held.version < oldest_allowed:
+            self.db.submissions.set_stale(held.id)  # being late is no offence
+            self.arrivals.late(held)
+            return ""
+        proven = node is not None and node.took_s and not node.missed_in_a_row
+        return "" if proven and held.version > oldest_allowed else held.id
 
     def _open(self, worker: str, step: int, version: int, digest: str, groups: int, now_s: float) -> Assignment:
         """A new task with this worker's next number."""

@@ -136,7 +136,9 @@ class Members:
                 return answer
             if why := self.classes.why_no_task(key):
                 return answer.model_copy(update={"waiting_for": why})
-            outcome = self.assignments.assign(key, beat.policy_version)
+            outcome = self.assignments.assign(
+                key, beat.policy_version, beat.finished.submission if beat.finished else ""
+            )
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
         return answer.model_copy(update={"assignment": outcome})
