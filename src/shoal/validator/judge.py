@@ -233,6 +233,7 @@ class Judge:
             worker=case.worker,
             submission=case.assignment.number,
             nonce=case.assignment.nonce,
+            groups=case.assignment.groups,
             curriculum=case.assignment.curriculum,
             signer=identity.public,
             prefilled=case.prefill is not None,

@@ -32,6 +32,7 @@ WAITING = "useful AND batch IS NULL AND NOT stale"
 class GroupTotals:
     tokens: int
     stale: int
+    useful: int
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class Groups:
 
     def totals(self) -> GroupTotals:
         row = self.connection.row(
-            "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0) FROM groups"
+            "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0),"
+            " coalesce(sum(CASE WHEN useful THEN 1 ELSE 0 END), 0) FROM groups"
         )
         return GroupTotals(*row)
