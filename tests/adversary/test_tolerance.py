@@ -25,6 +25,8 @@ from shoal.validator.spending import spent
 
 from ..coordinator.support import ALICE as KEY
 from ..coordinator.support import Harness, open_pool
+from ..validator.support import judged as validators_word
+from ..validator.support import make_validator
 from ..workers import ALICE, BOB, RUN, config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,6 +126,20 @@ def test_each_completion_it_changed_shows_when_its_seed_is_asked_again(
     assert improved >= moved - 1 and spoiled <= 1, "but for a near tie that falls otherwise on this machine"
     assert 0 < sum(changed(judge, lied, 3)) <= 3, "no more than are asked for"
     assert sum(changed(judge, honest, 32)) <= 1
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_the_verdict_tells_of_it_if_the_run_asks(engine: TorchEngine, talkative_folder: Path, most: int) -> None:
+    evidence = SETTINGS.evidence.model_copy(update={"regenerated": most})
+    asked = offline_assignment(SETTINGS, ALICE.public, 0)
+    data = attacker(ATTACKS["spends_tolerance"], talkative_folder, engine).submission(asked)
+    asking = SETTINGS.model_copy(update={"evidence": evidence})
+    validator = make_validator(talkative_folder, asking, version=asked.policy_version)
+    with validator.judge:
+        verdict = validators_word(validator, asked, data)
+    assert verdict.spent is not None, verdict.detail
+    assert (verdict.spent.improved > 0) == (most > 0)
+    assert verdict.spent.improved + verdict.spent.spoiled <= most
 
 
 def test_a_lean_of_nothing_is_honest_and_more_is_not(engine: TorchEngine, talkative_folder: Path) -> None:
