@@ -27,78 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from attacker import Attacker
+from shardcast_attacks import attacks
 
 from shoal.shardcast import FetchError
 from shoal.shardcast.alone import fetch
 
+HERE = Path(__file__).parent
 SHOAL = [sys.executable, "-m", "shoal"]
 START_S = 120.0
-HUGE_BYTES = 64 << 20
-SHARD = "/v000000/full/00000.shard"
-Then = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Attack = Callable[[], Awaitable[Counter[str]]]
-
-
-def attacks(host: str, port: int, seconds: float) -> dict[str, Attack]:
-    """Every attack by its name."""
-
-    def attack(data: Callable[[], bytes], *, rate: float, at_once: int, then: Then | None = None) -> Attack:
-        async def run() -> Counter[str]:
-            attacker = Attacker(host, port, seconds, rate, at_once)
-
-            async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                writer.write(data())
-                await writer.drain()
-                if then is not None:
-                    await then(reader, writer)
-
-            await attacker.run(visit)
-            return attacker.ended
-
-        return run
-
-    async def a_byte_a_second(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            writer.write(b"x")
-            await writer.drain()
-
-    async def all_of_it(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _number in range(HUGE_BYTES >> 16):
-            writer.write(bytes(1 << 16))
-            await writer.drain()
-
-    async def take_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await asyncio.sleep(seconds)
-
-    async def leave(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.abort()
-
-    def asking(line: str, *headers: str) -> Callable[[], bytes]:
-        return lambda: "\r\n".join([f"{line} HTTP/1.1", "host: s", *headers, "", ""]).encode()
-
-    body = f"content-length: {HUGE_BYTES}"
-    return {
-        "connections opened and closed": attack(lambda: b"", rate=500, at_once=500, then=leave),
-        "idle connections": attack(lambda: b"", rate=500, at_once=3000),
-        "slow-loris headers": attack(lambda: b"GET / HTTP/1.1\r\nx-a: ", rate=200, at_once=1000, then=a_byte_a_second),
-        "oversize bodies": attack(asking("POST /versions.json", body), rate=20, at_once=20, then=all_of_it),
-        "oversize headers": attack(lambda: b"GET / HTTP/1.1\r\nx-a: ", rate=20, at_once=20, then=all_of_it),
-        "garbage": attack(lambda: os.urandom(400) + b"\r\n\r\n", rate=200, at_once=200),
-        "what is not there": attack(asking("GET /v000000/full/99999.shard"), rate=200, at_once=200),
-        "odd ranges": attack(asking(f"GET {SHARD}", "range: bytes=9-1,5-"), rate=100, at_once=100, then=leave),
-        "manifests": attack(asking("GET /v000000/manifest.json"), rate=200, at_once=200),
-        "readers who take nothing": attack(asking(f"GET {SHARD}"), rate=100, at_once=300, then=take_nothing),
-    }
 
 
 class Server:
@@ -145,17 +87,8 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
     had_s, started_s = server.cpu_s(), time.monotonic()
     tasks = asyncio.create_task(reading()), asyncio.create_task(watching())
     if attack:
-        command = [
-            sys.executable,
-            __file__,
-            "--attack",
-            attack,
-            server.host,
-            str(server.port),
-            "--seconds",
-            str(seconds),
-        ]
-        attacker = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        where = [str(HERE / "shardcast_attacks.py"), attack, server.host, str(server.port), str(seconds)]
+        attacker = await asyncio.create_subprocess_exec(sys.executable, *where, stdout=asyncio.subprocess.PIPE)
         ended = json.loads((await attacker.communicate())[0])
     else:
         ended = {}
@@ -254,12 +187,5 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=3.0, help="of each attack")
     parser.add_argument("--size-mb", type=int, default=8, help="size of the version")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
-    parser.add_argument("--attack", nargs=3, metavar=("NAME", "HOST", "PORT"), help="the benchmark starts itself so")
     parser.add_argument("--out", type=Path)
-    parsed = parser.parse_args()
-    if parsed.attack:
-        attack_name, attacked_host, attacked_port = parsed.attack
-        ended_as = asyncio.run(attacks(attacked_host, int(attacked_port), parsed.seconds)[attack_name]())
-        sys.stdout.write(json.dumps(dict(ended_as.most_common())))
-    else:
-        asyncio.run(main(parsed))
+    asyncio.run(main(parser.parse_args()))

@@ -1,6 +1,6 @@
 """Connections that abuse a server: opened at a bounded rate, from addresses of their own, until the time is over.
 
-Called by abuse.py (coordinator) and abuse_shardcast.py (origin, relay).
+Called by abuse.py (coordinator) and shardcast_attacks.py (origin, relay).
 """
 
 from __future__ import annotations
