@@ -32,6 +32,7 @@ from aiohttp import web
 
 from shoal.errors import ShoalError
 from shoal.shardcast.serve.connections import BACKLOG, PATIENCE, bound
+from shoal.shardcast.serve.log import LOG
 
 PR_SET_PDEATHSIG = 1
 PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # before a fork, where nothing may be loaded
@@ -101,7 +102,7 @@ async def fronted(application: web.Application, store: Path, host: str, port: in
         raise FrontError("nginx is not installed; install it (Debian: nginx-light), or serve without it")
     with tempfile.TemporaryDirectory(prefix="shoal-nginx-") as name, bound(host, port) as listening:
         folder = Path(name)
-        runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(application, access_log=None, logger=LOG, shutdown_timeout=1.0)
         await runner.setup()
         process: subprocess.Popen[bytes] | None = None
         try:
