@@ -69,7 +69,7 @@ class Layout:
         self.device = device
         self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
         self.length = spans[-1].end if spans else 0
-        self.derived: dict[int, Any] = {}  # what exact attention works out once, by the number of heads
+        self.derived: dict[tuple[int, int], Any] = {}  # what exact attention works out once, by heads and depth
 
     def to(self, device: torch.device) -> "Layout":
         return self if device == self.device else Layout(self.spans, device)
