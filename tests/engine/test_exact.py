@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,12 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model
 from shoal.model.tree import Tree
 
-from ..model.exactness import ARCHITECTURES, exact_model, make, skip_unless_exact, states
+from ..model.exactness import ARCHITECTURES, DTYPES, exact_model, make, skip_unless_exact, states
 
-DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
 SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
 SOME_END = Sampling(temperature=0.9, max_tokens=70, eos_ids=(1, 7, 20, 33, 50))
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_for(architecture: str, folder: Path, dtype: DtypeName) -> TorchEngine:

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,9 @@ from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.model.scorer import Scorer, recompute_activations
 from shoal.model.tree import Tree, pack
 
-from .exactness import ARCHITECTURES, exact_model, make, random_trees, skip_unless_exact, states
+from .exactness import ARCHITECTURES, DTYPES, exact_model, make, random_trees, skip_unless_exact, states
 
-DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def alone(trees: list[Tree]) -> list[Tree]:

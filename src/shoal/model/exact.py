@@ -147,7 +147,7 @@ def _in_float32(x_BkKD: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Own:
+class Chain:
     """The queries of one prompt or completion, as positions in the row of T, and its keys."""
 
     queries: range
@@ -178,26 +178,14 @@ class Batch:
     parts: list[Part]
 
 
-def sequences(layout: Layout) -> list[Own]:
-    """Every query of the row exactly once."""
-    found = []
-    for span in layout.spans:
-        if len(span.completions) == 1:
-            found.append(Own(range(span.start, span.end), range(0)))
-            continue
-        prompt = range(span.start, span.branches)
-        found.append(Own(prompt, range(0)))
-        at = span.branches
-        for length in span.completions:
-            found.append(Own(range(at, at + length), prompt))
-            at += length
-    return [sequence for sequence in found if len(sequence.queries)]
-
-
 def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
-    """Sequences by their size, as many together as the cache holds. `heads`: of queries to a key head; `depth`: of keys."""
-    groups: list[list[Own]] = []
-    for sequence in sorted(sequences(layout), key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
+    """Every query of the row exactly once: sequences by their size, as many together as the cache holds.
+
+    `heads`: of queries to a key head. `depth`: of keys.
+    """
+    groups: list[list[Chain]] = []
+    found = [Chain(*part) for span in layout.spans for part in span.parts() if len(part[0])]
+    for sequence in sorted(found, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
         if groups:
             largest = groups[-1][0]
             keys, queries = rounded(largest.n_keys, NEAR), len(largest.queries)
@@ -210,7 +198,7 @@ def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
     return [_batch(group) for group in groups]
 
 
-def _batch(group: Sequence[Own]) -> Batch:
+def _batch(group: Sequence[Chain]) -> Batch:
     queries = rounded(max(len(sequence.queries) for sequence in group), ROWS)
     keys = rounded(max(sequence.n_keys for sequence in group), KEYS)
     query_SM = torch.zeros(len(group), queries, dtype=torch.long)

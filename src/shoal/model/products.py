@@ -12,7 +12,7 @@ Invariant: `linear` returns the reference's bits, or `OrderError` names the prod
 Called by every linear layer of a model with exact numerics, and by the learner's logprobs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -86,9 +86,10 @@ def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
     if missing := -count % UNIT:
         x_TK = F.pad(x_TK, (0, 0, 0, missing))
     y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
-    for x_RK, y_RN in zip(torch.split(x_TK, MOST), torch.split(y_TN, MOST), strict=True):
-        _write(x_RK, weight_NK, y_RN)
-    y_TN = y_TN[:count]
+    for start in range(0, len(x_TK), MOST):
+        _write(x_TK[start : start + MOST], weight_NK, y_TN[start : start + MOST])
+    if missing:
+        y_TN = y_TN[:count]
     return y_TN if bias_N is None else y_TN.add_(bias_N)  # in every case after rounding
 
 
@@ -109,13 +110,19 @@ def smaller(rows: int) -> int:
 
 
 def _in_columns(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
-    for weight_CK, y_RC in zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True):
+    for weight_CK, y_RC in _pieces(weight_NK, y_RN, columns):
         torch.mm(x_RK, weight_CK.T, out=y_RC)
 
 
 def _turned(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
-    for weight_CK, y_RC in zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True):
+    for weight_CK, y_RC in _pieces(weight_NK, y_RN, columns):
         y_RC.copy_(torch.mm(weight_CK, x_RK.T).T)
+
+
+def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Tensor, Tensor]]:
+    if len(weight_NK) <= columns:  # most products: as they are
+        return [(weight_NK, y_RN)]
+    return zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True)
 
 
 @cache
