@@ -36,7 +36,7 @@ def validated(folder: Path, dtype: DtypeName, groups: Sequence[Group]) -> list[G
     for group in groups:
         _, logp_N = states(model, [Tree(group.prompt, group.completions)], 0.8)
         lengths = [len(tokens) for tokens in group.completions]
-        found.append(replace(group, behaviour=[part.tolist() for part in logp_N.split(lengths)]))
+        found.append(replace(group, behaviour=[part.tolist() for part in torch.split(logp_N, lengths)]))
     return found
 
 
