@@ -126,6 +126,7 @@ OPEN = {("GET", "/healthz"), ("GET", "/v1/run"), ("GET", "/v1/status"), ("GET", 
 ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
     ("POST", "/v1/heartbeat"): set(ROLES),
+    ("POST", "/v1/drain"): {"worker"},
     ("GET", "/v1/tasks/{sha256}"): set(ROLES),
     ("PUT", "/v1/submissions/{id}"): {"worker"},
     ("GET", "/v1/submissions/{id}"): {"validator"},
@@ -153,8 +154,9 @@ def test_every_route_is_listed_here(tmp_path: Path) -> None:
 def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> None:
     target, allowed = re.sub("{.*}", "x", path), ALLOWED[method, path]
     refused(ANYONE.request(method, site.url + target), 401, "unsigned")
+    leaving = {"worker": site.register("leaving", "worker")} if path == "/v1/drain" else {}
     with site.client(Identity.generate()) as stranger:
-        for name, client in {**site.clients, "stranger": stranger}.items():
+        for name, client in {**site.clients, **leaving, "stranger": stranger}.items():
             if name not in allowed:
                 refused(client.request(method, target), 403, "only", *allowed)
             else:
