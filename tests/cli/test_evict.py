@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.connection import open_sqlite
 from shoal.coordinator.tables.nodes import SCHEMA, Nodes
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Nodes:
-    connection = Connection(open_sqlite(tmp_path / "pool.sqlite"))
+    connection = open_sqlite(tmp_path / "pool.sqlite")
     for statement in SCHEMA:
         connection.change(statement)
     found = Nodes(connection)

@@ -13,6 +13,8 @@ from shoal.protocol.messages import Reason, StepReport
 
 from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Harness, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 
 def scenario(harness: Harness, die_at: int) -> None:
     """A run in small, during which the process dies inside the transaction of ledger entry `die_at`."""

@@ -13,6 +13,8 @@ from shoal.protocol.messages import Reason, Replay, Spent
 
 from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from shoal.config import Config
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.routes import Coordinator
-from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.connection import open_sqlite
 from shoal.coordinator.tables.nodes import Nodes
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
@@ -54,13 +54,21 @@ def serve_forever(
     url: str = "",
     reports: bool = True,
 ) -> None:
-    """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
+    """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`). With `coordinator.database`, stand
+    by until no other coordinator leads.
 
     `url` is how nodes reach it (default: where it listens). `reports`: when the run has finished, write summary and picture
-    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start.
+    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start, DatabaseLostError.
     """
     identity = Identity.load_or_create(folder / KEY)
-    coordinator = Coordinator(config, run, identity, folder)
+    lead = None
+    if config.coordinator.database:
+        from shoal.coordinator.lead import stand_by
+
+        lead = stand_by(config.coordinator.database, stop)
+        if lead is None:
+            return
+    coordinator = Coordinator(config, run, identity, folder, lead=lead)
     record = Record(record_to or folder, coordinator.pool.notices.append)
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
@@ -104,6 +112,8 @@ async def _serve(
         recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
+            if coordinator.lead:
+                coordinator.lead.live_on()
             if time.monotonic() - recorded_s >= RECORD_S:
                 news = coordinator.pool.history.after(record.history.cursor)
                 # In a thread: a tracker may wait for its own server, and members must not.
@@ -152,7 +162,7 @@ def evict_from(folder: Path, name: str) -> None:
     key can read no weights. Raises PoolError."""
     if not (folder / "pool.sqlite").is_file():
         raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
-    nodes = Nodes(Connection(open_sqlite(folder / "pool.sqlite")))
+    nodes = Nodes(open_sqlite(folder / "pool.sqlite"))
     found = next((node for node in nodes.all() if node.name == name), None)
     if found is None or found.role != "relay":
         relays = ", ".join(node.name for node in nodes.all() if node.role == "relay" and not node.evicted)

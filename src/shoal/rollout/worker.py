@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.protocol.messages import Assignment, Fingerprint, Stored
+from shoal.protocol.messages import Assignment, Fingerprint
 from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.transfer import send_file
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.follow import Follower
@@ -89,7 +90,7 @@ class Worker:
     def upload(self, assignment: Assignment, data: bytes) -> None:
         """Upload. A refusal (too late, evicted) costs this submission only."""
         try:
-            self.node.put(assignment.upload_path, data, Stored)
+            send_file(self.node, assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:
