@@ -35,6 +35,10 @@ class Lead:
     term: int  # from 1; each leader has its own
     signed_s: float
 
+    @property
+    def is_lost(self) -> bool:
+        return self.connection.postgres.closed
+
     def live_on(self) -> None:
         """Give a sign of life, if it is time. Raises DatabaseLostError if another coordinator has taken over."""
         if time.monotonic() - self.signed_s < SIGN_S:

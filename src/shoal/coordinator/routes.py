@@ -105,18 +105,14 @@ class Coordinator:
                 web.post("/v1/register", self._answering(self._register)),
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
                 web.get("/v1/tasks/{sha256}", self._signed(self._task_data, get_args(Role))),
-                web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
-                web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
                 web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
                 web.get("/v1/missed/{key}", self._signed(self._missed, ["validator"])),
                 web.get("/v1/curricula/{digest}", self._signed(self._curriculum, ["worker", "validator"])),
-                web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
-                *(self._transfer_routes(self.transfers) if self.transfers else []),
+                *(self._transfer_routes(self.transfers) if self.transfers else self._file_routes()),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
-                web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
                 web.post(
                     "/v1/steps",
                     self._signed(_report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
@@ -231,6 +227,15 @@ class Coordinator:
         finally:
             if self._uploads.get((kind, id)) is upload:
                 del self._uploads[kind, id]
+
+    def _file_routes(self) -> list[web.RouteDef]:
+        """Where files are in the folder: they are sent and fetched here."""
+        return [
+            web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
+            web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
+            web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
+            web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
+        ]
 
     def _transfer_routes(self, transfers: Transfers) -> list[web.RouteDef]:
         """Where files are in a bucket: what stands in the place of sending and fetching them here."""

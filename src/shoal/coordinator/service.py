@@ -75,7 +75,8 @@ def serve_forever(
     try:
         asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
-        _catch_up(record, coordinator)
+        if lead is None or not lead.is_lost:
+            _catch_up(record, coordinator)
         record.close()
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 import obstore
@@ -29,6 +30,9 @@ from obstore.store import S3Store
 
 from shoal.store.folder import HASH, StoreError
 from shoal.store.presign import Credentials, presigned
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
 
 GRANT_S = 600
 ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -82,16 +86,16 @@ class Bucket:
         self.place = place
         self.credentials = credentials or credentials_from(os.environ)
         self.clock = clock
-        settings = {
-            "aws_access_key_id": self.credentials.key_id,
-            "aws_secret_access_key": self.credentials.secret,
-            "aws_region": place.region,
-            "aws_virtual_hosted_style_request": "false",
+        settings: S3Config = {
+            "access_key_id": self.credentials.key_id,
+            "secret_access_key": self.credentials.secret,
+            "region": place.region,
+            "virtual_hosted_style_request": False,
         }
         if self.credentials.token:
-            settings["aws_session_token"] = self.credentials.token
+            settings["session_token"] = self.credentials.token
         if place.endpoint:
-            settings["aws_endpoint"] = place.endpoint
+            settings["endpoint"] = place.endpoint
         self.objects = S3Store(
             place.bucket,
             config=settings,

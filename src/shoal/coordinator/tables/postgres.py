@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import psycopg
 from psycopg.adapt import Loader
+from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 
 from shoal.coordinator.tables.connection import SERIAL, Connection, DatabaseFullError, DatabaseLostError
@@ -102,7 +103,7 @@ class PostgresConnection(Connection):
     def _execute(self, sql: str, arguments: tuple[object, ...], take: Callable[[psycopg.Cursor[Any]], T]) -> T:
         """Raises DatabaseFullError, DatabaseLostError."""
         with self._loss_named():
-            return take(self.postgres.execute(_in_psycopg(sql), arguments))
+            return take(self.postgres.execute(_in_psycopg(sql), [_storable(one) for one in arguments]))
 
     @contextmanager
     def _loss_named(self) -> Iterator[None]:
@@ -127,6 +128,11 @@ class _Number(Loader):
         return float(text) if b"." in text or b"N" in text else int(text)
 
 
+def _storable(argument: object) -> object:
+    """PostgreSQL's text holds no NUL; a model's output, which an error may quote, can."""
+    return argument.replace("\0", "\ufffd") if isinstance(argument, str) else argument
+
+
 @functools.cache
 def _in_psycopg(sql: str) -> bytes:
     return sql.replace("%", "%%").replace("?", "%s").encode()
@@ -141,7 +147,7 @@ def open_postgres(url: str) -> PostgresConnection:
     if urlsplit(url).password or "password" in parse_qs(urlsplit(url).query):
         raise ValueError("a database's URL holds no password")  # config.sections refuses it before
     try:
-        connection = psycopg.connect(url, autocommit=True, **LIVENESS)
+        connection = psycopg.connect(make_conninfo(url, **LIVENESS), autocommit=True)
         for statement in SESSION:
             connection.execute(statement.encode())
     except psycopg.OperationalError as error:
