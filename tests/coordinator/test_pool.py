@@ -75,7 +75,7 @@ def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:
     assert harness.kinds() == KINDS
     held = harness.task(version=1)
     before = harness.pool.status()
-    harness.pool.db.connection.sqlite.close()
+    harness.pool.db.connection.close()
     again = open_pool(tmp_path / "pool.sqlite")
     assert again.pool.status() == before
     assert again.task(version=1) == held

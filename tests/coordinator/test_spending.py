@@ -105,7 +105,7 @@ def test_what_is_held_survives_a_restart(tmp_path: Path) -> None:
     submitted(harness, spent(better=3.0))
     before = harness.pool.db.evidence.of(ALICE)
     assert before.observations == 1 and before.evidence > 0
-    harness.pool.db.connection.sqlite.close()
+    harness.pool.db.connection.close()
     again = open_pool(tmp_path / "pool.db", clock)
     assert again.pool.db.evidence.of(ALICE) == before
     node = next(node for node in again.pool.status().nodes if node.name == "worker-a")

@@ -1,7 +1,8 @@
 """What every store does, on a folder and on two real S3 servers; and what a grant of the bucket allows."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,21 +22,37 @@ ID, DATA = "0123456789abcdef-000001", b"rows of a submission" * 100
 KEYS = Credentials(S3_KEY, S3_SECRET)
 
 
-@pytest.fixture(scope="module", params=["rclone", "moto"])
-def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
-    with s3_server(request.param) as url:
-        yield request.param, url
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[[str], str]]:
+    """The URL of a server by its kind; each is started once."""
+    urls: dict[str, str] = {}
+    with ExitStack() as running:
+
+        def url_of(kind: str) -> str:
+            urls[kind] = urls.get(kind) or running.enter_context(s3_server(kind))
+            return urls[kind]
+
+        yield url_of
+
+
+def prefixed(url: str, name: str) -> Bucket:
+    """A place of its own for each test."""
+    return Bucket(Place.of(f"s3://pool/{sha256(name.encode()).hexdigest()[:8]}", url, "us-east-1"), KEYS)
+
+
+@pytest.fixture(params=["rclone", "moto"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def bucket(server: tuple[str, str], request: pytest.FixtureRequest) -> Bucket:
-    place = Place.of(f"s3://pool/{sha256(request.node.name.encode()).hexdigest()[:8]}", server[1], "us-east-1")
-    return Bucket(place, KEYS)
+def bucket(kind: str, servers: Callable[[str], str], request: pytest.FixtureRequest) -> Bucket:
+    return prefixed(servers(kind), request.node.name)
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return Folder(tmp_path) if request.param == "folder" else request.getfixturevalue("bucket")
+@pytest.fixture(params=["folder", "rclone", "moto"])
+def store(request: pytest.FixtureRequest, servers: Callable[[str], str], tmp_path: Path) -> Store:
+    return Folder(tmp_path) if request.param == "folder" else prefixed(servers(request.param), request.node.name)
 
 
 def send(grant: Grant, data: bytes, **headers: str) -> httpx.Response:
@@ -94,8 +111,8 @@ def test_a_file_of_another_size_or_content_never_gets_a_name(bucket: Bucket) -> 
     assert kept(bucket) == blake3(DATA).hexdigest()
 
 
-def test_a_signed_request_is_that_request_only(server: tuple[str, str], bucket: Bucket) -> None:
-    if server[0] == "moto":
+def test_a_signed_request_is_that_request_only(kind: str, bucket: Bucket) -> None:
+    if kind == "moto":
         pytest.skip("moto checks no signature")
     grant, other = granted(bucket), granted(bucket, id="0123456789abcdef-000002")
     name = bucket.put("accepted", DATA)
@@ -119,15 +136,15 @@ def test_a_signed_request_is_that_request_only(server: tuple[str, str], bucket: 
     assert send(other, DATA).status_code == 200
 
 
-def test_an_expired_grant_is_refused(server: tuple[str, str], bucket: Bucket) -> None:
-    if server[0] == "moto":
+def test_an_expired_grant_is_refused(kind: str, bucket: Bucket) -> None:
+    if kind == "moto":
         pytest.skip("moto checks no signature")
     bucket.clock = lambda: time.time() - 3600
     assert send(granted(bucket), DATA).status_code in (400, 403)
 
 
-def test_a_grant_creates_and_does_not_overwrite(server: tuple[str, str], bucket: Bucket) -> None:
-    if server[0] == "rclone":
+def test_a_grant_creates_and_does_not_overwrite(kind: str, bucket: Bucket) -> None:
+    if kind == "rclone":
         pytest.skip("rclone ignores if-none-match")
     assert [send(granted(bucket), DATA).status_code for _ in range(2)] == [200, 412]
     assert kept(bucket) == blake3(DATA).hexdigest()
