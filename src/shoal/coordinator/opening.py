@@ -1,6 +1,7 @@
 """Opens what a coordinator keeps: its tables, its ledger and its nonces, in SQLite files or in the PostgreSQL it leads.
 
-Invariant: tables and ledger are in one database and change together. Called by `routes` at start.
+Invariant: tables and ledger are in one database and change together. Called by `routes` at start, and by
+`steering`.
 """
 
 import time
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.config import load
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.tables.connection import Connection, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces, this_boot
 from shoal.ledger.interface import Ledger
@@ -28,6 +31,18 @@ class State:
 def open_state(folder: Path, identity: Identity, lead: "Lead | None") -> State:
     """What `folder` holds; with `lead`, what its database holds. Raises LedgerError if another key wrote it."""
     return _in_files(folder, identity) if lead is None else _in_postgres(lead, identity)
+
+
+def open_tables(folder: Path) -> Connection:
+    """The tables of the coordinator that uses this folder, beside it. Raises PoolError, ConfigError, DatabaseLostError."""
+    if (folder / "pool.sqlite").is_file():
+        return open_sqlite(folder / "pool.sqlite")
+    for path in (folder / "config.toml", folder.parent / "config.toml"):  # of a pool; of `shoal run`
+        if path.is_file() and (database := load(path).coordinator.database):
+            from shoal.coordinator.tables.postgres import open_postgres
+
+            return open_postgres(database)
+    raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
 
 
 def _in_files(folder: Path, identity: Identity) -> State:

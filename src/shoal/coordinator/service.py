@@ -16,10 +16,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from shoal.config import Config
-from shoal.coordinator.database import PoolError
 from shoal.coordinator.routes import Coordinator
-from shoal.coordinator.tables.connection import open_sqlite
-from shoal.coordinator.tables.nodes import Nodes
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
@@ -156,16 +153,3 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
         return make_invite(identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s)
     except ValidationError as error:
         raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
-
-
-def evict_from(folder: Path, name: str) -> None:
-    """Evicts a relay from the pool whose coordinator uses this folder: nobody asks it from the next heartbeats on, and its
-    key can read no weights. Raises PoolError."""
-    if not (folder / "pool.sqlite").is_file():
-        raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
-    nodes = Nodes(open_sqlite(folder / "pool.sqlite"))
-    found = next((node for node in nodes.all() if node.name == name), None)
-    if found is None or found.role != "relay":
-        relays = ", ".join(node.name for node in nodes.all() if node.role == "relay" and not node.evicted)
-        raise PoolError(f"{name} is not a relay of this pool; its relays are: {relays or 'none'}")
-    nodes.evict(found.key)
