@@ -31,6 +31,16 @@ def postgres() -> Iterator[str]:
 @pytest.fixture(params=["sqlite", "postgres"])
 def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The test runs once on each database."""
+    yield from _on_database(request, monkeypatch)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def every_database_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Likewise, of a module with many tests: on PostgreSQL with the slow ones."""
+    yield from _on_database(request, monkeypatch)
+
+
+def _on_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     opened: list[Connection] = []
     if request.param == "postgres":
         server = request.getfixturevalue("postgres")

@@ -15,7 +15,7 @@ from shoal.protocol.messages import Evaluation, StepReport
 
 from .support import config
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 
 def finish(folder: Path) -> None:

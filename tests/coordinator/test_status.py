@@ -4,7 +4,7 @@ import pytest
 
 from .support import Harness, advance
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 
 def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:

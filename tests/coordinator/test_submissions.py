@@ -8,7 +8,7 @@ from shoal.protocol.messages import HARD, Reason
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, verdict
 
-pytestmark = pytest.mark.usefixtures("every_database")
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 # --- uploading -------------------------------------------------------------------------------------------------------
 
