@@ -22,7 +22,7 @@ ROOMS = {
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
-    "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
+    "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -30,7 +30,7 @@ ROOMS = {
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
-    "validator": ["config", "evidence", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "validator": ["config", "engine", "evidence", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
     ],

@@ -297,6 +297,12 @@ class EvidenceSection(Section):
         description="how much likelier numerics may move a token of one completion than of another of its group",
     )
     task_tilt: float = Field(default=4.0, ge=1, description="the same between groups of one submission")
+    regenerated: int = Field(
+        default=0,
+        ge=0,
+        description="rollouts of a submission that a validator generates again, of those with a token that is not their "
+        "seed's, to see whether the worker chose for the reward",
+    )
     proof_exponent_mean: float | None = Field(
         default=None,
         gt=0,

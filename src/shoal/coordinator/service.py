@@ -23,6 +23,7 @@ from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role, Status
 from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener
+from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.server import url_of
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
@@ -95,6 +96,7 @@ async def _serve(
     runner = web.AppRunner(
         application,
         access_log=None,
+        logger=LOG,
         shutdown_timeout=1.0,
         keepalive_timeout=PATIENCE.idle_s,
         lingering_time=LINGER_S,

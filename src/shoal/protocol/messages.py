@@ -360,6 +360,8 @@ class Spent(Message):
     proof_mantissa_mean: AtLeast0
     logprob_error_mean: AtLeast0
     distribution: LogEValue  # tokens are too likely or too unlikely
+    improved: Count = 0  # rollouts that were generated again and are better than what their seeds yield
+    spoiled: Count = 0  # worse
 
     @model_validator(mode="after")
     def _consistent(self) -> "Spent":
