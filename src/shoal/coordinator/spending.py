@@ -21,6 +21,7 @@ import logging
 import math
 
 from shoal.config import Config
+from shoal.coordinator import states
 from shoal.coordinator.database import Database
 from shoal.coordinator.tables.submissions import Submission
 from shoal.evidence.bets import frequency, share
@@ -33,7 +34,6 @@ CHOICE_STAKE = 0.8  # of bets on rollouts generated again
 SURE = (
     2 / 3
 )  # of a limit: honest averages where none was measured, because limits are 1.5 times the worst honest figure
-FOR_GOOD_S = 10 * 365 * 86400.0
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Spending:
         if not self.db.evidence.dismiss(worker):
             return False
         process = self.db.evidence.of(worker)
-        self.db.nodes.suspend(worker, why, self.db.clock() + FOR_GOOD_S)
+        states.move(self.db.nodes, worker, "dismiss", why, self.db.clock())
         self.db.submissions.expire_open_of(worker)
         self.db.groups.mark_all_stale(worker)
         self.db.ledger.append(
