@@ -20,6 +20,7 @@ from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import fit, model_tokens
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
+from shoal.protocol.transfer import fetch_file
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
 from shoal.tasks.derive import max_rollouts
 
@@ -121,7 +122,7 @@ def implausible_value(group: Group) -> str:
 
 def _read(node: Node, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
     limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
-    data = node.get_bytes(f"/v1/accepted/{submission}", most_bytes=limit)
+    data = fetch_file(node, f"/v1/accepted/{submission}", most_bytes=limit)
     max_rows = max_rollouts(config)
     longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:

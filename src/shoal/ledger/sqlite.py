@@ -82,10 +82,10 @@ class SqliteLedger:
 
     def _read(self, where: str, *values: object) -> list[Entry]:
         statement = f"SELECT {COLUMNS} FROM ledger WHERE {where} LIMIT {PAGE_ROWS}"
-        return [_entry(row) for row in self._connection.execute(statement, values).fetchall()]
+        return [read_entry(row) for row in self._connection.execute(statement, values).fetchall()]
 
 
-def _entry(row: tuple[object, ...]) -> Entry:
+def read_entry(row: tuple[object, ...]) -> Entry:
     try:
         return Entry.model_validate(dict(zip(Entry.model_fields, row, strict=True)))
     except ValidationError as error:
