@@ -26,6 +26,7 @@ from shoal.coordinator.spending import Spending
 from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.trust import Trust
+from shoal.coordinator.witnesses import Witnesses
 from shoal.ledger.interface import Ledger
 from shoal.protocol.messages import Status
 
@@ -70,6 +71,7 @@ class Pool:
             Spending(self.db, config),
             escrow,
         )
+        self.witnesses = Witnesses(self.db, run)
         self.learning = Learning(self.db, config, self.history, escrow)
 
     def status(self) -> Status:

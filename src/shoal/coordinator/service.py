@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from shoal.config import Config
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.routes import Coordinator
+from shoal.coordinator.seal import seal, start
 from shoal.coordinator.tables.connection import Connection, open_sqlite
 from shoal.coordinator.tables.nodes import Nodes
 from shoal.protocol.address import FILE as ADDRESS
@@ -64,11 +65,13 @@ def serve_forever(
     record = Record(record_to or folder, coordinator.pool.notices.append)
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
+    start(coordinator.pool.db, run, identity.public, config)
     try:
         asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
         _catch_up(record, coordinator)
         record.close()
+        seal(coordinator.pool.db)
 
 
 async def _serve(

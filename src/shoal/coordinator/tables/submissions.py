@@ -284,6 +284,12 @@ class Submissions:
         )
         return [_submission(row) for row in reversed(rows)]
 
+    def files(self) -> list[tuple[str, str | None, str | None]]:
+        """Id, and the hashes of the uploaded and of the accepted file, of everything that was uploaded."""
+        return self.connection.rows(
+            "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
+        )
+
     def count_by_state(self) -> dict[State, int]:
         return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))
 
