@@ -60,7 +60,7 @@ def rerun(run: Opened, found: Found, step: int, scratch: Path) -> Iterator[Again
     from shoal.model.sources import resolve
     from shoal.model.threads import temporarily_on
 
-    record, config = found.records[step], run.config
+    record, config = found.records[step], found.configs[step]
     section = config.learner.model_copy(update={"keep_versions": 2})
     config = config.model_copy(update={"learner": section})
     dtype = record.computed.dtype

@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shoal.audit.opened import BrokenError, Opened, first_of, naming
+from shoal.audit.opened import BrokenError, Opened, first_of, naming, read_config
+from shoal.config import Config
 from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.curriculum import recomputed
 from shoal.learner.groups import Fetched, gather
@@ -69,6 +70,7 @@ class Found:
     credit: dict[str, str] = field(default_factory=dict)  # credited or forfeited, by submission
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
+    configs: list[Config] = field(default_factory=list)  # of each record: a resumed run may have another one
     batched: set[tuple[str, int]] = field(default_factory=set)
 
 
@@ -76,9 +78,7 @@ class Walk:
     def __init__(self, run: Opened) -> None:
         self.run = run
         self.found = Found()
-        section = run.config
-        self.max_rows = max_rollouts(section)
-        self.longest = max(section.sampling.max_tokens, LONGEST)
+        self.config = run.config  # in force at the entry that is being read
         self._steps: dict[str, Callable[[dict[str, Any]], None]] = {
             "started": self.started,
             "registered": self.registered,
@@ -107,6 +107,7 @@ class Walk:
     def started(self, body: dict[str, Any]) -> None:
         if (body["run"], body["key"]) != (self.run.run, self.run.key):
             raise ValueError(f"starts the run {body['run']} of {body['key'][:16]}, not this one")
+        self.config = read_config(body["config"], "its config")
 
     def registered(self, body: dict[str, Any]) -> None:
         key, name = body["key"], body["name"]
@@ -132,7 +133,7 @@ class Walk:
             raise ValueError(f"{id} was prefilled whole, says the ledger; its file says otherwise")
         if [_same(row) for row in submission.rows] != [_same(row) for row in accepted.rows]:
             raise BrokenError(f"accepted file of {id}", "holds other rollouts than its worker's file")
-        size = self.run.config.sampling.group_size
+        size = self.config.sampling.group_size
         groups = [accepted.rows[start : start + size] for start in range(0, len(accepted.rows), size)]
         counted = [sum(model_tokens(row.turns, len(row.tokens)) for row in rows) for rows in groups]
         if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
@@ -173,11 +174,11 @@ class Walk:
 
     def credited(self, body: dict[str, Any]) -> None:
         self._settle(body, "credited")
-        if len(self.found.records) == self.run.config.run.steps:
+        if len(self.found.records) == self.config.run.steps:
             return  # at the run's end all that waits is paid
         checked = [one.id for one in self.found.accepted.values() if one.worker == body["worker"] and one.full]
-        covering = checked[-self.run.config.validator.escrow_checks :]
-        if len(covering) < self.run.config.validator.escrow_checks or not set(body["submissions"]) <= self._before(
+        covering = checked[-self.config.validator.escrow_checks :]
+        if len(covering) < self.config.validator.escrow_checks or not set(body["submissions"]) <= self._before(
             covering[0]
         ):
             raise ValueError(f"pays {first_of(body['submissions'])} before later checks cover it")
@@ -203,7 +204,7 @@ class Walk:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def batch(self, body: dict[str, Any]) -> None:
-        step, config = body["step"], self.run.config
+        step, config = body["step"], self.config
         members = [(str(id), int(group)) for id, group in body["groups"]]
         if step != len(self.found.batches) or len(members) != config.coordinator.prompts_per_step:
             raise ValueError(f"is no batch of step {len(self.found.batches)}")
@@ -231,6 +232,7 @@ class Walk:
             raise ValueError(f"records step {record.step} of {record.run}, not step {step}")
         if step >= len(self.found.batches):
             raise ValueError(f"trains step {step} before its batch is full")
+        self.found.configs.append(self.config)
         fetched = gather_step(self.run, self.found, step)
         groups = [BatchGroup(submission=group.submission, group=group.number) for group in fetched.groups]
         if groups != record.groups:
@@ -285,11 +287,14 @@ class Walk:
         with naming(f"{'submission' if kind == 'submissions' else kind} file of {id}"):
             return read(self.run.store.get(kind, hash))
 
+    def _longest(self) -> int:
+        return max(self.config.sampling.max_tokens, LONGEST)
+
     def _submission(self, data: bytes) -> RolloutFile[Rollout]:
-        return read_submission(data, max_rows=self.max_rows, max_tokens=self.longest)
+        return read_submission(data, max_rows=max_rollouts(self.config), max_tokens=self._longest())
 
     def _accepted(self, data: bytes) -> RolloutFile[AcceptedRollout]:
-        return read_accepted(data, max_rows=self.max_rows, max_tokens=self.longest)
+        return read_accepted(data, max_rows=max_rollouts(self.config), max_tokens=self._longest())
 
 
 def gather_step(run: Opened, found: Found, step: int) -> Fetched:
@@ -302,7 +307,9 @@ def gather_step(run: Opened, found: Found, step: int) -> Fetched:
 
     with TemporaryDirectory() as scratch:
         validators = run.keys.get("validator", set())
-        return gather(batch, read, validators=validators, run=run.run, config=run.config, quarantine=Path(scratch))
+        return gather(
+            batch, read, validators=validators, run=run.run, config=found.configs[step], quarantine=Path(scratch)
+        )
 
 
 def _same(row: Rollout | AcceptedRollout) -> tuple[object, ...]:

@@ -5,13 +5,13 @@ moment leaves consistent state. Called by the other parts of the pool, which hol
 an argument.
 """
 
-import re
 import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from shoal.coordinator.tables import (
     curricula,
+    digests,
     evidence,
     fingerprints,
     grades,
@@ -30,7 +30,7 @@ from shoal.ledger.interface import Ledger
 FORMAT = 6  # of a run's tables, manifests and submissions; a run in another format is not resumed
 TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays, evidence)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
-TABLE_NAMES = [name for statement in SCHEMA for name in re.findall(r"CREATE TABLE IF NOT EXISTS (\w+)", statement)]
+TABLE_NAMES = digests.table_names(SCHEMA)
 
 
 class PoolError(ShoalError):

@@ -1,14 +1,21 @@
 """The digest of a table's whole content, whatever the order of its rows and the database that holds it.
 
 Invariant: two tables with the same rows have the same digest; any changed, missing, added or doubled row gives another one.
-Called by `seal`, and by the audit, which computes the digests again.
+Called by `database` and `seal`, and by the audit, which computes the digests again.
 """
 
 import json
+import re
+from collections.abc import Iterable
 
 from blake3 import blake3
 
 from shoal.coordinator.tables.connection import Connection
+
+
+def table_names(schema: Iterable[str]) -> list[str]:
+    """The tables that these statements create."""
+    return [name for statement in schema for name in re.findall(r"CREATE TABLE IF NOT EXISTS (\w+)", statement)]
 
 
 def table_digest(connection: Connection, table: str) -> str:
