@@ -25,13 +25,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
+from attacker import Attacker
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.coordinator.service import invite_from
@@ -43,10 +44,8 @@ from shoal.protocol.signing import sign_request
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 START_S = 60.0
 TIMEOUT_S = 10.0  # of one honest heartbeat; node.py has 30
-Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HUGE_BYTES = 64 << 20
-SOURCES = 8  # addresses of strangers
 
 
 @dataclass
@@ -83,51 +82,6 @@ class Site:
         )
 
 
-@dataclass
-class Attacker:
-    """Opens connections at a bounded rate, at most `at_once`, until the time is over."""
-
-    site: Site
-    seconds: float
-    rate: float
-    at_once: int
-    from_outside: bool = True
-    ended: Counter[str] = field(default_factory=Counter)
-    number: int = 0
-
-    async def run(self, visit: Visit) -> None:
-        deadline_s, room, tasks = time.monotonic() + self.seconds, asyncio.Semaphore(self.at_once), set()
-        started_s = time.monotonic()
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(room.acquire(), max(deadline_s - time.monotonic(), 0.01))
-                task = asyncio.create_task(self._visit(visit, deadline_s))
-                tasks.add(task)
-                task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
-            self.number += 1
-            await asyncio.sleep(max(started_s + self.number / self.rate - time.monotonic(), 0))
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _visit(self, visit: Visit, deadline_s: float) -> None:
-        source = f"127.0.0.{2 + self.number % SOURCES}" if self.from_outside else "127.0.0.1"
-        writer = None
-        try:
-            async with asyncio.timeout(max(deadline_s - time.monotonic(), 0.01)):
-                reader, writer = await asyncio.open_connection(self.site.host, self.site.port, local_addr=(source, 0))
-                await visit(reader, writer)
-                line = await reader.readline()
-                self.ended[line.split(b" ")[1].decode() if line.startswith(b"HTTP") else "closed"] += 1
-        except TimeoutError:
-            self.ended["held to the end"] += 1
-        except OSError as error:
-            self.ended[type(error).__name__] += 1
-        finally:
-            if writer is not None:
-                writer.transport.abort()
-
-
 def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
     """Every attack by its name."""
     stranger = Identity.generate()
@@ -146,7 +100,7 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
         then: Then | None = None,
     ) -> Callable[[], Awaitable[Counter[str]]]:
         async def run() -> Counter[str]:
-            attacker = Attacker(site, seconds, rate, at_once, outside)
+            attacker = Attacker(site.host, site.port, seconds, rate, at_once, outside)
 
             async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 writer.write(make())

@@ -44,6 +44,7 @@ from machine import describe
 
 from shoal.model.load import load_model, load_weights_
 from shoal.shardcast.format import delta
+from shoal.shardcast.format.delta import Link
 from shoal.shardcast.format.delta_format import MAGIC, PIECE_WORDS, Kind, Reader, Writer
 from shoal.shardcast.format.safetensors_layout import StoredTensor, read_layout
 
@@ -102,7 +103,7 @@ def measure(old: Path, new: Path, model: Any, turn: int) -> dict[str, Any]:
 def measure_files(old: Path, new: Path, files: Files, folder: Path) -> dict[str, Any]:
     with (folder / "delta").open("wb") as file:
         stats, encode_s = timed(delta.encode, old, new, [path for path, _ in files], file.write)
-    _, apply_s = timed(delta.apply, old, folder / "delta", folder / "out", files)
+    _, apply_s = timed(delta.apply, old, [Link(folder / "delta", tuple(files))], folder / "out")
     if any((folder / "out" / path).read_bytes() != (new / path).read_bytes() for path, _ in files):
         sys.exit(f"shoal does not give {new} back")
     return {

@@ -1,17 +1,21 @@
 """What honest work uses of the tolerance: the data of `spending.py`, and whether the tests over many submissions bear it.
 
-    python benchmarks/spending_measured.py tiny configs/tiny.toml 20        name, config, submissions of each dtype
+    python benchmarks/spending_measured.py tiny-40 configs/tiny.toml 10 4    name, config, submissions, workers of each dtype
 
-Workers and validators in fp32 and bf16, every pair. Writes benchmarks/results/spending-measured.json, and prints the highest
-evidence that each pair reached over its submissions; ln(1 / alpha) would dismiss an honest worker.
+Workers in fp32 and bf16, each with its own key and so its own tasks and seeds; a validator in each dtype judges all they
+make. Writes benchmarks/results/spending-measured.json after each worker, and prints the highest evidence that any of each
+pair reached; ln(1 / alpha) would dismiss an honest worker. `spending.py` reads the names `tiny` and `SmolLM2`.
 """
 
 import json
+import multiprocessing
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from attacks import identity
 
 from shoal import config
 from shoal.coordinator.spending import bets
@@ -19,51 +23,98 @@ from shoal.evidence.process import Process
 from shoal.launch.calibrate import Checking, Generation, _judge, _producer
 from shoal.model.dtype import DtypeName
 from shoal.model.sources import resolve
-from shoal.protocol.identity import Identity
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
-from shoal.validator.checks import EXPENSIVE, run
+from shoal.validator.checks import EXPENSIVE, GRADED, run
 from shoal.validator.spending import spent
 
 DTYPES: list[DtypeName] = ["float32", "bfloat16"]
+PAIRS = [f"{made}|{judged}" for made in DTYPES for judged in DTYPES]
+WORKER = 100  # the first worker's key, behind those of the attack matrix
 RESULTS = Path(__file__).parent / "results" / "spending-measured.json"
 
 
-def main(name: str, path: Path, submissions: int) -> None:
-    settings, folder, identity = config.load(path), resolve(config.load(path).model.name), Identity.generate()
+def empty() -> dict[str, Any]:
+    return {
+        "workers": 0,  # of each dtype
+        "rollouts": 0,  # by fp32 workers, which the exposures are of
+        "distinct": 0,  # by all workers: no two have the same seed
+        "judgements": 0,  # of single rollouts
+        "rejected": 0,  # submissions
+        "highest_nats": dict.fromkeys(PAIRS, 0.0),
+        "total_exposure": 0.0,
+        "exposures": dict.fromkeys(PAIRS, 0.0),
+        "beyond": {pair: [0, 0, 0, 0] for pair in PAIRS},
+        "exposure": [],
+    }
+
+
+def measured(path: Path, submissions: int, worker: int) -> dict[str, Any]:
+    """One worker of each dtype under a validator of each."""
+    torch.set_num_threads(1)
+    settings = config.load(path)
+    folder = resolve(settings.model.name)
     judges = {dtype: _judge(settings, Checking(dtype, settings.validator.row_tokens, 1)) for dtype in DTYPES}
-    found: dict[str, Any] = {"rollouts": 0, "total_exposure": 0.0, "beyond": {}, "exposure": []}
     for judge in judges.values():
         judge.load(folder)
-    for made in DTYPES:
-        producer = _producer(settings, Generation(made, settings.workers.groups_per_submission, 1), identity, folder)
-        processes, highest = dict.fromkeys(DTYPES, Process()), dict.fromkeys(DTYPES, 0.0)
-        for number in range(submissions):
-            asked = offline_assignment(settings, identity.public, number)
+    found, seeds, processes = empty() | {"workers": 1}, set[int](), dict.fromkeys(PAIRS, Process())
+    for number, made in enumerate(DTYPES):
+        key = identity(WORKER + worker * len(DTYPES) + number)
+        producer = _producer(settings, Generation(made, settings.workers.groups_per_submission, 1), key, folder)
+        for asked in (offline_assignment(settings, key.public, number) for number in range(submissions)):
             data = producer.submission(asked)
             for dtype, judge in judges.items():
-                opened = judge.open(asked, identity.public, data)
+                pair = f"{made}|{dtype}"
+                opened = judge.open(asked, key.public, data)
                 assert isinstance(opened, Case) and judge.rules is not None
                 [case] = judge.prefill([judge.grade(opened)])
-                outcome = run(EXPENSIVE, judge.rules, case)
-                assert outcome.finding is None, outcome.finding
+                outcome = run([*EXPENSIVE, *GRADED], judge.rules, case)
+                seeds.update(row.seed for row in case.rows)
+                found["judgements"] += len(case.rows)
+                found["rejected"] += outcome.finding is not None
                 used = spent(case, settings, dict(outcome.evidence))
-                processes[dtype] = processes[dtype].after(bets(used, settings))
-                highest[dtype] = max(highest[dtype], processes[dtype].evidence)
-                before = found["beyond"].setdefault(f"{made}|{dtype}", [0, 0, 0, 0])
-                found["beyond"][f"{made}|{dtype}"] = [a + b for a, b in zip(before, used.beyond, strict=True)]
+                processes[pair] = processes[pair].after(bets(used, settings))
+                found["highest_nats"][pair] = max(found["highest_nats"][pair], processes[pair].evidence)
+                found["beyond"][pair] = [a + b for a, b in zip(found["beyond"][pair], used.beyond, strict=True)]
+                found["exposures"][pair] += used.exposure
                 if made == dtype == "float32":
                     exposure_N = 1 - case.computed().logprobs_N.exp()
-                    per_rollout = [
-                        round(float(one.sum()), 3) for one in torch.split(exposure_N, case.computed().lengths)
-                    ]
-                    found["exposure"] += per_rollout
+                    per_rollout = torch.split(exposure_N, case.computed().lengths)
+                    found["exposure"] += [round(float(one.sum()), 3) for one in per_rollout]
                     found["rollouts"] += len(per_rollout)
                     found["total_exposure"] += used.exposure
-        sys.stdout.write(f"{made}: highest evidence {highest} nats over {submissions} submissions\n")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(results | {name: found}))
+    return found | {"distinct": len(seeds)}
+
+
+def added(one: Any, other: Any) -> Any:
+    """Both together: numbers and lists of numbers summed, exposures joined."""
+    if isinstance(one, dict):
+        return {
+            name: {pair: max(one[name][pair], other[name][pair]) for pair in PAIRS}
+            if name == "highest_nats"
+            else one[name] + other[name]
+            if name == "exposure"
+            else added(one[name], other[name])
+            for name in one
+        }
+    return [added(*pair) for pair in zip(one, other, strict=True)] if isinstance(one, list) else one + other
+
+
+def main(name: str, path: Path, submissions: int, workers: int) -> None:
+    found = empty()
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for of_worker in pool.imap_unordered(partial(measured, path, submissions), range(workers)):
+            found = added(found, of_worker) | {"submissions": submissions}
+            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+            RESULTS.write_text(json.dumps(results | {name: found}))
+            found.pop("submissions")
+            sys.stdout.write(
+                f"{found['workers']} workers of each dtype: {found['distinct']} distinct honest rollouts, "
+                f"{found['judgements']} judgements, {found['rejected']} submissions rejected; highest evidence "
+                f"{found['highest_nats']} nats\n"
+            )
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

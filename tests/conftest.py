@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from shoal.model.load import load_model, load_tokenizer, save_model
 from shoal.model.sources import SMOLLM2, resolve
 
-from .turns import make_talkative
+from .turns import make_talkative, register
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: one thread each, as small models want
     torch.set_num_threads(1)
@@ -96,6 +96,14 @@ def tiny_folder(tiny_folders: tuple[Path, Path]) -> Path:
 def talkative_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first of them with many end tokens, for conversations."""
     return make_talkative(tiny_folder, tmp_path_factory.mktemp("talkative") / "0")
+
+
+@pytest.fixture(scope="module")
+def echo() -> Iterator[None]:
+    """Configs of this file's tests may name the environments of `turns`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        register(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="session")

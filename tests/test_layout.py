@@ -22,7 +22,7 @@ ROOMS = {
     "protocol": ["config", "errors", "files", "shardcast"],
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
-    "tasks": ["config", "errors", "files", "model", "protocol", "sandbox"],
+    "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -31,7 +31,7 @@ ROOMS = {
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
-        "config", "errors", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
+        "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
     ],
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",

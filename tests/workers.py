@@ -11,7 +11,7 @@ from shoal.config import Config, parse
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model.dtype import DtypeName
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment, CurriculumPage, Fingerprint
+from shoal.protocol.messages import Assignment, CurriculumPage, Fingerprint, Finished
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Access
 from shoal.store.rollouts import Rollout
@@ -40,6 +40,7 @@ class FakeNode:
     tokens: int = 0
     fingerprint: Fingerprint | None = None
     renewals: int = 0
+    finished: Finished | None = None
     uploads: dict[str, bytes] = field(default_factory=dict)
 
     def access(self, publisher: str, config: Config) -> Access:

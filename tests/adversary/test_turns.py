@@ -15,10 +15,10 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.judge import Judge
 
 from .. import workers
-from ..turns import MAX_TOKENS, config, register
+from ..turns import MAX_TOKENS, config
 from ..workers import ALICE, BOB, RUN
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "echo")
 FOUND = {
     "honest": None,
     "greedy": Reason.SAMPLING,
@@ -32,15 +32,8 @@ FOUND = {
 } | dict.fromkeys(TOOL_ATTACKS, Reason.ENVIRONMENT)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        register(monkeypatch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def judge(talkative_folder: Path, _environments: None) -> Iterator[Judge]:
+def judge(talkative_folder: Path, echo: None) -> Iterator[Judge]:
     with Judge(config(), RUN, "float32") as judge:
         judge.load(talkative_folder)
         yield judge

@@ -22,20 +22,32 @@ class Member:
     """A worker. `silent`: it asks for tasks and uploads nothing."""
 
     key: str
-    takes_s: float
+    takes_s: float  # for a task, and `group_s` for each of its groups
+    group_s: float = 0.0
     silent: bool = False
     crashes: float = 0.0  # probability that it dies over a task, and starts again with the newest weights
     loses: float = 0.0  # probability that an upload is lost with its process
     version: int = 0
     tasks: list[Assignment] = field(default_factory=list)
+    took: list[float] = field(default_factory=list)  # seconds, of each task that it finished
 
 
 class Simulation:
-    def __init__(self, members: list[Member], seed: int, *, settings: dict[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        members: list[Member],
+        seed: int,
+        *,
+        settings: dict[str, object] | None = None,
+        useful: float = 1.0,
+        groups: int = 2,
+    ) -> None:
+        """`useful`: the share of useful groups. `groups`: of a usual submission."""
+        self.useful = useful
         self.random = random.Random(seed)
         self.clock = Clock()
         chosen = {"prompts_per_step": 8, "task_deadline_s": 60, "node_timeout_s": 1e9} | (settings or {})
-        self.harness: Harness = open_pool(clock=self.clock, run={"steps": STEPS}, **chosen)
+        self.harness: Harness = open_pool(clock=self.clock, run={"steps": STEPS}, groups=groups, **chosen)
         self.members = members
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
@@ -76,12 +88,13 @@ class Simulation:
         member.tasks.append(task)
         if member.silent:
             return
-        takes_s = member.takes_s * self.random.uniform(0.8, 1.25)
+        takes_s = (member.takes_s + member.group_s * task.groups) * self.random.uniform(0.8, 1.25)
         if self.random.random() < member.crashes:
             self.after(takes_s * self.random.random() + 1.0, lambda: self.ask(member))
         elif self.random.random() < member.loses:
             self.after(takes_s + 5.0, lambda: self.ask(member))
         else:
+            member.took.append(takes_s)
             self.after(takes_s, lambda: self.upload(member, task))
 
     def upload(self, member: Member, task: Assignment) -> None:
@@ -97,7 +110,8 @@ class Simulation:
     def judge(self) -> None:
         before = self.open_step()
         for claim in self.harness.claims(VALIDATOR, 4):
-            self.harness.judge(claim.assignment.id)
+            useful = tuple(self.random.random() < self.useful for _ in range(claim.assignment.groups))
+            self.harness.judge(claim.assignment.id, None, useful)
         for step in range(before, self.open_step()):
             self.after(LEARN_S, lambda step=step: self.publish(step + 1))  # type: ignore[misc]
         self.after(JUDGE_S, self.judge)

@@ -155,16 +155,25 @@ def verdict(
     )
 
 
-def config(*, validator: dict[str, Any] | None = None, run: dict[str, Any] | None = None, **coordinator: Any) -> Config:
+def config(
+    *,
+    validator: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
+    groups: int = 2,
+    requirements: dict[str, Any] | None = None,
+    **coordinator: Any,
+) -> Config:
     """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
     settings = {"prompts_per_step": 4, "task_deadline_s": 100, "claim_lease_s": 50, "node_timeout_s": 30}
     return parse(
         {
             "run": run or {"steps": 6},
             "coordinator": settings | coordinator,
-            "workers": {"groups_per_submission": 2},
+            "workers": {"groups_per_submission": groups},
+            "sampling": {"max_tokens": 64},
             "learner": {"optimizer_steps_per_step": 1},
             "validator": validator or {},
+            "requirements": requirements or {},
         }
     )
 

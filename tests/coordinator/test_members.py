@@ -1,5 +1,6 @@
 import pytest
 
+from shoal.coordinator import states
 from shoal.coordinator.database import PoolError
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, payload
@@ -57,8 +58,8 @@ def test_keys_and_addresses_of_evicted_nodes_are_not_announced(harness: Harness)
     for number, url in enumerate(("http://a:1", "http://b:1")):
         key, invite = f"{number}" * 64, payload(f"relay-{number}", role="relay", nonce=f"{number}" * 32)
         harness.pool.members.register(key, invite, url)
-    harness.pool.db.nodes.evict("0" * 64)
-    harness.pool.db.nodes.evict(VALIDATOR)
+    states.move(harness.pool.db.nodes, "0" * 64, "ban", "", 0.0)
+    states.move(harness.pool.db.nodes, VALIDATOR, "ban", "", 0.0)
     assert harness.pool.members.keys() == {"validator": [OTHER_VALIDATOR], "relay": ["1" * 64]}
     assert harness.beat(wants=False).relays == ["http://b:1"]
 

@@ -126,6 +126,7 @@ OPEN = {("GET", "/healthz"), ("GET", "/v1/run"), ("GET", "/v1/status"), ("GET", 
 ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
     ("POST", "/v1/heartbeat"): set(ROLES),
+    ("POST", "/v1/drain"): {"worker"},
     ("GET", "/v1/tasks/{sha256}"): set(ROLES),
     ("PUT", "/v1/submissions/{id}"): {"worker"},
     ("GET", "/v1/submissions/{id}"): {"validator"},

@@ -57,6 +57,21 @@ def test_each_source_has_its_own_rewards_outcomes_and_filter_counts(harness: Har
     assert not [name for name in found if name.startswith("length")], "no group has a target"
 
 
+def test_each_of_several_rewards_has_its_own_mean_by_source(harness: Harness) -> None:
+    found = credited(
+        harness,
+        group("sums", [1, 0], parts={"mine.py:exact": 1.0, "number": 0.25}),
+        group("sums", [1, 0, 0, 0, 0, 0], parts={"mine.py:exact": 0.0, "number": 0.25}),
+        group("code", [1, 0], parts={"number": 0.75}),
+        group("plain", [1, 0]),
+    )
+    assert {name: mean for name, mean in found.items() if name.startswith("part/")} == {
+        "part/sums/mine.py:exact": 0.25,
+        "part/sums/number": 0.25,
+        "part/code/number": 0.75,
+    }
+
+
 def test_each_target_has_its_own_length_score_reward_and_penalty(harness: Harness) -> None:
     found = credited(
         harness,

@@ -227,6 +227,7 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
         "worker": ALICE,
         "step": 0,
         "version": 0,
+        "groups": 2,
         "nonce": task.nonce,
         "file": "9" * 64,
         "full": True,

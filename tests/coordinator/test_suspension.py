@@ -49,8 +49,8 @@ def test_an_old_suspension_is_forgotten(harness: Harness) -> None:
 
 
 def test_a_shorter_suspension_does_not_end_a_longer_one(harness: Harness) -> None:
-    harness.pool.db.nodes.suspend(ALICE, "long", harness.clock.now_s + 500)
-    harness.pool.db.nodes.suspend(ALICE, "short", harness.clock.now_s + 5)
+    suspend(harness.pool.db, ALICE, "long", 500)
+    suspend(harness.pool.db, ALICE, "short", 5)
     harness.clock.now_s += 499
     assert harness.beat(ALICE).assignment is None
 

@@ -58,7 +58,7 @@ def test_by_default_everything_is_checked() -> None:
     harness.publish(0)
     for _ in range(5):
         assert harness.accepted(useful=USELESS) and share(harness) == 1
-    assert all(harness.pool.submissions.trust.draw(ALICE) for _ in range(200))
+    assert all(harness.pool.submissions.trust.draw(ALICE, 2) for _ in range(200))
 
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.BOUNDS])

@@ -12,7 +12,8 @@ from shoal.engine.fast import prefill
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine, _close_gaps
 from shoal.model.load import load_model
-from shoal.model.sampling import choose
+
+from .support import naive, with_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,27 +26,8 @@ LONG = Sampling(temperature=1.0, max_tokens=150, eos_ids=())  # longer than two 
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> TorchEngine:
-    engine = TorchEngine("float32")
-    engine.load(tiny_folder)
-    return engine
-
-
-@pytest.fixture(scope="module")
 def groups(engine: TorchEngine) -> list[list[Completion]]:
     return engine.generate(PROMPTS, SEEDS, SOME_END)
-
-
-@torch.no_grad()
-def naive(model: Any, prompt: Sequence[int], seed: int, sampling: Sampling) -> list[int]:
-    """One row, no cache, the whole sequence again for every token."""
-    tokens: list[int] = []
-    for position in range(sampling.max_tokens):
-        logits_1V = model(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
-        tokens += choose(logits_1V, [seed], [position], sampling.temperature)[0].tolist()
-        if tokens[-1] in sampling.eos_ids:
-            break
-    return tokens
 
 
 def only_tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
@@ -53,7 +35,7 @@ def only_tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
 
 
 def flat(groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
-    return [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
+    return with_prompts(PROMPTS, groups)
 
 
 # ---- tokens

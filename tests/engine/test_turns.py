@@ -1,7 +1,6 @@
 """Several turns in one completion: the engine appends what it is given, and samples on from there."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,9 @@ import torch
 
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
-from shoal.model.sampling import choose
 from shoal.model.turns import fit, model_positions, model_spans
+
+from .support import naive, with_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,31 +28,21 @@ def respond(group: int, number: int, tokens: Sequence[int], turns: Sequence[int]
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> TorchEngine:
-    engine = TorchEngine("float32")
-    engine.load(tiny_folder)
-    return engine
-
-
-@pytest.fixture(scope="module")
 def groups(engine: TorchEngine) -> list[list[Completion]]:
     return engine.generate(PROMPTS, SEEDS, SAMPLING, respond)
 
 
 def flat(groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
-    return [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
+    return with_prompts(PROMPTS, groups)
 
 
-@torch.no_grad()
-def naive(model: Any, group: int, number: int) -> tuple[list[int], list[int]]:
-    """Tokens and turns of one completion: a loop over single turns, each the whole sequence again for every token."""
+def by_turns(model: Any, group: int, number: int) -> tuple[list[int], list[int]]:
+    """Tokens and turns of one completion: a loop over single turns."""
     tokens: list[int] = []
     turns: list[int] = []
     while True:
         start = len(tokens)
-        while len(tokens) < SAMPLING.max_tokens and not (len(tokens) > start and tokens[-1] in ENDS):
-            logits_1V = model(torch.tensor([[*PROMPTS[group], *tokens]])).logits[:, -1]
-            tokens += choose(logits_1V, [SEEDS[group][number]], [len(tokens)], SAMPLING.temperature)[0].tolist()
+        tokens += naive(model, [*PROMPTS[group], *tokens], SEEDS[group][number], SAMPLING, start)
         answer = respond(group, number, tokens, turns) if tokens[-1] in ENDS else None
         if not answer:
             return tokens, turns
@@ -68,7 +58,7 @@ def test_the_test_data_has_completions_of_several_lengths_and_turns(groups: list
 def test_turns_equal_a_loop_of_single_turns(engine: TorchEngine, groups: list[list[Completion]]) -> None:
     for g, group in enumerate(groups):
         for number, completion in enumerate(group):
-            assert (completion.tokens, completion.turns) == naive(engine.model, g, number)
+            assert (completion.tokens, completion.turns) == by_turns(engine.model, g, number)
 
 
 def test_given_tokens_stand_where_the_turns_say(groups: list[list[Completion]]) -> None:

@@ -11,7 +11,9 @@ import pytest
 from shoal.evals.completions import EvalError
 from shoal.evals.evaluate import COMPLETIONS, CONFIG, GRADES, evaluate
 from shoal.evals.results import Result
+from shoal.tasks.rewards import graders
 from tests.evals.support import FakeSampler, Killed, contestant, entry, lines, quiet
+from tests.rewards import Always
 
 
 def run(folder: Path, sampler: FakeSampler, *, seed: int = 0, n: int = 8, k: int = 2) -> list[Result]:
@@ -112,15 +114,7 @@ def test_two_evaluations_do_not_share_a_folder_at_once(tmp_path: Path) -> None:
 
 
 def test_a_failing_grader_is_reported_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.tasks.rewards import graders
-    from shoal.tasks.rewards.number import Number
-    from shoal.tasks.task import Grade
-
-    class Broken(Number):
-        def grade(self, tasks, completions):  # type: ignore[no-untyped-def]
-            return [Grade(0.0, "grader_error", "out of order") for _ in tasks]
-
-    monkeypatch.setitem(graders.REWARDS, "number", Broken)
+    monkeypatch.setitem(graders.REWARDS, "number", lambda: Always(0.0, "grader_error", "out of order"))
     [result] = run(tmp_path, FakeSampler())
     assert result.grader_error == 1
     assert result.wrong_format == 0

@@ -24,6 +24,8 @@ from shoal.evals.filter import FORMAT, MANIFEST, RATES, Band, histogram, write_f
 from shoal.evals.passrates import RESULTS, FilterError, PassRates, Result
 from shoal.protocol.messages import MILLION
 
+from ..rewards import Always
+
 BAND = Band.parse("0.25:0.5")
 FILES = (MANIFEST, RATES, RESULTS, "settings.json")
 
@@ -259,18 +261,10 @@ def test_band_ends_are_exact() -> None:
     assert Band.parse("0.1:0.1").holds(result), "one of ten is a tenth"
 
 
-class Failing:
-    def grade(self, tasks_: Sequence[tasks.Task], completions: Sequence[str]) -> list[tasks.Grade]:
-        return [tasks.Grade(0.0, "grader_error", "no module named sympy") for _ in completions]
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_grader_that_fails_stops_the_filter_and_says_why(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks.Graders, "_reward", lambda *asked: Failing())
+    monkeypatch.setattr(tasks.Graders, "_reward", lambda *asked: Always(0.0, "grader_error", "no module named sympy"))
     measured = rates(tiny_folder, tmp_path, 40)
     engine = Scripted(tiny_folder, [0] * 40, ["1"] * 40)
     with pytest.raises(

@@ -11,7 +11,7 @@ from shoal import config as config_module
 from shoal.adversary.cheats import QuantizedWeights
 from shoal.cli.main import FAILED, main
 from shoal.engine.torch_engine import TorchEngine
-from shoal.launch.calibrate import LIMITS, RUN, CalibrationError, calibrate, honest_figures
+from shoal.launch.calibrate import AVERAGES, LIMITS, RUN, CalibrationError, bounds, by_pair, calibrate, honest_figures
 from shoal.rollout.produce import Producer
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.checks import EXPENSIVE
@@ -37,8 +37,10 @@ def out(one_thread: None, tiny_folder: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("calibration") / "made"
     said: list[str] = []
     calibrate(CONFIG, folder, 1, [tiny_folder], said.append)
-    each = "a line for each way to generate, for each limit, what they would do, and for each dtype whether it is exact"
-    assert len(said) == 4 + len(LIMITS) + 1 + 2, each
+    each = (
+        "a line for each way to generate, limit and bound, what they would do, and for each dtype whether it is exact"
+    )
+    assert len(said) == 4 + len(LIMITS) + 4 + 1 + 2, each
     return folder
 
 
@@ -52,6 +54,33 @@ def test_the_limits_it_writes_are_laid_over_a_config(out: Path, tmp_path: Path) 
         assert worst == measured["worst"][statistic]
         assert getattr(resolved.validator, limit) == pytest.approx(max(margin * worst, floor), abs=1e-4)
     assert resolved.validator.row_tokens == CONFIG.validator.row_tokens, "it says nothing of the rest"
+
+
+def test_the_bounds_it_writes_hold_for_the_noisiest_pair(out: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text(config_module.dumps(CONFIG))
+    evidence = config_module.load(base, [], [out / "limits.toml"]).evidence
+    pairs = json.loads((out / "measured.json").read_text())["pairs"]
+    assert set(pairs) == {f"{made}|{judged}" for made in ("float32", "bfloat16") for judged in ("float32", "bfloat16")}
+    for name in AVERAGES:
+        assert getattr(evidence, name) >= max(pair[name] for pair in pairs.values())
+        assert evidence.rates == tuple(sorted(evidence.rates, reverse=True))
+    for pair in pairs.values():
+        assert all(
+            rate > beyond / pair["exposure"] for rate, beyond in zip(evidence.rates, pair["beyond"], strict=True)
+        )
+
+
+def test_bounds_count_misses_by_the_limit_that_is_written_with_them() -> None:
+    row = {"exposure": 100.0, "misses": [0.01, 0.2, 0.5, 2.0]} | dict.fromkeys(AVERAGES, 0.001)
+    noisy = row | {"worker": {"dtype": "bfloat16"}, "validator": {"dtype": "float32"}}
+    quiet = row | {"worker": {"dtype": "float32"}, "validator": {"dtype": "float32"}, "misses": []}
+    pairs = by_pair([noisy, noisy, quiet], 0.8)
+    assert pairs["bfloat16|float32"]["beyond"] == [8, 6, 4, 2] and pairs["bfloat16|float32"]["exposure"] == 200
+    assert pairs["float32|float32"]["beyond"] == [0, 0, 0, 0]
+    found = bounds(pairs)
+    assert found["rates"] == pytest.approx([0.135, 0.105, 0.075, 0.045]), "three times one more than was seen"
+    assert found["logprob_error_mean"] == pytest.approx(0.02 / 1.5, abs=1e-5), "figures near 0 are not held to it"
 
 
 def test_it_measures_every_worker_under_every_validator(out: Path) -> None:

@@ -11,7 +11,7 @@ from shoal.learner.groups import Group, implausible_value
 from shoal.learner.loss import denominator
 from shoal.store.rollouts import read_accepted
 
-from ..turns import MAX_TOKENS, config, register
+from ..turns import MAX_TOKENS, config
 from ..validator.support import ASKED, checked, claim, make_producer, make_validator
 from .support import make_policy
 
@@ -19,13 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def groups(talkative_folder: Path) -> list[Group]:
+def groups(talkative_folder: Path, echo: None) -> list[Group]:
     """As the learner reads them from the accepted file."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        register(monkeypatch)
-        validator = make_validator(talkative_folder, config())
-        verdict, data = checked(validator, claim(), make_producer(talkative_folder, config()).submission(ASKED))
-        validator.judge.quarantine.close()
+    validator = make_validator(talkative_folder, config())
+    verdict, data = checked(validator, claim(), make_producer(talkative_folder, config()).submission(ASKED))
+    validator.judge.quarantine.close()
     assert data is not None, verdict.detail
     rows = read_accepted(data, max_rows=8, max_tokens=512).rows
     return [

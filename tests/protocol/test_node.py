@@ -17,6 +17,7 @@ from shoal.config import Config
 from shoal.errors import restart_helps
 from shoal.protocol import node as node_module
 from shoal.protocol.answers import sign_answer
+from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
@@ -32,11 +33,19 @@ class AllFresh:
         return True
 
 
-def answered(request: httpx.Request, response: httpx.Response, signer: Identity = COORDINATOR) -> httpx.Response:
+def answered(
+    request: httpx.Request, response: httpx.Response, signer: Identity = COORDINATOR, now_s: float | None = None
+) -> httpx.Response:
     """The response, signed as an answer to the request. A stream is left as it is."""
     if isinstance(response.stream, httpx.ByteStream) and "content-encoding" not in response.headers:
         digest = sha256(response.content).digest()
-        headers = sign_answer(signer, request.headers, status=response.status_code, body_sha256=digest)
+        headers = sign_answer(
+            signer,
+            request.headers,
+            status=response.status_code,
+            body_sha256=digest,
+            created_s=int(time.time() if now_s is None else now_s),
+        )
         response.headers.update(headers)
     return response
 
@@ -447,3 +456,38 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
         time.sleep(0.01)
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("off_s", [-600.0, 600.0])
+def test_a_node_whose_clock_is_minutes_off_joins_by_the_coordinators_time(
+    tmp_path: Path, off_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused once, with the time in the refusal; accepted when it asks again."""
+    coordinator, statuses = FakeCoordinator(), []
+
+    def checked(request: httpx.Request) -> httpx.Response:
+        response = coordinator(request)
+        created = int(request.headers["signature-input"].partition("created=")[2].partition(";")[0])
+        if abs(created - time.time()) > 60:
+            response = answered(request, httpx.Response(401, text='{"error": "stale: check the clock"}'))
+        statuses.append(response.status_code)
+        return response
+
+    clock = PoolClock(lambda: time.time() + off_s)
+    node = Node.join(invite(), tmp_path, patience_s=5.0, transport=httpx.MockTransport(checked), clock=clock)
+    assert node.name == "w-0" and statuses == [401, 200]
+    assert "the coordinator's; its requests carry the coordinator's time" in caplog.text
+    assert node.beat().state == "running" and statuses == [401, 200, 200]
+
+
+def test_a_refusal_that_nobody_signed_changes_no_clock(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.signer = None
+    coordinator.answers["/v1/register"] = httpx.Response(401, text='{"error": "stale"}')
+    clock = PoolClock(lambda: time.time() + 600)
+    with pytest.raises(NodeError, match="did not answer"):
+        Node.join(invite(), tmp_path, patience_s=0.3, transport=httpx.MockTransport(coordinator), clock=clock)
+    assert clock.offset_s == 0

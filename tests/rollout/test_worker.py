@@ -198,3 +198,35 @@ def test_relays_are_followed_only_when_the_coordinator_names_some(tmp_path: Path
     node.answer = HeartbeatAnswer(state="running", newest_version=4, relays=["http://r:1"])
     assert follower.wanted() == 4
     assert follower.client().urls == ["http://r:1"] and follower.client().access.run == RUN
+
+
+class SlowUploads(ScriptedNode):
+    """An upload ends when the worker has asked for the task after it."""
+
+    def __init__(self, answers: list[HeartbeatAnswer]) -> None:
+        super().__init__(answers)
+        self.asked = threading.Event()
+        self.announced: list[str | None] = []
+
+    def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
+        self.announced.append(self.finished.submission if self.finished else None)
+        if self.announced[-1]:
+            self.asked.set()
+        return super().beat(wants_task=wants_task)
+
+    def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
+        assert self.asked.wait(60), "the worker waits for this upload before it asks for the next task"
+        self.asked.clear()
+        super().put(path, data, answer)
+
+
+def test_it_asks_for_the_next_task_while_it_uploads_and_names_the_file(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.rollout.worker.SHORT_S", 0.01)
+    node = SlowUploads([running(task(0)), running(task(1)), running(waiting_for="more"), FINISHED])
+    follower = FakeFollower()
+    follower.bring(tiny_folder, 0)
+    assert work(node, follower) == "finished"
+    assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one at a time, in order, none is lost"
+    assert node.announced[:3] == [None, task(0).id, task(1).id]

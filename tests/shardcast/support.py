@@ -276,6 +276,13 @@ def flipped(data: bytes) -> bytes:
     return bytes(changed)
 
 
+def read_and_written_bytes() -> tuple[int, int]:
+    """What this process has read and written so far: by files, and by sendfile (both). Linux."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    figures = {name: int(figure) for name, figure in (line.split(": ") for line in lines)}
+    return figures["rchar"], figures["wchar"]
+
+
 def cached(tmp_path: Path) -> list[str]:
     folder = tmp_path / "cache"
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.exists() else []

@@ -4,6 +4,8 @@ import random
 import shutil
 import threading
 import time
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -12,20 +14,26 @@ from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
 from shoal.shardcast.fetch import client as client_module
 from shoal.shardcast.fetch import partial as partial_module
 from shoal.shardcast.fetch.partial import PartialShard
+from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN, FileEntry
+from shoal.shardcast.format.names import Listing
+from shoal.shardcast.format.stream_files import StreamFiles
 from shoal.shardcast.publish import origin as origin_module
 
+from . import virtual
 from .support import (
     KEY,
     OTHER_KEY,
     PUBLIC_KEY,
     SHARD_BYTES,
     SMALL_BYTES,
+    Stub,
     access,
     against,
     answering,
     between,
     cached,
+    choosing,
     client,
     contents,
     dead_url,
@@ -36,6 +44,7 @@ from .support import (
     plainly,
     published,
     quickly,
+    read_and_written_bytes,
     serving,
     stepped,
     until,
@@ -496,6 +505,93 @@ def test_a_client_that_is_far_behind_fetches_the_anchor_where_that_is_cheapest(t
     _, near = fetched(tmp_path, 2, 4)
     assert near.parent == 2
     assert deltas_in_cache(tmp_path) == [4]
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
+def test_a_chain_of_deltas_reads_and_writes_the_files_once(tmp_path):
+    """The server is in this process: sendfile counts as read and written."""
+    source = origin(tmp_path, anchor_every=100, shard_size_bytes=1 << 20, keep=9)
+    for version in range(6):
+        folder = weights_folder(tmp_path / f"model{version}", version, words=1_000_000, every=5_000)
+        size_bytes = source.publish(folder, version).size_bytes
+
+    def counted(act):
+        had = read_and_written_bytes()
+        act()
+        return [(now - before) / size_bytes for now, before in zip(read_and_written_bytes(), had, strict=True)]
+
+    def act(url):
+        newcomer = client(tmp_path / "new", url)
+        read, written = counted(lambda: newcomer.fetch(5))
+        assert read < 2.3 and written < 3.3, "sent, then read; sent, received, then written"
+        assert contents(newcomer.cache.folder(5)) == contents(tmp_path / "model5")
+        client(tmp_path / "behind", url).fetch(1)
+        behind = client(tmp_path / "behind", url)
+        read, written = counted(lambda: behind.fetch(5))
+        assert read < 1.2 and written < 1.2
+        assert contents(behind.cache.folder(5)) == contents(tmp_path / "model5")
+
+    against(act, tmp_path / "origin")
+
+
+def test_what_this_process_verified_is_not_read_again_by_its_next_client(tmp_path, monkeypatch):
+    published(tmp_path, 7)
+
+    def act(url):
+        folder, manifest = client(tmp_path, url).fetch(7)
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamFiles, "match", lambda files, stream: pytest.fail("read again"))
+            assert client(tmp_path, url).fetch(7, digest=manifest.digest)[0] == folder
+        (folder / "model.safetensors").touch()
+        monkeypatch.setattr(StreamFiles, "match", lambda files, stream: read.append(stream) or True)
+        client(tmp_path, url).fetch(7, digest=manifest.digest)
+
+    read = []
+    against(act, tmp_path / "origin")
+    assert len(read) == 1, "somebody may have written to it"
+
+
+class Published(Stub):
+    """A server of a store without a network, that takes its time to answer."""
+
+    def __init__(self, url, store, takes_s):
+        super().__init__(url, standing=Standing(virtual.now_s))
+        self.store, self.takes_s = store, takes_s
+
+    async def listing(self):
+        await asyncio.sleep(self.takes_s)
+        return Listing(versions=tuple(self.store.versions()))
+
+    async def manifest(self, version):
+        await asyncio.sleep(self.takes_s)
+        signed = self.store.signed(version)
+        return signed, signed.open(PUBLIC_KEY)
+
+    async def shard(self, version, part, incoming):
+        await asyncio.sleep(self.takes_s)
+        incoming.take(self.store.shard_path(version, part, incoming.shard.index).read_bytes())
+
+
+@pytest.mark.parametrize("asked", [None, 1])
+def test_a_relay_that_hangs_costs_a_fetch_at_most_three_tenths_of_a_second(tmp_path, asked):
+    """In virtual time, whichever relay each question and shard is for first: one delta, ten clients that know nothing."""
+    store = stepped(tmp_path, 0, 1).store
+    took_s = []
+    for number in range(10):
+        reader = client(tmp_path / str(number), "http://hangs", "http://quick")
+        for version, hangs_s in ((0, 0.01), (asked, 60.0)):
+            stubs = Published("http://hangs", store, hangs_s), Published("http://quick", store, 0.01)
+
+            @asynccontextmanager
+            async def sources(stubs=stubs):
+                yield choosing(*stubs, patience_s=30)
+
+            reader._sources = sources
+            started_s = virtual.now_s()
+            folder, _ = virtual.run(reader._fetch_version(version, None, deadline_s=1e9))
+        took_s.append(virtual.now_s() - started_s)
+        assert contents(folder) == contents(tmp_path / "model1")
+    assert max(took_s) < 0.3
 
 
 def test_the_delta_of_the_last_fetch_stays_even_where_one_version_is_kept(tmp_path):

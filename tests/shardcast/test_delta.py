@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shoal.shardcast.format import delta, delta_format
-from shoal.shardcast.format.delta import DeltaStats, apply, encode
+from shoal.shardcast.format.delta import DeltaStats, Link, apply, encode, passes
 from shoal.shardcast.format.delta_format import MAGIC, DeltaError, Kind
 from shoal.shardcast.format.safetensors_layout import LayoutError, read_layout
 
@@ -63,10 +64,14 @@ def write_delta(old: Path, new: Path, path: Path) -> DeltaStats:
         return encode(old, new, [name for name, _ in sizes(new)], file.write)
 
 
+def apply_one(old: Path, path: Path, out: Path, files: list[tuple[str, int]]) -> None:
+    apply(old, [Link(path, tuple(files))], out)
+
+
 def round_trip(old: Path, new: Path) -> DeltaStats:
     where = new.parent
     stats = write_delta(old, new, where / "delta")
-    apply(old, where / "delta", where / "out", sizes(new))
+    apply_one(old, where / "delta", where / "out", sizes(new))
     assert contents(where / "out") == contents(new)
     assert stats.delta_bytes == (where / "delta").stat().st_size
     assert stats.size_bytes == sum(size_bytes for _, size_bytes in sizes(new))
@@ -191,7 +196,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch) -> None:
         tracemalloc.start()
         with (tmp_path / "delta").open("wb") as file:
             encode(tmp_path / "old", tmp_path / "new", [name for name, _ in files], file.write)
-        apply(tmp_path / "old", tmp_path / "delta", tmp_path / "out", files)
+        apply_one(tmp_path / "old", tmp_path / "delta", tmp_path / "out", files)
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak_bytes < 1 << 19
@@ -216,14 +221,14 @@ def test_another_old_version_is_refused(tmp_path, versions, harm, reason) -> Non
     write_delta(old, new, tmp_path / "delta")
     harm(old)
     with pytest.raises(DeltaError, match=reason):
-        apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
+        apply_one(old, tmp_path / "delta", tmp_path / "out", sizes(new))
 
 
 def apply_garbage(old: Path, garbage: bytes, files: list[tuple[str, int]], out: Path) -> None:
     """DeltaError, or files of the right sizes."""
     out.with_name("garbage").write_bytes(garbage)
     try:
-        apply(old, out.with_name("garbage"), out, files)
+        apply_one(old, out.with_name("garbage"), out, files)
     except DeltaError as error:
         assert str(error)
     else:
@@ -239,10 +244,10 @@ def test_a_delta_cut_off_anywhere_is_refused(tmp_path, versions) -> None:
         for size_bytes in (*range(0, len(data), 3), len(data) - 1):
             (tmp_path / "delta").write_bytes(data[:size_bytes])
             with pytest.raises(DeltaError, match="truncated"):
-                apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
+                apply_one(old, tmp_path / "delta", tmp_path / "out", sizes(new))
         (tmp_path / "delta").write_bytes(data + b"\0")
         with pytest.raises(DeltaError, match="extra bytes after its last file"):
-            apply(old, tmp_path / "delta", tmp_path / "out", sizes(new))
+            apply_one(old, tmp_path / "delta", tmp_path / "out", sizes(new))
 
 
 def test_any_flipped_bit_ends_in_an_error_or_in_the_right_sizes(tmp_path, versions) -> None:
@@ -293,7 +298,7 @@ CLAIMS_MUCH = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + b"\x01\x00\
 def test_a_plane_has_exactly_the_size_asked_for(tmp_path, plane, reason) -> None:
     (tmp_path / "delta").write_bytes(MAGIC + bytes([Kind.WHOLE]) + struct.pack("<I", len(plane)) + plane)
     with pytest.raises(DeltaError, match=reason):
-        apply(tmp_path, tmp_path / "delta", tmp_path / "out", [("f", 100)])
+        apply_one(tmp_path, tmp_path / "delta", tmp_path / "out", [("f", 100)])
 
 
 CHANGES = bytes([Kind.CHANGES])
@@ -316,7 +321,7 @@ def test_changes_lie_within_their_piece(tmp_path, versions, body, reason) -> Non
     start = MAGIC + bytes([Kind.TENSORS]) + blake3(read_layout(path).header).digest()
     (tmp_path / "delta").write_bytes(start + body)
     with pytest.raises(DeltaError, match=reason):
-        apply(old, tmp_path / "delta", tmp_path / "out", [(path.name, path.stat().st_size)])
+        apply_one(old, tmp_path / "delta", tmp_path / "out", [(path.name, path.stat().st_size)])
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 9, struct.pack("<Q", 5) + b"[" * 5])
@@ -370,3 +375,76 @@ def test_the_layout_is_the_one_that_safetensors_writes(tmp_path) -> None:
     }
     data = (tmp_path / "m").read_bytes()
     assert data[found["z"].offset_bytes : found["z"].end_bytes] == struct.pack("<q", 7)
+
+
+# Chains
+
+
+def write_chain(tmp_path: Path, *folders: Path) -> list[Link]:
+    links = []
+    for old, new in pairwise(folders):
+        links.append(Link(tmp_path / f"{old.name}-{new.name}", tuple(sizes(new))))
+        write_delta(old, new, links[-1].delta)
+    return links
+
+
+def chain_of(tmp_path: Path, versions: int) -> list[Path]:
+    """Versions of two files: words of both tensors change here and there, one of them all at once in version 2, and a file
+    without tensors in versions 1 and 3."""
+    words = np.random.default_rng(3).integers(0, 1 << 16, 350 + 64 + 2, dtype=np.uint16)
+    made = []
+    for version in range(versions):
+        words[version : 350 : 7 + version] += version
+        if version == 2:
+            words[350:414] = np.random.default_rng(4).integers(0, 1 << 16, 64, dtype=np.uint16)
+        made.append(tmp_path / f"v{version}")
+        write_tensors(made[-1] / "model.safetensors", TENSORS, words.tobytes())
+        (made[-1] / "config.json").write_bytes(b"%d" % ((version + 1) // 2))
+    return made
+
+
+@pytest.mark.parametrize("piece_words", [10, 1 << 20])
+def test_a_chain_of_deltas_is_applied_in_one_pass(tmp_path, piece_words) -> None:
+    with pieces_of(piece_words):
+        folders = chain_of(tmp_path, 5)
+        (run,) = passes(write_chain(tmp_path, *folders))
+        assert len(run) == 4
+        written = bytearray()
+        apply(folders[0], run, tmp_path / "out", written.extend)
+    assert contents(tmp_path / "out") == contents(folders[-1])
+    assert written == b"".join(data for _, data in sorted(contents(folders[-1]).items()))
+
+
+@pytest.mark.parametrize("broken", ["first", "middle", "last"])
+def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken) -> None:
+    folders = chain_of(tmp_path, 4)
+    run = write_chain(tmp_path, *folders)
+    path = run[["first", "middle", "last"].index(broken)].delta
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DeltaError):
+        apply(folders[0], run, tmp_path / "out")
+
+
+def test_a_chain_is_cut_where_one_pass_cannot_follow(tmp_path) -> None:
+    """Version 2 has one file more; in version 4 the tensors are laid out anew, in a file of the same size."""
+    folders = chain_of(tmp_path, 6)
+    for folder in folders[2:]:
+        (folder / "more.json").write_bytes(b"{}")
+    for folder in folders[4:]:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes().replace(b"b.weight", b"c.weight"))
+    links = write_chain(tmp_path, *folders)
+    runs = passes(links)
+    assert [len(run) for run in runs] == [1, 2, 1, 1]
+    made = folders[0]
+    for place, run in enumerate(runs):
+        apply(made, run, tmp_path / f"out{place}")
+        made = tmp_path / f"out{place}"
+    assert contents(made) == contents(folders[-1])
+
+
+def test_encoding_passes_on_every_byte_of_the_new_files_in_order(versions, tmp_path) -> None:
+    passed = bytearray()
+    names = [name for name, _ in sizes(versions[1])]
+    encode(*versions, names, lambda data: None, passed.extend)
+    assert passed == b"".join((versions[1] / name).read_bytes() for name in names)

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from .support import (
     model_folder,
     origin,
     published,
+    read_and_written_bytes,
     stepped,
     weights_folder,
 )
@@ -183,9 +185,25 @@ def test_a_delta_makes_the_version_out_of_the_one_before(tmp_path):
     manifest = opened(stepped(tmp_path, 0, 1), 1)
     shards = sorted((tmp_path / "origin/v000001/delta").glob("*.shard"))
     (tmp_path / "delta").write_bytes(b"".join(shard.read_bytes() for shard in shards))
-    files = [(file.path, file.size_bytes) for file in manifest.files]
-    delta.apply(tmp_path / "model0", tmp_path / "delta", tmp_path / "made", files)
+    link = delta.Link(tmp_path / "delta", tuple((file.path, file.size_bytes) for file in manifest.files))
+    delta.apply(tmp_path / "model0", [link], tmp_path / "made")
     assert contents(tmp_path / "made") == contents(tmp_path / "model1")
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc/self/io")
+@pytest.mark.parametrize("anchor_every", [100, 1])
+def test_a_version_and_the_one_before_are_read_once_and_only_anchors_are_written(tmp_path, anchor_every):
+    words = 3_000_000  # smaller files are also searched for private keys
+    source = origin(tmp_path, anchor_every=anchor_every, shard_size_bytes=1 << 20)
+    for version in range(3):
+        weights_folder(tmp_path / f"model{version}", version, words=words, every=5_000)
+    source.publish(tmp_path / "model0", 0)
+    for version in (1, 2):
+        had_read, had_written = read_and_written_bytes()
+        size_bytes = source.publish(tmp_path / f"model{version}", version).size_bytes
+        read, written = read_and_written_bytes()
+        assert read - had_read < 2.1 * size_bytes, "the version and its parent, each once"
+        assert written - had_written < (0.1 if anchor_every > 1 else 1.1) * size_bytes
 
 
 def test_versions_may_be_skipped(tmp_path):

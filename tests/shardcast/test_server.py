@@ -516,6 +516,27 @@ def test_the_head_of_an_arriving_shard(tmp_path):
 # Readers that waste a connection
 
 
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01" * 100, b"GET / HTTP/1.1\r\nx-a: " + bytes(100_000)], ids=["tls", "header"]
+)
+def test_what_is_not_http_is_refused_and_not_logged(tmp_path, caplog, sent):
+    """Otherwise strangers fill the log, a hundred kilobytes at a time."""
+
+    async def run():
+        runner, port = await serve(app(whole(tmp_path)), shutdown_s=0.05)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent + b"\r\n\r\n")
+            line = await reader.readline()
+            writer.close()
+            return line
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(run()).split()[1] == b"400"
+    assert not caplog.records
+
+
 def endless(tmp_path) -> Store:
     """One shard of 64 MB, more than kernels hold for a reader."""
     return whole(tmp_path, data=bytes(64 << 20), shard_bytes=64 << 20)

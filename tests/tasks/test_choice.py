@@ -1,6 +1,7 @@
 """The multiple-choice reward: which letter a completion answers with."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,13 @@ def test_forms_that_are_no_answer(text: str) -> None:
 def test_another_letter_is_wrong_and_not_a_wrong_format() -> None:
     [grade] = Choice().grade([TASK], ["Answer: C"])
     assert (grade.score, grade.outcome, grade.detail) == (0.0, "graded", "C, expected B")
+
+
+@pytest.mark.parametrize("answer", ["", "7", "BB", "b", "I"])
+def test_a_task_whose_answer_is_no_letter_is_a_grader_error(answer: str) -> None:
+    [grade] = Choice().grade([replace(TASK, answer=answer)], ["Answer: B"])
+    assert (grade.score, grade.outcome) == (0.0, "grader_error")
+    assert grade.detail == f"the task's answer {answer!r} is no letter of a choice"
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,8 @@ def test_plain_assert_lines_and_exceptions_of_builtin_types(code: Code) -> None:
 @pytest.mark.parametrize(
     ("tests", "detail"),
     [
-        ("", "cannot be read"),
+        ("", "the task has no tests: say which column holds them"),
+        ('"assert f(1) == 2"', """the task's tests are "assert f(1) == 2", not an object"""),
         ("{}", "cannot be read"),
         ('{"kind": "other"}', "known: stdin, functional, asserts"),
         ('{"kind": "stdin", "cases": []}', "no cases"),

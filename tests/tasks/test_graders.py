@@ -1,6 +1,5 @@
 """Which reward grades a task: its source's, or its own where the source names none."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,25 +11,14 @@ from shoal.tasks.rewards.graders import GradeError, Graders
 from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade
 
+from ..rewards import Always
+
 TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
-
-
-class Fixed:
-    """A reward that gives one score."""
-
-    def __init__(self, score: float) -> None:
-        self.score = score
-
-    def grade(self, tasks_: Sequence[tasks.Task], completions: Sequence[str]) -> list[tasks.Grade]:
-        return [tasks.Grade(self.score) for _ in completions]
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graders, "REWARDS", {"half": lambda: Fixed(0.5), "whole": lambda: Fixed(1.0)})
+    monkeypatch.setattr(graders, "REWARDS", {"half": lambda: Always(0.5), "whole": lambda: Always(1.0)})
 
 
 def section(reward: str = "") -> TaskSection:

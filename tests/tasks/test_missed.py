@@ -1,5 +1,6 @@
 """What missed tasks would have scored: chance for an honest worker, a lean for one that picks."""
 
+import math
 import random
 
 import pytest
@@ -8,7 +9,7 @@ from shoal.protocol.messages import MILLION
 from shoal.tasks import Task
 from shoal.tasks.curriculum import Rate
 from shoal.tasks.derive import GroupPlan
-from shoal.tasks.missed import expected_scores, lean
+from shoal.tasks.missed import evidence, expected_scores, lean
 
 TASKS = [Task(id=str(n), question="", answer="", source="hard" if n % 2 else "easy") for n in range(40)]
 RATES = {n: Rate(16 * MILLION, (2 if n % 2 else 14) * MILLION) for n in range(30)}
@@ -41,3 +42,25 @@ def test_one_that_leaves_out_hard_tasks_leans_and_an_honest_one_does_not() -> No
 
 def test_without_a_missed_task_there_is_nothing_to_say() -> None:
     assert lean([], [0.5]).lean == 0 and lean([0.5], []).effect == 0
+
+
+def test_the_evidence_for_leaving_out_hard_tasks_grows_and_an_honest_workers_is_bounded_by_chance() -> None:
+    """The mean payoff of honest workers, also of those that die over long tasks: at most 1 for every bet."""
+    draw = random.Random(0)
+    paid: list[tuple[float, float]] = []
+    for _ in range(400):
+        scores = expected_scores([plan(draw.randrange(40)) for _ in range(60)], TASKS, RATES, MEANS)
+        left = [draw.random() < (0.2 if score < 0.5 else 0.1) for score in scores]
+        missed = [score for score, out in zip(scores, left, strict=True) if out]
+        done = [score for score, out in zip(scores, left, strict=True) if not out]
+        paid.append((evidence(missed, done)[0], evidence(missed, done)[1]))
+    assert sum(math.exp(hard) for hard, _ in paid) / 400 < 1.2
+    assert sum(math.exp(easy) for _, easy in paid) / 400 < 1.2
+    scores = expected_scores([plan(draw.randrange(40)) for _ in range(400)], TASKS, RATES, MEANS)
+    left = [score < 0.5 and draw.random() < 0.8 for score in scores]
+    missed = [score for score, out in zip(scores, left, strict=True) if out]
+    done = [score for score, out in zip(scores, left, strict=True) if not out]
+    hard, easy = evidence(missed, done)
+    assert hard > math.log(1e6) and easy < 0
+    assert evidence(done, missed)[1] > math.log(1e6), "and so for easy ones"
+    assert evidence([], []) == (0.0, 0.0)

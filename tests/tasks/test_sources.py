@@ -103,6 +103,16 @@ def test_line_separators_within_a_question_end_no_line(tmp_path: Path) -> None:
     assert len(tasks.load(section(path)).train) == 16
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain.jsonl", rows(20, "Ann"))
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    plain_questions, marked_questions = (
+        sorted(task.question for task in tasks.load(section(path)).train) for path in (plain, marked)
+    )
+    assert marked_questions == plain_questions
+
+
 def test_gzip_and_parquet_hold_what_json_lines_hold(folder: Path, tmp_path: Path) -> None:
     wanted = tasks.load(apart(folder, name="one")).digest
     for split, lines in (("train", rows(20, "Ann")), ("test", rows(6, "Bob"))):
@@ -172,11 +182,13 @@ GOOD = '{"question": "?", "answer": "#### 5"}\n'
         (GOOD.encode() + b'{"question": " \\n", "answer": "#### 5"}', r"row 2: the question is empty; remove the row"),
         (GOOD.encode() + b'{"question": ["?"], "answer": "#### 5"}', r"row 2: column question holds a list, not text"),
         (GOOD.encode() + b'{"question": "\\ud800", "answer": "#### 5"}', r"row 2: question holds half a surrogate"),
-        (b"{", r"row 1 is not readable as JSON \(.*\); correct or remove the line"),
+        (b"{", r"row 1 is not readable as JSON \(.*\); a row is one object on one line: correct or remove it"),
+        (b'[\n {"question": "?", "answer": "#### 5"}\n]', r"row 1 is not readable as JSON .* one object on one line"),
+        (GOOD.encode("utf-16"), r"row 1 is not UTF-8 \(byte 0xff at 0\); convert the file: iconv -f UTF-16"),
         (b"[" * 100_000, r"row 1 is not readable as JSON"),
         (
             GOOD.encode() + b'{"question": "caf\xe9"}',
-            r"row 2 is not UTF-8 \(byte 0xe9 at 17\); convert the file: iconv",
+            r"row 2 is not UTF-8 \(byte 0xe9 at 17\); convert the file: iconv -f LATIN1",
         ),
         (b"", r"holds no rows"),
         (b"\n \n", r"holds no rows"),

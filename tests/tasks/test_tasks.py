@@ -17,6 +17,7 @@ from shoal.tasks.derive import GroupPlan, max_rollouts, plan_groups, plan_submis
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
 
+from ..rewards import Always
 from ..workers import assignment
 
 HELDOUT, TRAIN = ["19 + 17", "5 + 7", "6 + 5", "20 + 21"], ["25 + 27", "5 + 3", "10 + 24", "23 + 11"]  # by a hash
@@ -166,7 +167,8 @@ def test_worker_and_validator_plan_by_the_same_call() -> None:
     task_set = tasks.load(config.tasks)
     plans = plan_submission(config, "run-0", asked, "cd" * 32, task_set, Curriculum())
     assert plans == plan_groups(**PLAN | {"pick": task_set.pick})
-    assert sum(len(plan.seeds) for plan in plans) == max_rollouts(config) == 8
+    assert sum(len(plan.seeds) for plan in plans) == 8
+    assert max_rollouts(config) == 2 * config.workers.largest == 64, "of the largest task that a fast worker gets"
 
 
 # --- prompts and rewards ------------------------------------------------------------------------------------
@@ -216,23 +218,10 @@ def test_the_text_of_a_completion_is_without_special_tokens(tokenizer: Any) -> N
     assert completion_text(tokenizer, [*tokens, tokenizer.eos_token_id]) == "5"
 
 
-class OneScore:
-    """A reward that gives one score."""
-
-    def __init__(self, score: float) -> None:
-        self.score = score
-
-    def grade(self, tasks_: Sequence[tasks.Task], completions: Sequence[str]) -> list[tasks.Grade]:
-        return [tasks.Grade(self.score) for _ in completions]
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("score", [1.5, -0.1, math.nan, math.inf])
 def test_a_score_outside_of_0_to_1_stops_with_the_name_of_the_task(score: float) -> None:
     graders = tasks.Graders(TaskSection())
-    graders.rewards["number"] = OneScore(score)
+    graders.rewards["number"] = Always(score)
     with pytest.raises(GradeError, match=r"gives .* for task 2\+3; scores must be within \[0, 1\]"):
         graders.grade([replace(TASK, reward="number")], ["5"])
 
@@ -241,6 +230,6 @@ def test_each_task_is_graded_by_the_reward_of_its_source() -> None:
     names = {"a": "number", "b": "math"}
     sources = [SourceSection(name=name, generator="arithmetic", reward=reward) for name, reward in names.items()]
     with tasks.Graders(TaskSection(sources=sources)) as graders:
-        graders.rewards |= {"number": OneScore(0.25), "math": OneScore(0.75)}
+        graders.rewards |= {"number": Always(0.25), "math": Always(0.75)}
         asked = [replace(TASK, source=source) for source in "bab"]
         assert [grade.score for grade in graders.grade(asked, ["", "", ""])] == [0.75, 0.25, 0.75]

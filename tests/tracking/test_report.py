@@ -64,7 +64,9 @@ def status(**values: Any) -> tuple[Status, RunHistory]:
         ],
         "reject_reasons": {"proof": 2},
         "slashed": ["liar"],
-        "stale_groups": 0,
+        "stale_groups": 3,
+        "late_groups": 4,
+        "useful_groups": 200,
         "tokens_generated": 40_000,
         "exact": Exactness(submissions=39, tokens=38_000),
     }
@@ -108,6 +110,7 @@ def test_the_summary_has_exactly_these_keys_and_values(tmp_path: Path) -> None:
     summary = report(tmp_path, status())
     assert summary == {
         "config": CONFIG.model_dump(mode="json"),
+        "waste": {"too_old": 3, "too_late": 4, "of": 204, "share": 7 / 204},
         "seed": 7,
         "steps": 3,
         "wall_s": 101.5,

@@ -240,6 +240,17 @@ def test_a_group_is_reported_with_its_task_target_scores_and_outcomes(judge: Jud
     assert first.outcomes == Outcomes(graded=2, wrong_format=1, grader_error=1) and first.error == "x" * 500
     assert second.outcomes == Outcomes(graded=4) and second.error == "" and second.score_millionths == 2 * MILLION
     assert first.reward_mean == pytest.approx(sum(case.rewards[:4]) / 4)
+    assert first.parts == {}
+
+
+def test_a_group_reports_each_of_several_rewards_without_the_folder_of_its_file(
+    judge: Judge, files: list[bytes]
+) -> None:
+    case = judge.grade(opened(judge, files)[0])
+    scores = [(1.0, 0.5), (0.0, 0.25), (0.0, 0.25), (0.0, 0.0)] * 2
+    grades = [Grade(exact, parts={"/home/ann/mine.py:exact": exact, "number": number}) for exact, number in scores]
+    first, _ = group_results(replace(case, grades=grades), judge.tokenizer)
+    assert first.parts == {"mine.py:exact": 0.25, "number": 0.25}
 
 
 def test_a_worker_that_draws_by_another_page_is_rejected(

@@ -1,6 +1,6 @@
 """Rollouts in several turns: honest ones are accepted, and whoever changes what the environment said is found out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,20 @@ from shoal.validator.by_hand import verify
 from shoal.validator.checks import FAR, endings, special_tokens, termination
 from shoal.validator.service import Validator
 
-from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config, register
+from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config
 from ..workers import ALICE, produced, signed
 from .support import ASKED, assignment, case_of, checked, claim, judged, make_producer, make_validator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        register(monkeypatch)
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "echo")
 
 
 @pytest.fixture(scope="module")
-def worker(talkative_folder: Path, _environments: None) -> Producer:
+def worker(talkative_folder: Path, echo: None) -> Producer:
     return make_producer(talkative_folder, config())  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def validator(talkative_folder: Path, _environments: None) -> Validator:
+def validator(talkative_folder: Path, echo: None) -> Validator:
     return make_validator(talkative_folder, config())
 
 

@@ -225,6 +225,11 @@ def test_the_screen_says_that_the_grader_fails() -> None:
     assert "grader" not in screen(mid_run(), 160)
 
 
+def test_a_worker_that_drains_is_shown_with_the_reason() -> None:
+    text = screen(status(nodes=[node("worker-0", state="draining", reason="drained by the operator")]), 120)
+    assert "draining: drained by the operator" in row(text, "worker-0")
+
+
 def test_a_suspended_worker_is_shown_with_the_reason() -> None:
     text = screen(status(nodes=[node("worker-0", suspended_s=90.0, suspension="3 tasks expired")]), 120)
     assert "suspended for 1m 30s: 3 tasks expired" in row(text, "worker-0")

@@ -1,14 +1,18 @@
 """Spending the tolerance: an attacker that has read the limits and chooses among the tokens that they allow.
 
 At each position it knows every token's score under its seed. A token whose score misses the winner's by less than the
-margin's limit, while the submission's budget lasts, passes the checks with limits. It tries each such change, completes
-the rest honestly and keeps the change if the reward rises (or falls).
+margin's limit, while the submission's budget lasts, passes the checks with limits. It tries every such change, completes
+the rest honestly, and makes the cheapest ones that raise (or lower) the reward.
+How much it spends is its plan. The tests over many submissions (`coordinator/spending.py`) are made to find any plan that
+gains much; `PLANS` has one for each budget, and those that a reader of these tests would think of.
 In an exactness class every such token has a margin above 0: nothing is left to choose.
 
 Invariant: everything else is honest: states, logprobs and proofs are those of the claimed weights for the chosen tokens.
-Called by `attacks`. Left out: choosing for anything else than reward.
+Called by `attacks` and by benchmarks/spending_real.py. Left out: choosing for anything else than reward, several changes
+of one completion, and completions of several turns.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +24,28 @@ from shoal.model.sampling import gumbel_noise, position_keys
 from shoal.tasks.derive import GroupPlan
 
 SPENT = 0.9  # of each limit
+FAR = 4  # margins: the validator rejects a submission with one token beyond
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of the tolerance is spent. Shares of limits are of those in [validator]."""
+
+    reach: float = SPENT  # of sampling_margin: how far a chosen token may miss
+    mean: float = SPENT  # of sampling_margin_mean, over the submission
+    rate: float = math.inf  # of the bound on changed tokens, `evidence.rates`
+    far: int = 0  # tokens in a submission that miss by more than the reach, up to 90 % of FAR margins
+    decoys: float = 0.0  # tokens changed for nothing, for each that is changed for the reward
+
+
+PLANS = {
+    "90 % of the mean margin": Plan(),
+    "two tokens beyond the margin": Plan(reach=0.0, far=2),
+    "up to half of the margin": Plan(reach=1 / 2),
+    "up to an eighth of the margin": Plan(reach=1 / 8),
+    "an eighth, a quarter of the bound's rate": Plan(reach=1 / 8, rate=1 / 4),
+    "an eighth, a quarter of the rate, as many decoys": Plan(reach=1 / 8, rate=1 / 4, decoys=1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -33,40 +59,53 @@ class Swap:
     margin: float  # nats
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A swap, what the seed yields after it, and how much higher the reward is then."""
+
+    swap: Swap
+    completion: Completion
+    before: float  # the reward without it
+    gain: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.swap.group, self.swap.number
+
+    @property
+    def cost(self) -> float:
+        """What it adds to the sum of margins; the validator counts a nat of each at most."""
+        return min(self.swap.margin, 1.0)
+
+
 class SpendsTolerance(Attack):
     """Swaps tokens within 90 % of the limits where that raises the reward."""
 
     direction = 1.0  # of the reward
+    spending = PLANS["90 % of the mean margin"]
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         groups = super().complete(prompts, plans)
-        limits = self.config.validator
-        tokens = sum(len(completion.logprobs) for group in groups for completion in group)
-        left = SPENT * limits.sampling_margin_mean * tokens  # nats, summed over the submission
-        for swap in self.swaps(plans, groups):
-            if swap.margin > left or swap.margin > SPENT * limits.sampling_margin:
-                continue
-            old = groups[swap.group][swap.number]
-            if swap.position >= len(old.tokens):
-                continue
-            new = self.continued(prompts[swap.group], plans[swap.group], swap, old)
-            plan = plans[swap.group]
-            gained = self.rewards([(plan, new)])[0] - self.rewards([(plan, old)])[0]
-            if self.direction * gained > 0:
-                groups[swap.group][swap.number] = new
-                left -= swap.margin
+        swaps, movable = self.swaps(plans, groups)
+        farthest = max(self.spending.reach, SPENT * FAR if self.spending.far else 0.0)
+        within = [swap for swap in swaps if swap.margin <= farthest * self.config.validator.sampling_margin]
+        tried = self.tried(prompts, plans, groups, within)
+        for one in self.chosen(tried, sum(len(c.logprobs) for group in groups for c in group), movable):
+            groups[one.swap.group][one.swap.number] = one.completion
         return self.scored(prompts, groups)
 
     @torch.inference_mode()
-    def swaps(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Swap]:
-        """The second-best token of every position, nearest first. Single-turn completions only."""
-        found = []
+    def swaps(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> tuple[list[Swap], float]:
+        """The second-best token of every position, nearest first; and how many tokens numerics could move: the sum of
+        1 - P(token)."""
+        found, movable = [], 0.0
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
                 if completion.turns:
                     continue
                 hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
                 scaled_TV = self.model.lm_head(hidden_TH).float().cpu() / self.sampling.temperature
+                movable += sum(1.0 - math.exp(logprob) for logprob in completion.logprobs)
                 count, vocabulary = scaled_TV.shape
                 keys_T = position_keys([plans[g].seeds[number]] * count, range(count))
                 ids_V = torch.arange(vocabulary).numpy()
@@ -75,19 +114,73 @@ class SpendsTolerance(Attack):
                 for position, (pair, tokens) in enumerate(zip(best_T2.tolist(), token_T2.tolist(), strict=True)):
                     other = tokens[1] if tokens[0] == completion.tokens[position] else tokens[0]
                     found.append(Swap(g, number, position, other, pair[0] - pair[1]))
-        return sorted(found, key=lambda swap: swap.margin)
+        return sorted(found, key=lambda swap: swap.margin), movable
 
-    def continued(self, prompt: Sequence[int], plan: GroupPlan, swap: Swap, old: Completion) -> Completion:
-        """The completion with this token, and what the seed yields after it."""
-        kept = [*old.tokens[: swap.position], swap.token]
-        room = self.sampling.max_tokens - len(kept)
-        if swap.token in self.sampling.eos_ids or not room:
-            return replace(old, tokens=kept, logprobs=[0.0] * len(kept))
-        seed = shifted(plan.seeds[swap.number], len(kept))
-        sampling = replace(self.sampling, max_tokens=room)
-        [[rest]] = self.engine.generate([[*prompt, *kept]], [[seed]], sampling, None)
-        tokens = kept + rest.tokens
-        return replace(old, tokens=tokens, logprobs=[0.0] * len(tokens))
+    def tried(
+        self,
+        prompts: Sequence[Sequence[int]],
+        plans: Sequence[GroupPlan],
+        groups: Sequence[Sequence[Completion]],
+        swaps: Sequence[Swap],
+    ) -> list[Tried]:
+        """Every swap with the rest of its completion and its gain, in the same order."""
+        old = [groups[swap.group][swap.number] for swap in swaps]
+        new: list[Completion | None] = [None] * len(swaps)
+        for position in sorted({swap.position for swap in swaps}):
+            here = [n for n, swap in enumerate(swaps) if swap.position == position]
+            texts = self.continued(prompts, plans, [swaps[n] for n in here], [old[n] for n in here])
+            for n, tokens in zip(here, texts, strict=True):
+                new[n] = replace(old[n], tokens=tokens, logprobs=[0.0] * len(tokens))
+        done = [completion for completion in new if completion is not None]
+        before = self.rewards([(plans[swap.group], one) for swap, one in zip(swaps, old, strict=True)])
+        after = self.rewards([(plans[swap.group], one) for swap, one in zip(swaps, done, strict=True)])
+        return [
+            Tried(swap, completion, reward, changed - reward)
+            for swap, completion, reward, changed in zip(swaps, done, before, after, strict=True)
+        ]
+
+    def continued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        plans: Sequence[GroupPlan],
+        swaps: Sequence[Swap],
+        old: Sequence[Completion],
+    ) -> list[list[int]]:
+        """The tokens of each completion with its swap, and what its seed yields after it. All swaps are at one position."""
+        kept = [[*one.tokens[: swap.position], swap.token] for swap, one in zip(swaps, old, strict=True)]
+        room = self.sampling.max_tokens - len(kept[0])
+        going = [n for n, swap in enumerate(swaps) if room and swap.token not in self.sampling.eos_ids]
+        if going:
+            rests = self.engine.generate(
+                [[*prompts[swaps[n].group], *kept[n]] for n in going],
+                [[shifted(plans[swaps[n].group].seeds[swaps[n].number], len(kept[n]))] for n in going],
+                replace(self.sampling, max_tokens=room),
+                None,
+            )
+            for n, [rest] in zip(going, rests, strict=True):
+                kept[n] = kept[n] + rest.tokens
+        return kept
+
+    def chosen(self, tried: Sequence[Tried], tokens: int, movable: float) -> list[Tried]:
+        """What the plan pays for, of swaps that come nearest first: one for each completion at most."""
+        plan, limits = self.spending, self.config.validator
+        nats = plan.mean * limits.sampling_margin_mean * tokens
+        near = plan.rate * self.config.evidence.rates[0] * movable / (1.0 + plan.decoys)
+        far = float(plan.far)
+        taken: dict[tuple[int, int], Tried] = {}
+        for one in tried:
+            beyond = one.swap.margin > plan.reach * limits.sampling_margin
+            useful = self.direction * one.gain > 0 and one.place not in taken
+            if useful and one.cost <= nats and (far if beyond else near) >= 1:
+                far, near, nats = far - beyond, near - (not beyond), nats - one.cost
+                taken[one.place] = one
+        # Decoys in the completions that speak least for a choice: the worse ones, to raise the reward.
+        decoys = round(plan.decoys * len(taken))
+        for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
+            if decoys and one.gain == 0 and one.place not in taken and one.cost <= nats:
+                decoys, nats = decoys - 1, nats - one.cost
+                taken[one.place] = one
+        return list(taken.values())
 
 
 class SpendsToleranceDown(SpendsTolerance):

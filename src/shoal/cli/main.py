@@ -2,7 +2,7 @@
 
     shoal run CONFIG                     everything on this machine; `prepare` and `clean` go with it
     shoal pool init CONFIG --dir DIR     a pool of several machines: the coordinator's folder and all invites
-    shoal coordinator --dir DIR          its control plane; `invite`, `evict`: one node more or less; `status`
+    shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
@@ -40,6 +40,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "coordinator": pool.coordinator,
     "invite": pool.invite,
     "evict": pool.evict,
+    "drain": pool.drain,
+    "readmit": pool.readmit,
     "status": pool.status,
     **dict.fromkeys(ROLES, nodes.node),
     "origin": nodes.origin,

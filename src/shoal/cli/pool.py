@@ -64,6 +64,15 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     evict_.add_argument("dir", type=Path, help="the coordinator's folder")
     evict_.add_argument("name", help="the relay's name, as `shoal status` shows it")
 
+    drain_ = commands.add_parser("drain", help="let a worker finish its task and leave, without penalty")
+    drain_.add_argument("dir", type=Path, help="the coordinator's folder; with --join: the worker's own")
+    drain_.add_argument("name", nargs="?", help="the worker's name, as `shoal status` shows it")
+    drain_.add_argument("--join", metavar="INVITE", help="on the worker's machine: the invite that it joined with")
+
+    readmit_ = commands.add_parser("readmit", help="give tasks again to a worker that was dismissed or has left")
+    readmit_.add_argument("dir", type=Path, help="the coordinator's folder")
+    readmit_.add_argument("name", help="the worker's name, as `shoal status` shows it")
+
     status_ = commands.add_parser("status", help="show the state of any pool")
     status_.add_argument("pool", metavar="URL|DIR", help="the coordinator's URL, or the folder of a run or coordinator")
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
@@ -146,10 +155,38 @@ def invite(arguments: argparse.Namespace) -> None:
 
 
 def evict(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.service import evict_from
+    from shoal.coordinator.steering import evict_from
 
     evict_from(arguments.dir, arguments.name)
     sys.stdout.write(f"{arguments.name} is evicted: nodes stop asking it within seconds\n")
+
+
+def drain(arguments: argparse.Namespace) -> None:
+    if bool(arguments.name) == bool(arguments.join):
+        raise UsageError(
+            "give the worker's NAME and the coordinator's folder, or --join INVITE and the worker's folder"
+        )
+    if arguments.join:
+        from shoal.protocol.identity import Identity
+        from shoal.protocol.invite import read_invite
+        from shoal.protocol.messages import Ok
+        from shoal.protocol.node import KEY, Node
+
+        Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
+    else:
+        from shoal.coordinator.steering import drain_from
+
+        drain_from(arguments.dir, arguments.name)
+    sys.stdout.write(
+        f"{arguments.name or 'this worker'} gets no new tasks; its process ends once it has uploaded what it holds\n"
+    )
+
+
+def readmit(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.steering import readmit_from
+
+    readmit_from(arguments.dir, arguments.name)
+    sys.stdout.write(f"{arguments.name} gets tasks again; if its process has ended, start it\n")
 
 
 def status(arguments: argparse.Namespace) -> None:

@@ -132,10 +132,22 @@ class WorkerSection(Section):
     """The machines that generate rollouts."""
 
     count: int = Field(default=2, ge=1, description="workers that `shoal run` starts")
-    groups_per_submission: int = Field(default=4, ge=1, description="groups in one submission")
+    groups_per_submission: int = Field(
+        default=4, ge=1, description="groups in one submission of a newcomer, and of a worker as fast as most"
+    )
+    most_groups: int | None = Field(
+        default=None,
+        ge=1,
+        description="groups in the largest submission, of a much faster worker; none: 8 times groups_per_submission",
+    )
     cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
         default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )
+
+    @property
+    def largest(self) -> int:
+        """Groups in the largest submission."""
+        return max(self.most_groups or 8 * self.groups_per_submission, self.groups_per_submission)
 
 
 class ValidatorSection(Section):
@@ -254,6 +266,12 @@ class EvidenceSection(Section):
         description="how much likelier numerics may move a token of one completion than of another of its group",
     )
     task_tilt: float = Field(default=4.0, ge=1, description="the same between groups of one submission")
+    regenerated: int = Field(
+        default=0,
+        ge=0,
+        description="rollouts of a submission that a validator generates again, of those with a token that is not their "
+        "seed's, to see whether the worker chose for the reward",
+    )
     proof_exponent_mean: float | None = Field(
         default=None,
         gt=0,
@@ -265,6 +283,24 @@ class EvidenceSection(Section):
     )
     logprob_error_mean: float | None = Field(
         default=None, gt=0, description="likewise; none: 2/3 of the limit", json_schema_extra=MEASURED
+    )
+
+
+class RequirementsSection(Section):
+    """What a machine must have to get tasks of this run. All but speed is its own report; speed is measured."""
+
+    memory_gib: float = Field(default=0, ge=0, description="memory of a worker's machine in GiB, as it reports")
+    tokens_per_s: float = Field(
+        default=0,
+        ge=0,
+        description="tokens per second from task to upload, measured over a worker's accepted work; 0: any",
+    )
+    engines: list[str] = Field(default=[], description='engines that may generate, such as "torch"; empty: any')
+    devices: list[str] = Field(default=[], description='devices of workers, such as "cpu" or "cuda"; empty: any')
+    stake: int = Field(
+        default=0,
+        ge=0,
+        description="what a stranger must have staked to join with an open invite, in the ledger's unit",
     )
 
 
@@ -293,6 +329,7 @@ class Config(Section):
     workers: WorkerSection = WorkerSection()
     validator: ValidatorSection = ValidatorSection()
     evidence: EvidenceSection = EvidenceSection()
+    requirements: RequirementsSection = RequirementsSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
 

@@ -12,12 +12,14 @@
 The share is an exponential average over about 8 tasks. It starts at NEWCOMER, so 4 missed tasks suspend a new key, and 6 in
 a row one with a good record. Someone who comes to upload too late has missed nothing: it was slow, and it did the work.
 
-Invariant: a key holds one task, and a task that is held counts as under way for LATE * SLOWEST median times at most.
+Invariant: a key works on one task, and a task that is held counts as under way for LATE * SLOWEST median times at most.
 Only the coordinator's clock is used. Called by `assignments` and `submissions`.
 """
 
 import statistics
 
+from shoal.config import Config
+from shoal.coordinator import sizes
 from shoal.coordinator.database import Database
 from shoal.coordinator.suspension import suspend
 from shoal.coordinator.tables.nodes import Node
@@ -34,34 +36,59 @@ MOST_REST_S = 600.0
 
 
 class Arrivals:
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, config: Config) -> None:
         self.db = db
+        self.config = config
 
-    def count_open(self, seen_since_s: float) -> tuple[int, int]:
-        """Open tasks that will probably arrive: of proven workers, and of young keys. They are neither late nor silent."""
+    def groups_open(self, seen_since_s: float) -> tuple[int, int]:
+        """Groups in open tasks that are neither late nor silent: of proven workers, and of young keys."""
         times = self.db.nodes.times_taken()
         median_s = statistics.median(times) if times else None
         new_s = START_S if median_s is None else times[(9 * len(times)) // 10]
         most_s = new_s if median_s is None else SLOWEST * median_s
         proven = young = 0
-        for age_s, took_s in self.db.submissions.open_at(seen_since_s=seen_since_s, now_s=self.db.clock()):
+        for groups, age_s, took_s in self.db.submissions.open_at(seen_since_s=seen_since_s, now_s=self.db.clock()):
             if age_s > LATE * min(took_s or new_s, most_s):
                 continue
-            proven, young = (proven + 1, young) if took_s else (proven, young + 1)
+            proven, young = (proven + groups, young) if took_s else (proven, young + groups)
         return proven, young
 
     def came(self, task: Submission) -> None:
-        """An accepted task: its worker's time counts, and its share of missed tasks sinks."""
+        """An accepted task: its worker's time counts, and its share of missed tasks sinks.
+
+        One that was much smaller than usual, because the batch needed no more, says little about the worker's time.
+        """
         node = self.db.nodes.get(task.worker)
         if node is None or task.uploaded_s is None:
             return
         took_s = max(task.uploaded_s - task.assigned_s, 1e-3)  # a clock may have been set back
+        usual = sizes.usual(node, self.config)
         if node.took_s:
-            took_s = node.took_s + TIME_WEIGHT * (took_s - node.took_s)
+            weight = TIME_WEIGHT if 2 * task.groups > usual else 0.0
+            took_s = node.took_s + weight * (took_s - node.took_s)
+        took_s = self._fit(node, usual, took_s)
         share = _share(node)
         self.db.nodes.set_record(
             node.key, took_s=took_s, missed=share - SHARE_WEIGHT * share, missed_in_a_row=0, rests_until_s=0.0
         )
+
+    def late(self, task: Submission) -> None:
+        """A task that came when no batch could take it any more. Its worker gets smaller ones, so that they count."""
+        node = self.db.nodes.get(task.worker)
+        if node is not None:
+            self._fit(node, task.groups, max(self.db.clock() - task.assigned_s, 1e-3), only_smaller=True)
+
+    def _fit(self, node: Node, size: int, took_s: float, *, only_smaller: bool = False) -> float:
+        """Give a worker tasks of the size that fits its time. Returns how long one of the new size probably takes."""
+        times = self.db.nodes.times_taken()
+        if not times:
+            return took_s
+        fitting = sizes.fitting(size, took_s, statistics.median(times), self.config)
+        if only_smaller:
+            fitting = min(fitting, size)
+        if fitting != size or not node.size:
+            self.db.nodes.set_size(node.key, fitting)
+        return took_s * fitting / size
 
     def missed(self, task: Submission) -> None:
         """Close a task that its worker will not upload. The worker rests, and is suspended if it misses too many."""

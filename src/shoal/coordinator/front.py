@@ -7,6 +7,7 @@ Attached by `routes`. `member` is called by a route once the request was admitte
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 
@@ -62,7 +63,13 @@ class Front:
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
         digest = await _digest(request, response)
         if digest is not None:
-            headers = sign_answer(self.identity, request.headers, status=response.status, body_sha256=digest)
+            headers = sign_answer(
+                self.identity,
+                request.headers,
+                status=response.status,
+                body_sha256=digest,
+                created_s=int(time.time()),
+            )
             response.headers.update(headers)
 
 

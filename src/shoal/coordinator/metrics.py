@@ -115,7 +115,7 @@ def _nodes(db: Database) -> Iterator[Metric]:
     stats = [(labels, Stats.model_validate_json(node.stats)) for labels, node in nodes]
     silence_s = [(labels, db.clock() - node.seen_s) for labels, node in nodes]
     yield _gauge("evicted_nodes", "Nodes that were slashed.", [({}, len(every) - len(nodes))])
-    suspended = sum(1 for node in every if left_s(node, db.clock()) and not node.evicted)
+    suspended = sum(1 for node in every if left_s(node, db.clock()))
     yield _gauge("suspended_nodes", "Nodes that get no tasks for a while.", [({}, suspended)])
     yield _gauge("node_silence_seconds", "Time since a node's last heartbeat.", silence_s)
     against = [(labels, db.evidence.of(node.key).evidence) for labels, node in nodes if node.role == "worker"]

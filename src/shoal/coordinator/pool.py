@@ -18,9 +18,10 @@ from shoal.coordinator.curriculum import Curriculum
 from shoal.coordinator.database import Database
 from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.escrow import Escrow
+from shoal.coordinator.fitness import Fitness
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
-from shoal.coordinator.members import Members
+from shoal.coordinator.members import Members, StakeOf
 from shoal.coordinator.metrics import read_metrics
 from shoal.coordinator.spending import Spending
 from shoal.coordinator.status import read_status
@@ -43,16 +44,18 @@ class Pool:
         clock: Callable[[], float],
         *,
         secret: bytes,
+        stake_of: StakeOf | None = None,
     ) -> None:
-        """`secret`: what the assignments' nonces are made with (`nonces.nonce_secret`)."""
+        """`secret`: what the assignments' nonces are made with (`nonces.nonce_secret`). `stake_of`: what a key has staked;
+        None: nobody is let in by stake."""
         self.config = config
         self.run = run
         self.db = Database(connection, ledger, clock)
         self.curriculum = Curriculum(self.db, config)
-        arrivals = Arrivals(self.db)
+        arrivals = Arrivals(self.db, config)
         assignments = Assignments(self.db, config, self.curriculum, arrivals, run=run, secret=secret)
         classes = Classes(self.db, config)
-        self.members = Members(self.db, config, assignments, classes)
+        self.members = Members(self.db, config, assignments, classes, stake_of)
         self.batches = Batches(self.db, config)
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)
@@ -70,6 +73,7 @@ class Pool:
             doubts,
             Spending(self.db, config),
             escrow,
+            Fitness(self.db, config),
         )
         self.witnesses = Witnesses(self.db, run)
         self.learning = Learning(self.db, config, self.history, escrow)

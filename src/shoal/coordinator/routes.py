@@ -81,7 +81,7 @@ class Coordinator:
 
     def app(self) -> web.Application:
         m, pool, anyone = messages, self.pool, self.front.open_to_all
-        verdict_bytes = MAX_REPORT_BYTES + self.config.workers.groups_per_submission * MAX_SAMPLE_BYTES
+        verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
         app = web.Application()
         self.front.attach(app)
         app.add_routes(
@@ -93,6 +93,7 @@ class Coordinator:
                 web.get("/metrics", anyone(self._metrics)),
                 web.post("/v1/register", self._answering(self._register)),
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
+                web.post("/v1/drain", self._signed(self._drain, ["worker"])),
                 web.get("/v1/tasks/{sha256}", self._signed(self._task_data, get_args(Role))),
                 web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
@@ -150,9 +151,9 @@ class Coordinator:
         body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
         registration = messages.Registration.model_validate_json(body)
         payload = open_payload(registration.invite, self.identity.public, self.run)
-        self.pool.members.may_register(head.key, payload)
+        self.pool.members.may_register(head.key, payload, registration.capability)
         head.spend(self.admission.nonces)
-        return self.pool.members.register(head.key, payload, registration.url)
+        return self.pool.members.register(head.key, payload, registration.url, registration.capability)
 
     async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
@@ -160,6 +161,10 @@ class Coordinator:
             return answer
         grant = issue(self.identity.private_key, request.key, self.run, time.time() + READER_GRANT_S)
         return answer.model_copy(update={"reader_grant": grant})
+
+    async def _drain(self, request: Request) -> Answer:
+        self.pool.members.drain(request.key)
+        return messages.Ok()
 
     async def _task_data(self, request: Request) -> Answer:
         """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""

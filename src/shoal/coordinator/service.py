@@ -16,17 +16,15 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from shoal.config import Config
-from shoal.coordinator.database import PoolError
 from shoal.coordinator.routes import Coordinator
 from shoal.coordinator.seal import seal, start
-from shoal.coordinator.tables.connection import Connection, open_sqlite
-from shoal.coordinator.tables.nodes import Nodes
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role, Status
 from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener
+from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.server import url_of
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
@@ -92,6 +90,7 @@ async def _serve(
     runner = web.AppRunner(
         application,
         access_log=None,
+        logger=LOG,
         shutdown_timeout=1.0,
         keepalive_timeout=PATIENCE.idle_s,
         lingering_time=LINGER_S,
@@ -148,16 +147,3 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
         return make_invite(identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s)
     except ValidationError as error:
         raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error
-
-
-def evict_from(folder: Path, name: str) -> None:
-    """Evicts a relay from the pool whose coordinator uses this folder: nobody asks it from the next heartbeats on, and its
-    key can read no weights. Raises PoolError."""
-    if not (folder / "pool.sqlite").is_file():
-        raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
-    nodes = Nodes(Connection(open_sqlite(folder / "pool.sqlite")))
-    found = next((node for node in nodes.all() if node.name == name), None)
-    if found is None or found.role != "relay":
-        relays = ", ".join(node.name for node in nodes.all() if node.role == "relay" and not node.evicted)
-        raise PoolError(f"{name} is not a relay of this pool; its relays are: {relays or 'none'}")
-    nodes.evict(found.key)

@@ -8,6 +8,7 @@ bound of `[evidence]`:
     easier     they are in groups of higher mean reward;  harder: of lower
     proof, logprob     the figures that checks limit are near their limits on average, as with slightly other weights
     distribution       tokens are likelier, or less likely, than samples
+    improved, spoiled  rollouts are better, or worse, than what their seeds yield (if `evidence.regenerated`)
 
 Invariant: an honest worker is ever found with probability at most `evidence.alpha`, over all bets together and however long
 it works. What is found is statistical and rests on calibration. So it slashes nobody: the worker is dismissed, which means
@@ -20,6 +21,7 @@ import logging
 import math
 
 from shoal.config import Config
+from shoal.coordinator import states
 from shoal.coordinator.database import Database
 from shoal.coordinator.tables.submissions import Submission
 from shoal.evidence.bets import frequency, share
@@ -28,10 +30,10 @@ from shoal.protocol.messages import Spent, Verdict
 
 THETAS = (0.1, 0.4, 1.5, 3.0)  # ln of the excess that each bet on a frequency is best at: 1.1, 1.5, 4.5, 20 times
 STAKES = (0.3, 0.8)  # of bets on averages
+CHOICE_STAKE = 0.8  # of bets on rollouts generated again
 SURE = (
     2 / 3
 )  # of a limit: honest averages where none was measured, because limits are 1.5 times the worst honest figure
-FOR_GOOD_S = 10 * 365 * 86400.0
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Spending:
         if not self.db.evidence.dismiss(worker):
             return False
         process = self.db.evidence.of(worker)
-        self.db.nodes.suspend(worker, why, self.db.clock() + FOR_GOOD_S)
+        states.move(self.db.nodes, worker, "dismiss", why, self.db.clock())
         self.db.submissions.expire_open_of(worker)
         self.db.groups.mark_all_stale(worker)
         self.db.ledger.append(
@@ -89,7 +91,16 @@ def bets(spent: Spent, config: Config) -> dict[str, float]:
             found[f"{name} stake {stake:g}"] = share(min(getattr(spent, name) / limit, 1.0), mean, stake)
     for name in ("better", "worse", "easier", "harder", "distribution"):
         found[name] = getattr(spent, name)
+    if config.evidence.regenerated:
+        found["improved"] = _chosen(spent.improved, spent.spoiled, config.evidence.reward_tilt)
+        found["spoiled"] = _chosen(spent.spoiled, spent.improved, config.evidence.reward_tilt)
     return found
+
+
+def _chosen(wished: int, others: int, tilt: float) -> float:
+    """Hypothesis: a near tie that changed the reward fell this way with a chance of at most tilt / (1 + tilt)."""
+    mean = tilt / (1 + tilt)
+    return wished * share(1.0, mean, CHOICE_STAKE) + others * share(0.0, mean, CHOICE_STAKE)
 
 
 def _why(process: Process) -> str:

@@ -10,7 +10,7 @@ from shoal.config import Config
 from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.database import Database
 from shoal.coordinator.suspension import left_s
-from shoal.protocol.messages import Exactness, Grading, NodeStatus, Signal, Stats, Status
+from shoal.protocol.messages import Capability, Exactness, Grading, NodeStatus, Signal, Stats, Status
 
 RECENT_ROLLOUTS = 512  # grader errors are counted among these
 
@@ -34,6 +34,8 @@ def read_status(db: Database, config: Config, run: str, notices: Sequence[str]) 
         reject_reasons=db.submissions.count_by_reason(),
         slashed=[node.name for node in nodes if node.evicted],
         stale_groups=totals.stale,
+        late_groups=db.submissions.groups_too_late(),
+        useful_groups=totals.useful,
         tokens_generated=totals.tokens,
         signal=Signal(**asdict(db.groups.signal(db.open_step()))),
         exact=Exactness(**dict(zip(Exactness.model_fields, db.replays.totals(), strict=True))),
@@ -56,9 +58,11 @@ def _nodes(db: Database) -> list[NodeStatus]:
             url=node.url,
             policy_version=node.version,
             seen_s=node.seen_s,
-            evicted=bool(node.evicted),
+            evicted=node.evicted,
+            state=node.state,
+            reason=node.reason,
             suspended_s=left_s(node, db.clock()),
-            suspension=node.suspension if left_s(node, db.clock()) else "",
+            suspension=node.reason if left_s(node, db.clock()) else "",
             accepted=counts.get((node.key, "accepted"), 0),
             rejected=counts.get((node.key, "rejected"), 0),
             missed=missed.get(node.key, 0),
@@ -66,6 +70,9 @@ def _nodes(db: Database) -> list[NodeStatus]:
             credited=credit.get((node.key, "credited"), 0),
             pending=credit.get((node.key, "pending"), 0),
             evidence=db.evidence.of(node.key).evidence,
+            tokens_per_s=node.tokens_per_s,
+            size=node.size,
+            capability=Capability.model_validate_json(node.capability),
             fingerprint=next(iter(db.fingerprints.of(node.key).values()), ""),
         )
         for node in db.nodes.all()

@@ -22,6 +22,7 @@ def judged(db: Database, step: int) -> dict[str, float]:
         found["score/mean"] = sum(one.score_mean * one.rollouts for one in sources.values()) / rollouts
     for source, scored in sources.items():
         found |= dict(_of_source(source, scored))
+    found |= {f"part/{source}/{reward}": mean for (source, reward), mean in db.grades.by_part(step).items()}
     for target, scored in targets.items():
         if target:
             found |= dict(_of_target(target, scored))

@@ -13,12 +13,14 @@ import logging
 from typing import NoReturn
 
 from shoal.config import Config
+from shoal.coordinator import states
 from shoal.coordinator.assignments import Assignments
 from shoal.coordinator.batches import Batches
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.doubts import Doubts
 from shoal.coordinator.escrow import Escrow
+from shoal.coordinator.fitness import Fitness
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.spending import Spending
 from shoal.coordinator.suspension import suspend
@@ -48,6 +50,7 @@ class Submissions:
         doubts: Doubts,
         spending: Spending,
         escrow: Escrow,
+        fitness: Fitness,
     ) -> None:
         self.db = db
         self.config = config
@@ -60,13 +63,14 @@ class Submissions:
         self.doubts = doubts
         self.spending = spending
         self.escrow = escrow
+        self.fitness = fitness
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
     def may_upload(self, worker: str, id: str) -> None:
         """Raise PoolError unless this worker's grant for this submission is valid.
 
-        It is valid until no batch can take the version, or the worker takes another task: being late is no offence.
+        It is valid until no batch can take the version, or the worker takes another task. A late upload is not penalised.
         """
         found = self._get(id)
         if found.worker != worker:
@@ -75,10 +79,13 @@ class Submissions:
             raise PoolError(f"{id} is {found.state}, not open for upload")
         if found.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
             self.db.submissions.set_stale(id)  # its worker came, so it missed nothing
+            self.assignments.arrivals.late(found)
             raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
         self.may_upload(worker, id)  # outside the transaction, which an error would undo with what it records
+        if (announced := self._get(id).announced) and announced != content_hash:
+            raise PoolError(f"{id} is not the file that was announced, {announced[:16]}")
         self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
         log.info("%s uploaded by %s", id, self._name(worker))
 
@@ -103,7 +110,7 @@ class Submissions:
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
             for one in found:
-                full = self.trust.draw(one.worker) if one.full_check is None else one.full_check
+                full = self.trust.draw(one.worker, one.groups) if one.full_check is None else one.full_check
                 self.db.submissions.set_claimed(one.id, validator, lease_s, full)
                 claim = Claim(
                     assignment=self.assignments.describe(one),
@@ -202,6 +209,7 @@ class Submissions:
         self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
         filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
         self.history.put_samples(self._samples(found, verdict))
+        self.fitness.came(found, tokens)
         self.escrow.accepted(found.worker, found.id, tokens)
         if filled:
             self.curriculum.close(self.db.open_step())
@@ -215,7 +223,7 @@ class Submissions:
             self.db.submissions.requeue_unchecked_of(found.worker)
         if reason in UNUSABLE:
             self._back_off(found.worker, reason)
-        if reason not in HARD or not self._evict(found.worker):
+        if reason not in HARD or not self._evict(found.worker, f"slashed: {reason.value} in {found.id}"):
             return False
         self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
         self.escrow.forfeit(found.worker)
@@ -254,13 +262,13 @@ class Submissions:
         before = self._get(owner)
         return Reason.REPLAYED if before.worker == self._get(verdict.submission).worker else Reason.CONTEXT
 
-    def _evict(self, worker: str) -> bool:
+    def _evict(self, worker: str, why: str) -> bool:
         """Evict a worker: it loses its open task and its unbatched groups that were accepted without a prefill.
 
         Its submissions that a validator was to accept without a prefill return to the queue for a new draw. After the
         rejection that draw is always a full check. False if the worker was evicted before.
         """
-        if not self.db.nodes.evict(worker):
+        if not states.move(self.db.nodes, worker, "ban", why, self.db.clock()):
             return False
         self.db.submissions.expire_open_of(worker)
         self.db.groups.mark_unchecked_stale(worker)
@@ -297,6 +305,7 @@ def _entry(found: Submission) -> dict[str, str | int | bool | None]:
         "worker": found.worker,
         "step": found.step,
         "version": found.version,
+        "groups": found.groups,
         "nonce": found.nonce,
         "file": found.file_hash,
         "full": bool(found.full_check),

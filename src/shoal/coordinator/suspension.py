@@ -3,7 +3,7 @@
     length = base_s * 2 ^ (suspensions before), at most MOST_S
 
 A suspension ends by itself. It counts towards the length of the next one until it has been over for FORGET_S. Only the
-coordinator's clock is used.
+coordinator's clock is used. One who drains or has left gets it for the day it returns.
 
 Invariant: it slashes nobody and rests on what the coordinator saw itself, so a wrong one costs time only.
 Called by `assignments` (expired tasks) and by whoever finds a soft fault that repeats.
@@ -11,6 +11,7 @@ Called by `assignments` (expired tasks) and by whoever finds a soft fault that r
 
 import logging
 
+from shoal.coordinator import states
 from shoal.coordinator.database import Database
 from shoal.coordinator.tables.nodes import Node
 
@@ -30,11 +31,12 @@ def suspend(db: Database, key: str, reason: str, base_s: float = FIRST_S) -> flo
             db.nodes.forget_suspensions(key)
             before = 0
         length_s = min(base_s * 2.0 ** min(before, 60), MOST_S)
-        db.nodes.suspend(key, reason, now_s + length_s)
+        db.nodes.suspend_until(key, now_s + length_s)
+        states.move(db.nodes, key, "suspend", reason, now_s)
     log.info("%s suspended for %.0f s: %s", node.name if node else key[:16], length_s, reason)
     return now_s + length_s
 
 
 def left_s(node: Node, now_s: float) -> float:
     """Seconds until the node gets tasks again; 0 if it is not suspended."""
-    return max(node.suspended_until_s - now_s, 0.0)
+    return max(node.suspended_until_s - now_s, 0.0) if node.state == "suspended" else 0.0

@@ -32,10 +32,17 @@ class Trust:
         section = self.config.validator
         return share(self.db.submissions.honest_in_a_row(worker), section.check_floor, section.trust_after)
 
-    def draw(self, worker: str) -> bool:
-        """Whether this worker's next submission is checked in full."""
-        return self.random() < self.share(worker) or self._enough_unchecked()
+    def draw(self, worker: str, groups: int) -> bool:
+        """Whether a submission of so many groups is checked in full.
+
+        It is if less waits in escrow than `validator.escrow_checks` such submissions earn (or, where fewer wait, as many as
+        wait): else a worker could risk the pay of small tasks for a lie in a large one.
+        """
+        if self.random() < self.share(worker) or self._enough_unchecked():
+            return True
+        waiting, held = self.db.submissions.waiting_of(worker)
+        return held < min(waiting, self.config.validator.escrow_checks) * groups
 
     def _enough_unchecked(self) -> bool:
-        under_way = self.db.submissions.count_unchecked_claims() * self.config.workers.groups_per_submission
+        under_way = self.db.submissions.groups_unchecked()
         return self.db.groups.count_waiting_unchecked() + under_way >= most_unchecked(self.config)

@@ -6,7 +6,7 @@
 
 Invariant: under its hypothesis, given the past, the exponential of each has a mean of at most 1, for any distribution that
 the hypothesis allows. Nothing is normal, identically distributed or estimated.
-Called by the validator and the coordinator. Left out: which bets to place, and what to do with the capital.
+Called by the validator, the coordinator and `tasks.missed`. Left out: which bets to place, and what to do with the capital.
 Sources: Waudby-Smith and Ramdas 2023 (JRSS B 86:1) for `share`. `frequency` is Freedman's supermartingale (1975).
 """
 

@@ -5,8 +5,12 @@ condition is judged under every validator condition. The limit of each statistic
 So the limits are for workers outside of a validator's class, and measured with fast numerics. Within a class nothing
 is tolerated; whether this machine may claim one, its self-test tells, for each dtype.
 
-    limits.toml     [validator] limits, for `--with`
-    measured.json   every submission's figures, by condition
+    limits.toml     [validator] limits and [evidence] bounds, for `--with`
+    measured.json   every submission's figures, by condition; and by pair of dtypes what the bounds follow from
+
+The bounds are of averages, over all of a worker's submissions, so they are far below the limits. Each is of the noisiest
+pair. A worker's word that it is of a quieter kind is no reason for tighter ones: to let only such workers in, fix
+`model.dtype` and calibrate again.
 
 Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.
 Called by `shoal calibrate`. Left out: other machines. Run it on each kind of machine that will join, and use the widest
@@ -16,7 +20,8 @@ limits.
 import itertools
 import json
 import platform
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +41,14 @@ from shoal.model.load import load_model
 from shoal.model.sources import resolve
 from shoal.model.threads import temporarily_on
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Assignment
+from shoal.protocol.messages import BEYOND, Assignment
 from shoal.rollout.produce import Producer
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Finding
 from shoal.validator.checks import EXPENSIVE
 from shoal.validator.judge import Judge
+from shoal.validator.spending import spent
 
 RUN = "calibration"
 MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger
@@ -54,6 +60,8 @@ LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "margin_max": ("sampling_margin", 0.75, MARGIN),
     "margin_mean": ("sampling_margin_mean", 0.005, TAIL_MARGIN),
 }
+RATE_MARGIN = 3.0  # of [evidence] rates; one more miss than was seen is assumed, since rare ones may not have shown
+AVERAGES = ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean")  # in LIMITS and in [evidence]
 
 
 class CalibrationError(ShoalError):
@@ -125,16 +133,20 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
         say(f"{dtype}: {_exactness(folders[0], dtype, config.model.device)}")
     worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}
     limits = {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
+    pairs = by_pair(measured, limits["sampling_margin"])
+    evidence = bounds(pairs)
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.json").write_text(
-        json.dumps({"machine": _machine(), "worst": worst, "rows": measured}, indent=1) + "\n"
+        json.dumps({"machine": _machine(), "worst": worst, "pairs": pairs, "rows": measured}, indent=1) + "\n"
     )
     (out / "limits.toml").write_text(
         f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
-        + tomli_w.dumps({"validator": limits})
+        + tomli_w.dumps({"validator": limits, "evidence": evidence})
     )
     for name, (limit, _, _) in LIMITS.items():
         say(f"validator.{limit} = {limits[limit]:g}  (worst honest {worst[name]:.4g})")
+    for bound, value in evidence.items():
+        say(f"evidence.{bound} = {value}")
     failed = sum(row["failed_checks"] > 0 for row in measured)
     rollouts = sum(int(row["rollouts"]) for row in measured)
     say(
@@ -142,8 +154,38 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     )
 
 
-def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) -> dict[str, float]:
-    """What the expensive checks measure on an honest file, whether or not it is within their limits."""
+def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
+    """For each pair of a worker's and a validator's dtype: exposure, tokens beyond each part of `margin`, mean figures."""
+    found: dict[str, dict[str, Any]] = {}
+    kinds = [f"{row['worker']['dtype']}|{row['validator']['dtype']}" for row in measured]
+    for pair in dict.fromkeys(kinds):
+        rows = [row for row, kind in zip(measured, kinds, strict=True) if kind == pair]
+        misses = [nats for row in rows for nats in row["misses"]]
+        found[pair] = {
+            "exposure": sum(row["exposure"] for row in rows),
+            "beyond": [sum(nats > part * margin for nats in misses) for part in BEYOND],
+        } | {name: statistics.fmean(row[name] for row in rows) for name in AVERAGES}
+    return found
+
+
+def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """[evidence] that holds for every pair: the noisiest one's rates and averages, times a margin."""
+    rates = [
+        max(RATE_MARGIN * (pair["beyond"][part] + 1) / max(pair["exposure"], 1.0) for pair in pairs.values())
+        for part in range(len(BEYOND))
+    ]
+    averages = {
+        name: round(max(MARGIN * max(pair[name] for pair in pairs.values()), LIMITS[name][1] / MARGIN), 5)
+        for name in AVERAGES
+    }
+    return {"rates": [min(round(rate, 6), 1.0) for rate in rates]} | averages
+
+
+def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) -> dict[str, Any]:
+    """What the expensive checks measure on an honest file, whether or not it is within their limits.
+
+    `misses` are the margins above 0, in nats; `exposure` is how many tokens numerics could have moved.
+    """
     case = judge.open(asked, worker, data)
     if isinstance(case, Finding):
         raise CalibrationError(f"honest work cannot be read: {case.detail}")
@@ -153,9 +195,17 @@ def honest_figures(judge: Judge, asked: Assignment, worker: str, data: bytes) ->
     assert judge.rules is not None
     case = judge.prefill([examined.case])[0]
     outcomes = [check(judge.rules, case) for check in EXPENSIVE]
-    figures = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
+    figures: dict[str, Any] = {name: value for outcome in outcomes for name, value in outcome.evidence.items()}
     failed = sum(outcome.finding is not None for outcome in outcomes)
-    return figures | {"failed_checks": float(failed), "rollouts": float(len(case.rows))}
+    margins_N = case.computed().margins_N
+    misses = [round(nats, 5) for nats in margins_N[margins_N > 0].tolist()]
+    exposure = spent(case, judge.config, figures).exposure
+    return figures | {
+        "failed_checks": float(failed),
+        "rollouts": float(len(case.rows)),
+        "exposure": round(exposure, 3),
+        "misses": misses,
+    }
 
 
 def _exactness(folder: Path, dtype: DtypeName, device: str) -> str:

@@ -2,7 +2,7 @@
 
 Invariant: an accepted answer has the status and body with which the coordinator answered this very request: the signature
 covers the request's own, which is over its method, path, body, audience and nonce. So nobody on the way can change an
-answer, nor give the answer to another request, or of another time.
+answer, nor give the answer to another request, or of another time. It also says when it was given (`clock`).
 The base begins with `"@status"`: none of the pool's other signatures does.
 Signed by the coordinator (`coordinator.front`), checked by `node`. Left out: answers to requests without a signature; an
 answer that does not come.
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from cryptography.exceptions import InvalidSignature
 
 from shoal.protocol.identity import Identity, public_key
-from shoal.protocol.signing import SIGNATURE, digest_header
+from shoal.protocol.signing import CREATED, SIGNATURE, digest_header
 
 COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
-INPUT = re.compile(f'shoal={re.escape(COVERED)};keyid="([0-9a-f]{{64}})";alg="ed25519"')
+INPUT = re.compile(f'shoal={re.escape(COVERED)};created=({CREATED.pattern});keyid="([0-9a-f]{{64}})";alg="ed25519"')
 
 
 class UnsignedAnswerError(ValueError):
@@ -26,51 +26,54 @@ class UnsignedAnswerError(ValueError):
 
 
 def sign_answer(
-    identity: Identity, request_headers: Mapping[str, str], *, status: int, body_sha256: bytes
+    identity: Identity, request_headers: Mapping[str, str], *, status: int, body_sha256: bytes, created_s: int
 ) -> dict[str, str]:
-    """The headers that sign an answer; none if the request carries no signature in our form."""
+    """The headers that sign an answer given at `created_s`; none if the request carries no signature in our form."""
     asked = request_headers.get("signature", "")
     if not SIGNATURE.fullmatch(asked):
         return {}
     digest = digest_header(body_sha256)
-    signature = identity.private_key.sign(_base(status, digest, asked, identity.public))
+    parameters = _parameters(identity.public, created_s)
+    signature = identity.private_key.sign(_base(status, digest, asked, parameters))
     return {
         "content-digest": digest,
-        "signature-input": f"shoal={_parameters(identity.public)}",
+        "signature-input": f"shoal={parameters}",
         "signature": f"shoal=:{b64encode(signature).decode()}:",
     }
 
 
 def check_answer(
     key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
-) -> None:
-    """Raise UnsignedAnswerError unless `key` answered the request with this signature so."""
+) -> int:
+    """When `key` gave this answer to the request, by its clock. Raises UnsignedAnswerError unless it gave it."""
     stated = INPUT.fullmatch(headers.get("signature-input", ""))
     signature = SIGNATURE.fullmatch(headers.get("signature", ""))
     digest = headers.get("content-digest", "")
     if stated is None or signature is None:
         raise UnsignedAnswerError("it is not signed")
-    if stated[1] != key:
-        raise UnsignedAnswerError(f"it is signed by {stated[1]}")
+    created_s, signer = int(stated[1]), stated[2]
+    if signer != key:
+        raise UnsignedAnswerError(f"it is signed by {signer}")
     if digest != digest_header(body_sha256):
         raise UnsignedAnswerError("its body is not the one that was signed")
-    base = _base(status, digest, request_headers["signature"], key)
+    base = _base(status, digest, request_headers["signature"], _parameters(key, created_s))
     try:
         public_key(key).verify(b64decode(signature[1]), base)
     except InvalidSignature as error:
         raise UnsignedAnswerError("its signature is not over this answer to this request") from error
+    return created_s
 
 
-def _base(status: int, digest: str, asked: str, key: str) -> bytes:
+def _base(status: int, digest: str, asked: str, parameters: str) -> bytes:
     """What is signed (RFC 9421, sections 2.4 and 2.5). `asked`: the request's `signature` header, in our form."""
     lines = (
         f'"@status": {status}',
         f'"content-digest": {digest}',
         f'"signature";req;key="shoal": {asked.removeprefix("shoal=")}',
-        f'"@signature-params": {_parameters(key)}',
+        f'"@signature-params": {parameters}',
     )
     return "\n".join(lines).encode("ascii")
 
 
-def _parameters(key: str) -> str:
-    return f'{COVERED};keyid="{key}";alg="ed25519"'
+def _parameters(key: str, created_s: int) -> str:
+    return f'{COVERED};created={created_s};keyid="{key}";alg="ed25519"'

@@ -72,10 +72,15 @@ def run_id(name: str, coordinator_key: str) -> str:
     return name if name.endswith(founder) else name + founder
 
 
-def make_invite(identity: Identity, *, url: str, run: str, role: Role, name: str, expires_s: int) -> Invite:
-    """An invite for one node; `identity` is the coordinator's, expires_s a unix time. Raises AddressError."""
+def make_invite(
+    identity: Identity, *, url: str, run: str, role: Role, name: str, expires_s: int, open: bool = False
+) -> Invite:
+    """An invite for one node, or an `open` one for strangers with stake. Raises AddressError.
+
+    `identity` is the coordinator's, `expires_s` a unix time.
+    """
     url = coordinator_url(url)
-    payload = InvitePayload(run=run, role=role, name=name, nonce=secrets.token_hex(16), expires_s=expires_s)
+    payload = InvitePayload(run=run, role=role, name=name, nonce=secrets.token_hex(16), expires_s=expires_s, open=open)
     signed = Signed.make(identity, payload.model_dump_json(), domain=DOMAIN)
     return Invite(url=url, key=identity.public, run=run, signed=signed)
 

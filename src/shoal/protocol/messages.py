@@ -7,6 +7,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     anyone        GET  /v1/run                          -> Signed[RunDescriptor]
     new node      POST /v1/register                     Registration -> Registered
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
+    worker        POST /v1/drain                        -> Ok (it gets no new tasks, and leaves once it holds none)
     every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
     worker        PUT  /v1/submissions/{id}             Parquet -> Stored
     validator     POST /v1/claims                       ClaimRequest -> Claims (of one policy version; empty: wait)
@@ -40,6 +41,7 @@ MAX_SENDERS = 64  # of one version, in each node's report
 VERSION = 1  # of this protocol; a descriptor with another one is refused
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
+NodeState = Literal["active", "suspended", "draining", "left", "unfit", "dismissed", "banned"]  # coordinator/states
 Hex64 = Field(pattern=r"^[0-9a-f]{64}$")
 Hex32 = Field(pattern=r"^[0-9a-f]{32}$")
 NodeName = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
@@ -67,6 +69,15 @@ class InvitePayload(Message):
     name: str = NodeName
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     expires_s: int
+    open: bool = (
+        False  # for any number of strangers, workers with enough stake, each under this name and its key's start
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "InvitePayload":
+        if self.open and self.role != "worker":
+            raise ValueError(f"an open invite is for workers, not for the role {self.role}")
+        return self
 
 
 class RunDescriptor(Message):
@@ -78,9 +89,19 @@ class RunDescriptor(Message):
     keys: dict[Role, list[str]]  # registered keys of the trusted roles; origin's sign manifests, validator's files
 
 
+class Capability(Message):
+    """What a machine says about itself when it joins. It can shut itself out with it, and gains nothing by it."""
+
+    memory_bytes: Count = 0
+    cores: Count = 0
+    device: str = Field(default="", max_length=40, pattern="^[ -~]*$")  # cpu, cuda
+    engine: str = Field(default="", max_length=40, pattern="^[ -~]*$")
+
+
 class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
     url: Annotated[str, Url] | None = None  # where an origin or relay serves
+    capability: Capability | None = None
 
 
 class Registered(Message):
@@ -120,12 +141,20 @@ class Fingerprint(Message):
     value: str = Hex64
 
 
+class Finished(Message):
+    """A submission that a worker has generated and is uploading: these bytes and no others."""
+
+    submission: str = SubmissionId
+    hash: str = Hex64  # BLAKE3 of the file
+
+
 class Heartbeat(Message):
     policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # what the node has loaded or serves
     wants_task: bool = False
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
     renewals: Count = 0  # how often it loaded its weights anew because the coordinator asked
+    finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this one
 
 
 class Assignment(Message):
@@ -145,7 +174,7 @@ class Assignment(Message):
 
 
 class HeartbeatAnswer(Message):
-    state: Literal["running", "finished", "evicted"]
+    state: Literal["running", "finished", "evicted", "left"]  # left: it was asked to drain, and holds nothing any more
     newest_version: int | None
     relays: list[str]
     assignment: Assignment | None = None
@@ -258,8 +287,12 @@ class Outcomes(Message):
         return self.graded + self.wrong_format + self.grader_error
 
 
+PartName = Annotated[str, Field(min_length=1, max_length=200)]
+MOST_PARTS = 1024
+
+
 class GroupResult(Message):
-    """One accepted group as the validator recomputed it."""
+    """One accepted group as the validator recomputed it. `parts`: each reward's mean score, where several are weighted."""
 
     task: int = Field(default=0, ge=0, le=LARGEST)  # index into the training tasks
     source: str = SourceName
@@ -267,6 +300,7 @@ class GroupResult(Message):
     reward_mean: float
     score_millionths: int = Field(default=0, ge=0, le=MOST_ROLLOUTS * MILLION)  # summed over its completions
     outcomes: Outcomes = Outcomes()
+    parts: dict[PartName, float] = Field(default={}, max_length=MOST_PARTS)
     error: str = Field(default="", max_length=500)  # of a completion with a grader error
     useful: bool  # rewards differ, so that advantages are not all zero
     tokens: int = Field(ge=0, le=LARGEST)
@@ -307,6 +341,8 @@ class Spent(Message):
     proof_mantissa_mean: AtLeast0
     logprob_error_mean: AtLeast0
     distribution: LogEValue  # tokens are too likely or too unlikely
+    improved: Count = 0  # rollouts that were generated again and are better than what their seeds yield
+    spoiled: Count = 0  # worse
 
     @model_validator(mode="after")
     def _consistent(self) -> "Spent":
@@ -430,6 +466,8 @@ class NodeStatus(Message):
     policy_version: int | None
     seen_s: float
     evicted: bool
+    state: NodeState = "active"
+    reason: str = ""  # for its state
     suspended_s: float = Field(default=0, ge=0)  # until it gets tasks again; 0: it is not suspended
     suspension: str = ""  # why
     missed: int = Field(default=0, ge=0)  # tasks that it was given and never uploaded
@@ -442,6 +480,9 @@ class NodeStatus(Message):
         0.0  # nats that its submissions together speak against honesty; ln(1 / evidence.alpha) dismisses it
     )
     fingerprint: str = MaybeHex64  # of the newest version it reported; "": it is in no exactness class
+    tokens_per_s: float = 0.0  # from task to upload, of its accepted work; 0: not measured yet
+    size: Count = 0  # groups in its usual task; 0: a newcomer's
+    capability: Capability = Capability()  # as it reported
 
 
 class Exactness(Message):
@@ -487,6 +528,8 @@ class Status(Message):
     reject_reasons: dict[str, int]
     slashed: list[str]
     stale_groups: int  # useful groups that became too old before they got into a batch
+    late_groups: Count = 0  # in submissions whose upload was refused because no batch could use them any more
+    useful_groups: Count = 0  # accepted so far, those that became too old included
     tokens_generated: int  # accepted tokens, counted by the validators
     signal: Signal = Signal()
     grading: Grading = Grading()

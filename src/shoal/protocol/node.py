@@ -29,13 +29,16 @@ from shoal import config as config_module
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
+from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import (
     MAX_SENDERS,
     VERSION,
+    Capability,
     CurriculumPage,
     Fingerprint,
+    Finished,
     Heartbeat,
     HeartbeatAnswer,
     Intake,
@@ -55,7 +58,8 @@ PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is do
 GRACE_S = 1.0  # for a request in flight when this process is told to stop
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-TOO_MANY = 429  # HTTP status
+TOO_MANY, UNSIGNED = 429, 401  # HTTP statuses
+KEY = "identity.pem"  # in a node's folder
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
@@ -93,7 +97,13 @@ class _BusyError(Exception):
 
 class Node:
     def __init__(
-        self, identity: Identity, invite: Invite, client: httpx.Client, patience_s: float, stop: threading.Event
+        self,
+        identity: Identity,
+        invite: Invite,
+        client: httpx.Client,
+        patience_s: float,
+        stop: threading.Event,
+        clock: PoolClock,
     ) -> None:
         self.identity = identity
         self.invite = invite
@@ -103,13 +113,15 @@ class Node:
         self.name = ""
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
+        self.finished: Finished | None = None  # a submission that is being uploaded
         self.renewals = 0  # requests for a new fingerprint that it has carried out
         self.answer: HeartbeatAnswer | None = None
         self._doing, self._waiting = "starting", False
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
         self.intake = Intake()
-        self.reader_pass = Passes(identity.private_key, self.reader_grant)
+        self.clock = clock
+        self.reader_pass = Passes(identity.private_key, self.reader_grant, clock)
 
     @classmethod
     def join(
@@ -121,16 +133,22 @@ class Node:
         patience_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
+        clock: PoolClock | None = None,
+        capability: Capability | None = None,
     ) -> "Node":
         """Load or make this node's key in `folder` and register. `url` is where an origin or relay serves.
 
         `stop` ends every wait of this node. Raises RefusedError for an invite that is not accepted.
         """
-        identity = Identity.load_or_create(folder / "identity.pem")
-        auth = SignedAuth(identity, invite.run)
-        client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
-        node = cls(identity, invite, client, patience_s, stop or threading.Event())
-        registration = Registration(invite=invite.signed.model_dump_json(), url=url)
+        node = cls.of(
+            invite,
+            Identity.load_or_create(folder / KEY),
+            patience_s=patience_s,
+            stop=stop,
+            transport=transport,
+            clock=clock,
+        )
+        registration = Registration(invite=invite.signed.model_dump_json(), url=url, capability=capability)
         try:
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:
@@ -143,9 +161,24 @@ class Node:
     @classmethod
     def read_config(cls, invite: Invite, stop: threading.Event) -> Config:
         """The run's config, for a role that must listen before it can register its address."""
-        identity = Identity.generate()
-        client = httpx.Client(base_url=invite.url, auth=SignedAuth(identity, invite.run), timeout=30)
-        return cls(identity, invite, client, PATIENCE_S, stop).config()
+        return cls.of(invite, Identity.generate(), stop=stop).config()
+
+    @classmethod
+    def of(
+        cls,
+        invite: Invite,
+        identity: Identity,
+        *,
+        patience_s: float = PATIENCE_S,
+        stop: threading.Event | None = None,
+        transport: httpx.BaseTransport | None = None,
+        clock: PoolClock | None = None,
+    ) -> "Node":
+        """A node that only asks: it does not register."""
+        clock = clock or PoolClock()
+        auth = SignedAuth(identity, invite.run, clock=clock)
+        client = httpx.Client(base_url=invite.url, auth=auth, timeout=30, transport=transport)
+        return cls(identity, invite, client, patience_s, stop or threading.Event(), clock)
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +228,7 @@ class Node:
         deadline_s = time.monotonic() + self.patience_s
         pause_s = 0.1
         while True:
+            offset_s = self.clock.offset_s
             try:
                 response = self._send(method, path, content, most_bytes)
                 if response.status_code == TOO_MANY:
@@ -207,6 +241,8 @@ class Node:
                 self.stop.wait(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
                 continue
+            if response.status_code == UNSIGNED and self.clock.offset_s != offset_s and time.monotonic() < deadline_s:
+                continue  # the request was dated by a wrong clock, and the refusal says what time it is
             if response.status_code >= 400:
                 raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
             return response
@@ -235,7 +271,7 @@ class Node:
     def _receive(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
         """One answer, read whole and signed for this request. Raises TooLargeError, UnsignedAnswerError."""
         plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
-        body = bytearray()
+        body, asked_s = bytearray(), self.clock.clock()
         with self.client.stream(method, path, content=content, headers=plain) as response:
             encoding = response.headers.get("content-encoding", "identity")
             if encoding != "identity":
@@ -251,9 +287,10 @@ class Node:
                     )
         asked, status, digest = response.request.headers, response.status_code, sha256(body).digest()
         try:
-            check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
+            created_s = check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
         except UnsignedAnswerError as error:
             raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
+        self.clock.heard(created_s, asked_s, self.clock.clock())
         return httpx.Response(status, content=bytes(body), request=response.request)
 
     def _silent(self, method: str, path: str, error: Exception) -> NodeError:
@@ -327,6 +364,7 @@ class Node:
             stats=stats,
             fingerprint=self.fingerprint,
             renewals=self.renewals,
+            finished=self.finished,
         )
         self.answer = self.post("/v1/heartbeat", beat, HeartbeatAnswer)
         return self.answer

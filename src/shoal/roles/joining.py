@@ -5,12 +5,14 @@ Called by the other modules of this room.
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import Config
 from shoal.protocol.invite import Invite
+from shoal.protocol.messages import Capability
 from shoal.protocol.node import Node
 
 if TYPE_CHECKING:
@@ -29,10 +31,22 @@ def join(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> t
     from shoal.model.threads import compute_on
 
     compute_on(threads)
-    node = Node.join(invite, folder, stop=stop)
+    node = Node.join(invite, folder, stop=stop, capability=capability())
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked
+
+
+def capability() -> Capability:
+    """What this machine reports about itself: all of its memory, the cores this process may use, its best device."""
+    import torch
+
+    return Capability(
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        engine="torch",
+    )
 
 
 def task_set(node: Node, config: Config, folder: Path) -> TaskSet:

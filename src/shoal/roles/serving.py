@@ -14,6 +14,7 @@ from aiohttp import web
 
 from shoal.config import Config
 from shoal.files import write_file
+from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
 from shoal.shardcast import Guard, Store, app, serve
@@ -36,11 +37,13 @@ async def serve_store(
     stop: threading.Event,
 ) -> str:
     """Serves the store to the pool's nodes, joins with the address, and runs `live`."""
+    clock = PoolClock()  # dates the passes that readers show, as the pool's nodes date theirs
     guard = Guard(
         audience=invite.run,
         pool_key=None if config.relays.public else invite.key,
         rate_Bps=config.relays.rate_bytes_per_s,
         connections=config.relays.connections,
+        clock=clock,
     )
     relays = config.relays
     tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
@@ -49,7 +52,7 @@ async def serve_store(
         url = url_of(host, bound, tls=tls is not None)
         guard.servers = frozenset({url})
         log.info("listening at %s", url)
-        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop)
+        node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop, clock=clock)
         with node.heart():
             banning = asyncio.create_task(_ban(node, guard))
             try:

@@ -157,6 +157,7 @@ class Producer:
             worker=self.identity.public,
             submission=assignment.number,
             nonce=assignment.nonce,
+            groups=assignment.groups,
             curriculum=assignment.curriculum,
             signer=self.identity.public,
             prompts=prompts_digest(prompts),

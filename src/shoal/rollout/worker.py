@@ -1,22 +1,29 @@
 """The worker's loop: get a task, produce the submission, upload it. Untrusted; it makes outbound requests only.
 
-Called by `shoal worker`. It meets the rest of the system only through messages and files.
-Left out: several submissions in flight.
+An upload that takes longer than SHORT_S goes on while the next submission is generated: the worker names the file's hash, by
+which the coordinator knows that this task is done. One upload at a time.
+Invariant: no submission is dropped but by the coordinator's refusal, and none is produced before the one before the last is
+uploaded. Called by `shoal worker`. It meets the rest of the system only through messages and files.
+Left out: keeping a finished file over a restart.
 """
 
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
+from blake3 import blake3
+
 from shoal.config import Config
-from shoal.protocol.messages import Assignment, Fingerprint, Stored
+from shoal.protocol.messages import Assignment, Fingerprint, Finished, Stored
 from shoal.protocol.node import Node, RefusedError
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.follow import Follower
 
 IDLE_S = 0.1
+SHORT_S = 0.25  # an upload is waited for so long before the next task is asked for
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +37,16 @@ class Worker:
         self.loaded: int | None = None
         self.folder: Path | None = None  # of that version
         self.digest = ""  # of the loaded version's manifest
+        self.upload: Future[None] | None = None  # the last one, until it was waited for
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
-        """Work until the run ends, this worker is evicted, or `stop` is set. Returns which."""
+        """Work until the run ends, this worker is evicted or drained, or `stop` is set. Returns which."""
         while not stop.is_set():
+            self.check_upload(0)
             self.take_weights(follower.newest())
             answer = self.node.beat(wants_task=True)
             if answer.state != "running":
+                self.check_upload(None)
                 return answer.state
             if (asked := self.node.renewal()) is not None:
                 self.renew()
@@ -55,9 +65,39 @@ class Worker:
             log.info(
                 "task %s: %d groups for step %d", answer.assignment.id, answer.assignment.groups, answer.assignment.step
             )
-            self.upload(answer.assignment, self.producer.submission(answer.assignment))
+            data = self.producer.submission(answer.assignment)
             self.node.tokens = self.producer.tokens
+            self.send(answer.assignment, data)
+        self.check_upload(None)
         return "stopped"
+
+    def send(self, assignment: Assignment, data: bytes) -> None:
+        """Upload, after the upload before. Returns when it is done, or after SHORT_S."""
+        self.check_upload(None)
+        done: Future[None] = Future()
+        self.node.finished, self.upload = Finished(submission=assignment.id, hash=blake3(data).hexdigest()), done
+
+        def put() -> None:
+            try:
+                self.put(assignment, data)
+                done.set_result(None)
+            except Exception as error:  # noqa: BLE001 - raised by `check_upload`, in the loop
+                done.set_exception(error)
+
+        threading.Thread(target=put, daemon=True, name="upload").start()
+        self.check_upload(SHORT_S)
+
+    def check_upload(self, wait_s: float | None) -> None:
+        """Wait for the upload under way, None: until it ends. Raises what it raised."""
+        if self.upload is None:
+            return
+        try:
+            self.upload.result(wait_s)
+        except TimeoutError:
+            if not self.upload.done():
+                return
+            raise
+        self.upload = self.node.finished = None
 
     def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
         """Load a newer version, between two submissions."""
@@ -86,8 +126,8 @@ class Worker:
         value = self.fingerprint()
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
-    def upload(self, assignment: Assignment, data: bytes) -> None:
-        """Upload. A refusal (too late, evicted) costs this submission only."""
+    def put(self, assignment: Assignment, data: bytes) -> None:
+        """One upload. A refusal (too late, evicted) costs this submission only."""
         try:
             self.node.put(assignment.upload_path, data, Stored)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))

@@ -57,7 +57,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 class Header(BaseModel):
@@ -73,6 +73,7 @@ class Header(BaseModel):
     worker: str = Field(pattern=r"^[0-9a-f]{64}$")
     submission: int = Field(ge=0)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")  # of the assignment
+    groups: int = Field(default=0, ge=0)  # of the assignment
     curriculum: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")  # the page that its tasks were drawn by
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
     prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts

@@ -40,7 +40,7 @@ def plan_submission(
         worker=worker,
         submission=assignment.number,
         nonce=assignment.nonce,
-        groups=config.workers.groups_per_submission,
+        groups=assignment.groups,
         group_size=config.sampling.group_size,
         pick=partial(draw, pick=tasks.pick, rates=rates) if assignment.curriculum else tasks.pick,
         curriculum=assignment.curriculum,
@@ -50,7 +50,7 @@ def plan_submission(
 
 def max_rollouts(config: Config) -> int:
     """The most rollouts in one submission; readers refuse larger files."""
-    return config.workers.groups_per_submission * config.sampling.group_size
+    return config.workers.largest * config.sampling.group_size
 
 
 def plan_groups(

@@ -10,6 +10,10 @@ uploading it. The coordinator counts these and makes them expensive (`coordinato
 An honest worker misses tasks for reasons that do not know the task, so its lean is 0 but for chance. A lean below 0 means
 that hard tasks are left out. What a worker sees only in its own completions does not show here.
 
+`evidence` bets on the same, as `coordinator.spending` does on tokens: e^nats is paid with a mean of at most 1 if the worker
+is honest and TILT bounds how much likelier it misses one task than another. It is for a person to look at: it dismisses
+nobody, because whoever can cut a worker's connection chooses what that worker misses.
+
 Invariant: pure functions of derived plans and accepted scores; nothing that the worker says enters.
 Called by whoever judges a worker over many submissions; `GET /v1/missed/{key}` has the assignments.
 """
@@ -19,12 +23,15 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pvariance
 
+from shoal.evidence.bets import allocation
 from shoal.protocol.messages import MILLION
 from shoal.tasks.curriculum import Rates
 from shoal.tasks.derive import GroupPlan
 from shoal.tasks.task import Task
 
 PRIOR = 4.0  # rollouts, at the source's mean, that every task begins with
+TILT = 2.0  # hard tasks take longer, so that an honest worker that dies now and then misses more of them
+STAKE = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,3 +66,14 @@ def lean(missed: Sequence[float], done: Sequence[float]) -> Lean:
     error = sqrt(pvariance(missed) / len(missed) + pvariance(done) / len(done))
     share = len(missed) / (len(missed) + len(done))
     return Lean(len(missed), len(done), difference, error, share * difference)
+
+
+def evidence(missed: Sequence[float], done: Sequence[float]) -> tuple[float, float]:
+    """Nats for a worker that leaves out hard tasks, and for one that leaves out easy ones."""
+    counts, values = [1] * len(missed) + [0] * len(done), [*missed, *done]
+    if not values:
+        return 0.0, 0.0
+    hard, easy = (
+        allocation(counts, [1.0] * len(values), [sign * value for value in values], TILT, STAKE) for sign in (-1, 1)
+    )
+    return hard, easy

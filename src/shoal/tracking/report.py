@@ -94,6 +94,7 @@ def summarize(
         "tokens_trained": int(total(metrics, "perf/tokens")),
         "learner_busy_frac": busy_frac(history.metrics),
         "max_staleness": max((m["async/staleness_max"] for m in metrics if "async/staleness_max" in m), default=None),
+        "waste": _waste(status),
         "restarts": restarts,
         "peak_rss_bytes": peak_rss_bytes,
         "peak_together_bytes": peak_together_bytes,
@@ -112,6 +113,7 @@ def summary_table(summary: dict[str, Any], folder: Path | None = None) -> Render
         "tokens": f"{made} generated, {trained} trained",
         "learner": f"busy {percent(summary['learner_busy_frac'], 0)}, rollouts at most "
         f"{number(summary['max_staleness'], 0)} versions old",
+        "waste": _wasted(summary["waste"]),
         "accepted": _counts(summary["accepted"]),
         "rejected": _counts(summary["rejected"]) + _reasons(summary["reject_reasons"]),
         "exact": _exact(summary["exact"]),
@@ -218,6 +220,19 @@ def _accuracy(found: dict[str, Any], kind: str) -> str:
         return percent(None)
     interval = wilson(found[kind] * found["n"], found["n"])
     return f"{percent(found[kind])} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def _waste(status: Status) -> dict[str, Any]:
+    """What was generated in vain: useful groups that grew too old, and groups that came too late to be judged."""
+    old, late = status.stale_groups, status.late_groups
+    made = status.useful_groups + late
+    return {"too_old": old, "too_late": late, "of": made, "share": (old + late) / made if made else None}
+
+
+def _wasted(waste: dict[str, Any]) -> str:
+    """`1.2 % of 812 useful groups: 6 grew too old, 4 came too late`."""
+    old, late = waste["too_old"], waste["too_late"]
+    return f"{percent(waste['share'])} of {waste['of']} useful groups: {old} grew too old, {late} came too late"
 
 
 def _exact(exact: dict[str, int]) -> str:

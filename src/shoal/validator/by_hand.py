@@ -60,6 +60,7 @@ def verify(
             version=header.policy_version,
             digest=header.policy_digest,
             nonce=header.nonce,
+            groups=header.groups,
             curriculum=curriculum,
         )
         case = judge.open(asked, header.worker, data)
@@ -118,6 +119,7 @@ def offline_assignment(
     version: int = 0,
     digest: str = "0" * 64,
     nonce: str = "0" * 32,
+    groups: int | None = None,
     curriculum: str = "",
 ) -> Assignment:
     """An assignment that no coordinator gave out. Its numbers may be ones that no coordinator gives out."""
@@ -129,7 +131,7 @@ def offline_assignment(
         policy_version=version,
         policy_digest=digest,
         nonce=nonce,
-        groups=config.workers.groups_per_submission,
+        groups=config.workers.groups_per_submission if groups is None else groups,
         curriculum=curriculum,
         deadline_s=0.0,
         upload_path=f"/v1/submissions/{id}",

@@ -233,6 +233,7 @@ class Judge:
             worker=case.worker,
             submission=case.assignment.number,
             nonce=case.assignment.nonce,
+            groups=case.assignment.groups,
             curriculum=case.assignment.curriculum,
             signer=identity.public,
             prefilled=case.prefill is not None,
@@ -280,6 +281,7 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
                 reward_mean=sum(rewards) / size,
                 score_millionths=sum(round(grade.score * MILLION) for grade in grades),
                 outcomes=_outcomes(grades),
+                parts=_parts(grades),
                 error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
                 useful=rewards_differ(rewards),
                 tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
@@ -292,6 +294,13 @@ def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
 def _outcomes(grades: Sequence[Grade]) -> Outcomes:
     counts = Counter(grade.outcome for grade in grades)
     return Outcomes(graded=counts["graded"], wrong_format=counts["wrong_format"], grader_error=counts["grader_error"])
+
+
+def _parts(grades: Sequence[Grade]) -> dict[str, float]:
+    """The mean score of each reward, where several are weighted. A reward's file goes without its folder."""
+    names = dict.fromkeys(name for grade in grades for name in grade.parts)
+    means = {name: sum(grade.parts.get(name, 0.0) / len(grades) for grade in grades) for name in names}
+    return {name.rpartition("/")[2][-200:]: mean for name, mean in means.items()}
 
 
 def _cut(text: str) -> str:

@@ -31,6 +31,7 @@ from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
 from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
+from shoal.validator.choices import changed
 from shoal.validator.exact import replay
 from shoal.validator.judge import Examined, Judge, group_results
 from shoal.validator.spending import spent
@@ -144,6 +145,9 @@ class Validator:
         groups = group_results(case, self.judge.tokenizer)
         whole = case.prefill is not None and verdict.replay is None
         used = spent(case, self.config, examined.evidence) if whole else None
+        if used is not None and self.config.evidence.regenerated:
+            improved, spoiled = changed(self.judge, case, self.config.evidence.regenerated)
+            used = used.model_copy(update={"improved": improved, "spoiled": spoiled})
         verdict = verdict.model_copy(update={"groups": groups, "spent": used})
         return verdict, self.judge.accepted_file(case, self.node.identity)
 

@@ -7,7 +7,7 @@ exposure, the sum of 1 - P(token), whatever the rewards are. A worker that choos
 that: its mismatches are in the completions that became better, or worse.
 
 Invariant: it reads the prefill and the validator's own rewards only. Called by the validator's service for accepted work.
-Left out: whether the other choice would have led to another reward, which takes a generation.
+Left out: whether the other choice would have led to another reward, which takes a generation (`choices`).
 """
 
 import torch

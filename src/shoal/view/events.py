@@ -54,7 +54,7 @@ class Events:
         self._grader_errors = 0  # when they were last said
         self._open: Open | None = None
         self._progress_s: float | None = None  # when a line last said how far the run is
-        self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | evicted)
+        self._nodes: dict[str, tuple[int, str]] = {}  # name: (pid, here | silent | left | evicted)
 
     def new(self, status: Status, history: RunHistory) -> list[str]:
         """The lines for what happened since the last call."""
@@ -75,7 +75,8 @@ class Events:
             age_s = status.now_s - node.seen_s
             trained = status.newest_version == status.steps  # from now on nodes end when they are done
             silent = age_s > SILENT_S and status.state == "running" and not trained
-            now = "evicted" if node.evicted else "silent" if silent else "here"
+            gone = "left" if node.state == "left" else "silent" if silent else ""
+            now = "evicted" if node.evicted else gone or "here"
             pid, before = self._nodes.get(node.name, (0, ""))
             self._nodes[node.name] = (node.stats.pid or pid, now)
             who = f"{node.name} ({node.role})"
@@ -87,6 +88,8 @@ class Events:
                 yield f"rejoined: {who}"
             if now != before and now == "evicted":
                 yield f"evicted: {who}"
+            elif now != before and now == "left":
+                yield f"left: {who}, {clean(node.reason)}"
             elif now != before and now == "silent":
                 yield f"silent: {who}, last seen {duration(age_s)} ago"
             if node.suspended_s and node.name not in self._suspended:

@@ -360,6 +360,8 @@ def _doing(node: NodeStatus, status: Status) -> Text:
         return Text("slashed", style="bold red")
     if node.suspended_s:
         return Text(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
+    if node.state in ("draining", "left", "unfit", "dismissed"):
+        return Text(f"{node.state}: {clean(node.reason)}", style="yellow")
     doing = clean(node.stats.doing)
     return Text(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
 

@@ -44,5 +44,9 @@ class EvidenceTable:
             == 1
         )
 
+    def forget(self, worker: str) -> None:
+        """The worker starts again, as if nothing had been submitted."""
+        self.connection.change("DELETE FROM evidence WHERE worker = ?", worker)
+
     def is_dismissed(self, worker: str) -> bool:
         return bool(self.connection.value("SELECT dismissed FROM evidence WHERE worker = ?", worker))

@@ -1,6 +1,6 @@
 """What accepted groups scored, counted by source and by target length, and how often the reward itself failed.
 
-Invariant: it only reads the table of groups. Scores are sums of whole millionths, so they do not depend on order.
+Invariant: it only reads the tables of groups. Scores are sums of whole millionths, so they do not depend on order.
 Called by `step_metrics`, `status` and `metrics`.
 """
 
@@ -70,6 +70,16 @@ class Grades:
             step,
         )
         return {target: Scored(*sums) for target, *sums in rows}
+
+    def by_part(self, step: int) -> dict[tuple[str, str], float]:
+        """Mean score by source and reward, of the groups accepted while `step` was open, where rewards are weighted."""
+        rows = self.connection.rows(
+            f"SELECT source, name, sum(mean * {ROLLOUTS}) / sum({ROLLOUTS}) FROM group_parts"
+            " JOIN groups ON groups.submission = group_parts.submission AND groups.grp = group_parts.grp"
+            f" WHERE {KNOWN} AND accepted_during = ? GROUP BY source, name ORDER BY source, name",
+            step,
+        )
+        return {(source, name): mean for source, name, mean in rows}
 
     def total(self) -> int:
         """Rollouts accepted in the whole run."""

@@ -1,4 +1,5 @@
-"""The table of accepted groups, and which step's batch each one is in. `grades` counts what they scored.
+"""The tables of accepted groups: which step's batch each one is in, and what each of several rewards gave it. `grades`
+counts what they scored.
 
     accepted -> in the batch of one step | stale            (useful groups only)
 
@@ -18,6 +19,9 @@ SCHEMA = [
     stale BOOLEAN NOT NULL DEFAULT FALSE, task BIGINT NOT NULL, source TEXT NOT NULL, target BIGINT NOT NULL,
     score BIGINT NOT NULL, graded BIGINT NOT NULL, wrong_format BIGINT NOT NULL, grader_error BIGINT NOT NULL,
     error TEXT NOT NULL, checked BOOLEAN NOT NULL DEFAULT TRUE, UNIQUE (submission, grp))""",
+    """CREATE TABLE IF NOT EXISTS group_parts (
+    submission TEXT NOT NULL, grp BIGINT NOT NULL, name TEXT NOT NULL, mean DOUBLE PRECISION NOT NULL,
+    PRIMARY KEY (submission, grp, name))""",
     "CREATE INDEX IF NOT EXISTS groups_batch ON groups (batch, seq)",
     "CREATE INDEX IF NOT EXISTS groups_accepted ON groups (accepted_during)",
 ]
@@ -28,6 +32,7 @@ WAITING = "useful AND batch IS NULL AND NOT stale"
 class GroupTotals:
     tokens: int
     stale: int
+    useful: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,11 @@ class Groups:
             *(found.task, found.source, found.target_length, found.score_millionths),
             *(outcomes.graded, outcomes.wrong_format, outcomes.grader_error, found.error, checked),
         )
+        for name, mean in found.parts.items():
+            self.connection.change(
+                "INSERT INTO group_parts (submission, grp, name, mean) VALUES (?, ?, ?, ?)",
+                *(submission, group, name, mean),
+            )
 
     def open_step(self) -> int:
         """The smallest step that lacks accepted groups."""
@@ -146,6 +156,7 @@ class Groups:
 
     def totals(self) -> GroupTotals:
         row = self.connection.row(
-            "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0) FROM groups"
+            "SELECT coalesce(sum(tokens), 0), coalesce(sum(CASE WHEN stale THEN 1 ELSE 0 END), 0),"
+            " coalesce(sum(CASE WHEN useful THEN 1 ELSE 0 END), 0) FROM groups"
         )
         return GroupTotals(*row)

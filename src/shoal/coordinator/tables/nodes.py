@@ -1,20 +1,22 @@
-"""The table of registered nodes: key, role, address, last heartbeat, and whether the node was evicted or is suspended.
+"""The table of registered nodes: key, role, address, last heartbeat, state, and how it did with its tasks.
 
-Invariant: a key, a name and an invite each occur once. Called by `members`, `suspension`, `submissions`, `status` and
-`metrics`.
+Invariant: a key, a name and an invite each occur once; a state changes only from the one that the caller names, and only
+`states.move` calls that. Called by `members`, `states`, `suspension`, `arrivals`, `status` and `metrics`.
 """
 
 from dataclasses import dataclass, fields
 
 from shoal.coordinator.tables.connection import SERIAL, Connection
-from shoal.protocol.messages import Role
+from shoal.protocol.messages import NodeState, Role
 
 SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS nodes (
     seq {SERIAL}, key TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL, role TEXT NOT NULL, url TEXT,
     invite TEXT UNIQUE NOT NULL, seen_s DOUBLE PRECISION NOT NULL, version BIGINT, stats TEXT NOT NULL DEFAULT '{{}}',
-    evicted BOOLEAN NOT NULL DEFAULT FALSE, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
-    suspension TEXT NOT NULL DEFAULT '', suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    capability TEXT NOT NULL DEFAULT '{{}}', state TEXT NOT NULL DEFAULT 'active', reason TEXT NOT NULL DEFAULT '',
+    state_s DOUBLE PRECISION NOT NULL DEFAULT 0, suspended_until_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
+    size BIGINT NOT NULL DEFAULT 0, tokens_per_s DOUBLE PRECISION NOT NULL DEFAULT 0, speeds BIGINT NOT NULL DEFAULT 0,
     missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)"""
 ]
@@ -30,14 +32,24 @@ class Node:
     seen_s: float
     version: int | None
     stats: str  # JSON of messages.Stats
-    evicted: bool
-    suspended_until_s: float  # by the coordinator's clock; in the past or 0: it is not suspended
-    suspension: str  # why it was suspended last
+    state: NodeState  # see `states`
+    reason: str  # for its state
+    state_s: float  # since when
+    suspended_until_s: float  # by the coordinator's clock; in the past or 0: nothing is left of it
     suspensions: int  # in a row, none of them forgotten
     took_s: float  # from a task to its upload, lately; 0: nothing of it was accepted yet
+    size: int  # groups in its usual task; 0: a newcomer's
+    tokens_per_s: float  # measured, lately
+    speeds: int  # tasks that it was measured in
+    capability: str  # JSON of messages.Capability
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
     rests_until_s: float  # no new task before
+
+    @property
+    def evicted(self) -> bool:
+        """Slashed, or evicted by the operator: no route answers it any more."""
+        return self.state == "banned"
 
 
 COLUMNS = ", ".join(field.name for field in fields(Node))
@@ -77,19 +89,22 @@ class Nodes:
             "UPDATE nodes SET seen_s = ?, version = ?, stats = ? WHERE key = ?", seen_s, version, stats, key
         )
 
-    def evict(self, key: str) -> bool:
-        """False if it was evicted before."""
-        return self.connection.change("UPDATE nodes SET evicted = TRUE WHERE key = ? AND NOT evicted", key) == 1
+    def change_state(self, key: str, before: NodeState, state: NodeState, reason: str, now_s: float) -> bool:
+        """False, and nothing changes, if the state is not `before` any more. Only `states.move` calls it."""
+        return (
+            self.connection.change(
+                "UPDATE nodes SET state = ?, reason = ?, state_s = ? WHERE key = ? AND state = ?",
+                *(state, reason, now_s, key, before),
+            )
+            == 1
+        )
 
-    def suspend(self, key: str, reason: str, until_s: float) -> None:
-        """No tasks for this key until then. It never shortens a suspension. Call `suspension.suspend` for its length."""
+    def suspend_until(self, key: str, until_s: float) -> None:
+        """Count one suspension. It never shortens an earlier one. Call `suspension.suspend`, which changes the state too."""
         self.connection.change(
-            "UPDATE nodes SET suspension = ?, suspensions = suspensions + 1,"
+            "UPDATE nodes SET suspensions = suspensions + 1,"
             " suspended_until_s = CASE WHEN suspended_until_s > ? THEN suspended_until_s ELSE ? END WHERE key = ?",
-            reason,
-            until_s,
-            until_s,
-            key,
+            *(until_s, until_s, key),
         )
 
     def forget_suspensions(self, key: str) -> None:
@@ -103,43 +118,50 @@ class Nodes:
             *(took_s, missed, missed_in_a_row, rests_until_s, key),
         )
 
+    def set_speed(self, key: str, tokens_per_s: float, speeds: int) -> None:
+        self.connection.change("UPDATE nodes SET tokens_per_s = ?, speeds = ? WHERE key = ?", tokens_per_s, speeds, key)
+
+    def set_capability(self, key: str, capability: str) -> None:
+        self.connection.change("UPDATE nodes SET capability = ? WHERE key = ?", capability, key)
+
+    def set_size(self, key: str, size: int) -> None:
+        self.connection.change("UPDATE nodes SET size = ? WHERE key = ?", size, key)
+
     def times_taken(self) -> list[float]:
         """Seconds from a task to its upload of each worker whose work was accepted, in order."""
-        rows = self.connection.rows("SELECT took_s FROM nodes WHERE took_s > 0 AND NOT evicted ORDER BY took_s")
+        rows = self.connection.rows("SELECT took_s FROM nodes WHERE took_s > 0 AND state != 'banned' ORDER BY took_s")
         return [took_s for (took_s,) in rows]
 
-    def has_proven_worker(self, seen_since_s: float, now_s: float) -> bool:
-        """Whether a worker with accepted work was seen since then and is not suspended."""
-        return (
-            self.connection.row(
-                "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND suspended_until_s <= ? AND NOT evicted LIMIT 1",
-                seen_since_s,
-                now_s,
-            )
-            is not None
+    def has_proven_worker(self, seen_since_s: float) -> bool:
+        """Whether a worker with accepted work was seen since then and gets tasks."""
+        found = self.connection.row(
+            "SELECT 1 FROM nodes WHERE took_s > 0 AND seen_s >= ? AND state = 'active' LIMIT 1", seen_since_s
         )
+        return found is not None
 
     def evicted_keys(self) -> list[str]:
-        return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE evicted ORDER BY seq")]
+        return [key for (key,) in self.connection.rows("SELECT key FROM nodes WHERE state = 'banned' ORDER BY seq")]
 
     def trusted_keys(self) -> list[tuple[Role, str]]:
         """Role and key of every node that is neither a worker nor evicted, in order of registration."""
         return [
             (role, key)
             for role, key in self.connection.rows(
-                "SELECT role, key FROM nodes WHERE role != 'worker' AND NOT evicted ORDER BY seq"
+                "SELECT role, key FROM nodes WHERE role != 'worker' AND state != 'banned' ORDER BY seq"
             )
         ]
 
     def live_keys(self, role: Role, seen_since_s: float) -> list[str]:
         """Keys of this role that were seen since then and are not evicted, in order of registration."""
         rows = self.connection.rows(
-            "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND NOT evicted ORDER BY seq", role, seen_since_s
+            "SELECT key FROM nodes WHERE role = ? AND seen_s >= ? AND state != 'banned' ORDER BY seq",
+            role,
+            seen_since_s,
         )
         return [key for (key,) in rows]
 
     def relay_urls(self) -> list[str]:
         rows = self.connection.rows(
-            "SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND NOT evicted ORDER BY seq"
+            "SELECT url FROM nodes WHERE role = 'relay' AND url IS NOT NULL AND state != 'banned' ORDER BY seq"
         )
         return [url for (url,) in rows]

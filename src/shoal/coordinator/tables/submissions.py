@@ -17,8 +17,9 @@ from shoal.coordinator.tables.connection import SERIAL, Connection
 SCHEMA = [
     f"""CREATE TABLE IF NOT EXISTS submissions (
     seq {SERIAL}, id TEXT UNIQUE NOT NULL, worker TEXT NOT NULL, number BIGINT NOT NULL, step BIGINT NOT NULL,
-    version BIGINT NOT NULL, digest TEXT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, file_hash TEXT,
-    accepted_hash TEXT, nonce TEXT NOT NULL, assigned_s DOUBLE PRECISION NOT NULL, validator TEXT, full_check BOOLEAN,
+    version BIGINT NOT NULL, digest TEXT NOT NULL, groups BIGINT NOT NULL, deadline_s DOUBLE PRECISION NOT NULL,
+    state TEXT NOT NULL, announced TEXT NOT NULL DEFAULT '', file_hash TEXT, accepted_hash TEXT, nonce TEXT NOT NULL,
+    assigned_s DOUBLE PRECISION NOT NULL, validator TEXT, full_check BOOLEAN,
     lease_s DOUBLE PRECISION, content TEXT, reason TEXT, verdict TEXT, uploaded_s DOUBLE PRECISION,
     judged_s DOUBLE PRECISION, tokens BIGINT NOT NULL DEFAULT 0, credit TEXT NOT NULL DEFAULT '')""",
     "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
@@ -37,10 +38,12 @@ class Submission:
     step: int
     version: int
     digest: str  # of the version's manifest
+    groups: int  # that it must hold
     nonce: str
     assigned_s: float
     deadline_s: float  # after it, its worker may be given another task
     state: State
+    announced: str  # hash of the file that its worker uploads; "": it still works on it
     file_hash: str | None  # of the uploaded file
     accepted_hash: str | None  # of the validator's accepted file
     validator: str | None  # holds the claim
@@ -73,14 +76,15 @@ class Submissions:
         step: int,
         version: int,
         digest: str,
+        groups: int,
         nonce: str,
         assigned_s: float,
         deadline_s: float,
     ) -> Submission:
         row = self.connection.row(
-            "INSERT INTO submissions (id, worker, number, step, version, digest, nonce, assigned_s, deadline_s, state)"
-            f" VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
-            *(id, worker, number, step, version, digest, nonce, assigned_s, deadline_s),
+            "INSERT INTO submissions (id, worker, number, step, version, digest, groups, nonce, assigned_s, deadline_s,"
+            f" state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'open') RETURNING {COLUMNS}",
+            *(id, worker, number, step, version, digest, groups, nonce, assigned_s, deadline_s),
         )
         return _submission(row)
 
@@ -89,8 +93,25 @@ class Submissions:
         return None if row is None else _submission(row)
 
     def open_of(self, worker: str) -> Submission | None:
-        row = self.connection.row(f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'open'", worker)
+        """The task that it works on."""
+        return self._open_of(worker, "announced = ''")
+
+    def announced_of(self, worker: str) -> Submission | None:
+        """The task that it finished and is uploading."""
+        return self._open_of(worker, "announced != ''")
+
+    def _open_of(self, worker: str, which: str) -> Submission | None:
+        row = self.connection.row(
+            f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'open' AND {which}", worker
+        )
         return None if row is None else _submission(row)
+
+    def holds_any(self, worker: str) -> bool:
+        found = self.connection.row("SELECT 1 FROM submissions WHERE worker = ? AND state = 'open' LIMIT 1", worker)
+        return found is not None
+
+    def announce(self, id: str, file_hash: str) -> None:
+        self.connection.change("UPDATE submissions SET announced = ? WHERE id = ?", file_hash, id)
 
     def next_number(self, worker: str) -> int:
         return int(
@@ -104,19 +125,22 @@ class Submissions:
     def expire_open_of(self, worker: str) -> None:
         self.connection.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
 
-    def count_unjudged(self) -> int:
-        """Uploaded and not yet judged."""
-        return int(self.connection.value("SELECT count(*) FROM submissions WHERE state IN ('uploaded', 'validating')"))
+    def groups_unjudged(self) -> int:
+        """Groups in what is uploaded and not yet judged."""
+        return int(
+            self.connection.value(
+                "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
+            )
+        )
 
-    def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[float, float]]:
-        """Open tasks of workers that were seen since then and are not suspended: seconds that they are old, and the seconds
-        that their worker usually takes (0: nothing of it was accepted yet)."""
+    def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
+        """Open tasks of workers that were seen since then and may finish them: groups, seconds that they are old, and the
+        seconds that their worker usually takes (0: nothing of it was accepted yet)."""
         return self.connection.rows(
-            "SELECT ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
-            " WHERE state = 'open' AND seen_s >= ? AND suspended_until_s <= ?",
+            "SELECT groups, ? - assigned_s, took_s FROM submissions JOIN nodes ON key = worker"
+            " WHERE submissions.state = 'open' AND seen_s >= ? AND nodes.state IN ('active', 'draining')",
             now_s,
             seen_since_s,
-            now_s,
         )
 
     # --- checking ----------------------------------------------------------------------------------------------------
@@ -218,10 +242,12 @@ class Submissions:
             )
         )
 
-    def count_unchecked_claims(self) -> int:
-        """Claimed, not to be prefilled whole, and not yet judged."""
+    def groups_unchecked(self) -> int:
+        """Groups in what is claimed, not to be prefilled whole, and not yet judged."""
         return int(
-            self.connection.value("SELECT count(*) FROM submissions WHERE state = 'validating' AND NOT full_check")
+            self.connection.value(
+                "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'validating' AND NOT full_check"
+            )
         )
 
     # --- credit ------------------------------------------------------------------------------------------------------
@@ -245,6 +271,13 @@ class Submissions:
         return self.connection.rows(
             "SELECT id, tokens FROM submissions WHERE worker = ? AND credit = 'pending' ORDER BY seq", worker
         )
+
+    def waiting_of(self, worker: str) -> tuple[int, int]:
+        """How many accepted submissions wait for their credit, and how many groups these hold."""
+        count, groups = self.connection.row(
+            "SELECT count(*), coalesce(sum(groups), 0) FROM submissions WHERE worker = ? AND credit = 'pending'", worker
+        )
+        return int(count), int(groups)
 
     def workers_with_pending(self) -> list[str]:
         rows = self.connection.rows("SELECT DISTINCT worker FROM submissions WHERE credit = 'pending' ORDER BY worker")
@@ -289,6 +322,10 @@ class Submissions:
         return self.connection.rows(
             "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
         )
+
+    def groups_too_late(self) -> int:
+        """Groups in what came to be uploaded when no batch could take its version any more."""
+        return int(self.connection.value("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'"))
 
     def count_by_state(self) -> dict[State, int]:
         return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))

@@ -27,7 +27,12 @@ from shoal.shardcast.format.names import parse_version, version_name
 from shoal.shardcast.format.stream_files import StreamFiles
 
 LOOK_AGAIN_S = 0.05
-TEMPORARY = ("full", "delta", "result")  # what a client makes of a version before it is complete
+RESULTS = ("result", "result2")  # of deltas, in turn
+TEMPORARY = ("full", "delta", *RESULTS)  # what a client makes of a version before it is complete
+Stamps = tuple[tuple[int, int, int], ...]
+_VERIFIED: dict[
+    Path, tuple[str, Stamps]
+] = {}  # by folder: the digest that this process found there, and its files then
 
 
 class Cache:
@@ -35,7 +40,6 @@ class Cache:
         if keep < 1:
             raise ValueError("keep must be at least 1")
         self.path, self.public_key, self.run, self.keep = path, public_key, run, keep
-        self._verified: set[str] = set()  # digests of versions that this process has verified on disk
 
     def folder(self, version: int) -> Path:
         return self.path / version_name(version)
@@ -49,30 +53,37 @@ class Cache:
         return signed, signed.open(self.public_key, run=self.run, version=version)
 
     def held(self, version: int, digest: str | None = None) -> tuple[Path, Manifest] | None:
-        """A complete version, with this digest if one is given; None if it is not here."""
+        """A complete version, with this digest if one is given; None if it is not here. Reads its files, unless this
+        process has verified them and nobody has written to them since."""
+        manifest = self.manifest(version, digest)
+        if manifest is None:
+            return None
+        folder = self.folder(version)
+        files = StreamFiles(folder, manifest.files)
+        if _VERIFIED.get(folder.resolve()) != (manifest.digest, files.stamps()):
+            if not files.match(manifest.content):
+                return None
+            self._note_verified(manifest, files)
+        return folder, manifest
+
+    def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
+        """The manifest of a version that is here and looks complete, with this digest if one is given. Enough to apply
+        deltas to it: the hashes of the result tell whether it was what it says."""
         try:
             _, manifest = self.offer(version)
         except (OSError, ManifestError):
             return None
-        if digest not in (None, manifest.digest):
-            return None
-        files = StreamFiles(self.folder(version), manifest.files)
-        if manifest.digest in self._verified:
-            return (self.folder(version), manifest) if files.sizes_match() else None
-        if not manifest.complete or not files.match(manifest.content):
-            return None
-        self._verified.add(manifest.digest)
-        return self.folder(version), manifest
+        complete = manifest.complete and StreamFiles(self.folder(version), manifest.files).sizes_match()
+        return manifest if complete and digest in (None, manifest.digest) else None
+
+    def _note_verified(self, manifest: Manifest, files: StreamFiles) -> None:
+        _VERIFIED[self.folder(manifest.version).resolve()] = manifest.digest, files.stamps()
 
     def newest(self) -> Manifest | None:
         """The manifest of the version that was published last, of those that are complete."""
         found = []
         for version in self.versions():
-            try:
-                _, manifest = self.offer(version)
-            except (OSError, ManifestError):
-                continue  # of another run or key, or damaged
-            if manifest.complete and StreamFiles(self.folder(version), manifest.files).sizes_match():
+            if manifest := self.manifest(version):  # None: of another run or key, or damaged
                 found.append(manifest)
         return max(found, key=lambda manifest: (manifest.created_s, manifest.version), default=None)
 
@@ -103,7 +114,7 @@ class Cache:
             write_file(manifest_path(final), signed.to_bytes())
             folder.rename(final)
             fsync(self.path)
-        self._verified.add(manifest.digest)
+        self._note_verified(manifest, StreamFiles(final, manifest.files))
         return final
 
     def versions(self) -> list[int]:
@@ -112,6 +123,7 @@ class Cache:
         return sorted((v for folder in folders if (v := parse_version(folder.name)) is not None), reverse=True)
 
     def drop(self, version: int) -> None:
+        _VERIFIED.pop(self.folder(version).resolve(), None)
         discard(self.folder(version))
         manifest_path(self.folder(version)).unlink(missing_ok=True)
         delta_path(self.folder(version)).unlink(missing_ok=True)

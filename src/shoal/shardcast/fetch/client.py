@@ -2,7 +2,8 @@
 
     plan      choose the streams with the fewest bytes from what the cache holds to the version
     fetch     download each stream from several relays at once
-    verify    read every file back and compare it with the signed manifest; then the folder gets its final name
+    apply     make the version from the one before and all deltas since, in one pass
+    verify    compare every file with the signed manifest; then the folder gets its final name
 
 Invariant: the folder that `fetch` returns holds exactly the files that the learner published, and never an older version
 than the client already holds, unless the caller asks for that number.
@@ -19,10 +20,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial as bind
+from itertools import cycle
 from pathlib import Path
 
 from shoal.files import discard
-from shoal.shardcast.fetch.cache import Cache, delta_path
+from shoal.shardcast.fetch.cache import RESULTS, Cache, delta_path
 from shoal.shardcast.fetch.download import Download
 from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors, first_error
 from shoal.shardcast.fetch.partial import Partial
@@ -30,6 +32,8 @@ from shoal.shardcast.fetch.plan import Step, offered, plan
 from shoal.shardcast.fetch.source import Offer
 from shoal.shardcast.fetch.sources import Access, Sources
 from shoal.shardcast.format import delta
+from shoal.shardcast.format.alongside import alongside
+from shoal.shardcast.format.delta import Link
 from shoal.shardcast.format.delta_format import DeltaError
 from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
 from shoal.shardcast.format.stream_files import Hashing
@@ -228,41 +232,53 @@ class Client:
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float
     ) -> tuple[Path, Manifest] | None:
         """Fetches the streams and applies the deltas; None if the result is not what was published."""
-        self.progress.version = steps[-1][0][1].version
+        signed, manifest = steps[-1][0]
+        self.progress.version = manifest.version
         self.progress.total_bytes = sum(offer[1].streams[part].size_bytes for offer, part in steps)
         folder = self.cache.folder(start) if start is not None else None
-        hashes: list[str] | None = None  # of the last files, taken while they were written
-        signed, manifest = steps[-1][0]
+        links: list[Link] = []
         for offer, part in steps:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
+            fetched, files = await self._fetch(sources, offer, part, deadline_s)
             if part == "full":
-                (signed, manifest), folder = await self._fetch(sources, offer, "full", deadline_s)
-                continue
-            signed, manifest = offer
-            _, fetched = await self._fetch(sources, offer, "delta", deadline_s)
-            assert folder is not None and manifest.delta is not None
-            result = self.cache.temporary(manifest.version, "result")
-            with disk_errors(self.cache.path):
-                discard(result)
-                path = delta_path(self.cache.folder(manifest.version))
-                (fetched / "delta").replace(path)
-                hashing = Hashing(manifest.content.shard_size_bytes)
-                files = [(file.path, file.size_bytes) for file in manifest.files]
-                try:
-                    delta.apply(folder, path, result, files, hashing.add)
-                except DeltaError:
-                    return None
-                hashes = hashing.finish()
-                if folder.name.startswith("."):
-                    discard(folder)
-            folder = result
+                folder = files
+                if len(steps) == 1:
+                    signed, manifest = fetched  # it may have grown meanwhile
+            else:
+                links.append(Link(files / "delta", tuple((file.path, file.size_bytes) for file in offer[1].files)))
         assert folder is not None
+        hashes: list[str] | None = None  # of the last files, taken while they were written
+        if links:
+            made = self._apply(folder, links, manifest)
+            if made is None:
+                return None
+            folder, hashes = made
         final = self.cache.add(folder, signed, manifest, written=hashes)
         if final is None:
             return None
         if start is not None:
             self.progress.parent = start
         return final, manifest
+
+    def _apply(self, folder: Path, links: list[Link], manifest: Manifest) -> tuple[Path, list[str]] | None:
+        """The folder that these deltas make of `folder`, and the hashes of its content; None if they do not fit."""
+        with disk_errors(self.cache.path):
+            try:
+                runs = delta.passes(links)
+                for run, name in zip(runs, cycle(RESULTS)):
+                    self.progress.doing = f"making version {manifest.version}"
+                    result = self.cache.temporary(manifest.version, name)
+                    discard(result)
+                    hashing = Hashing(manifest.content.shard_size_bytes)
+                    with alongside(hashing.add) as written:
+                        delta.apply(folder, run, result, written)
+                    if folder.name.startswith("."):
+                        discard(folder)
+                    folder = result
+            except DeltaError:
+                return None
+            links[-1].delta.replace(delta_path(self.cache.folder(manifest.version)))
+        return folder, hashing.finish()
 
     async def _fetch(self, sources: Sources, offer: Offer, part: Part, deadline_s: float) -> tuple[Offer, Path]:
         """Fetches one stream, which may still be growing. Returns the last manifest, and the folder of the files."""

@@ -29,7 +29,7 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
     while True:
         manifest = offer[1]
         cost_bytes = sum(o[1].streams[part].size_bytes for o, part in deltas)
-        if deltas and cache.held(manifest.version, manifest.digest):
+        if deltas and cache.manifest(manifest.version, manifest.digest):
             routes.append((cost_bytes, manifest.version, deltas))
             break  # earlier versions cost more
         if manifest.anchor:
@@ -40,7 +40,7 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
             break
         deltas = [(offer, "delta"), *deltas]
         parent, digest = manifest.delta.parent, manifest.delta.parent_digest
-        found = cache.offer(parent) if cache.held(parent, digest) else None
+        found = cache.offer(parent) if cache.manifest(parent, digest) else None
         if found is None:
             answers, reasons = await sources.ask(bind(offered, version=parent, digest=digest))
             found = next((answer for answer in answers.values() if answer), None)

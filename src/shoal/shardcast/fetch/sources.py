@@ -319,7 +319,7 @@ class Sources:
         if ordered:
             return min(usable, key=lambda source: bad[source])  # the first in order
         now_s = loop_time()
-        usable = [source for source in usable if not source.standing.silent(times=2)] or usable
+        usable = [source for source in usable if not source.standing.avoided()] or usable
         if rested := [s for s in usable if s not in self.fallback and self._rest_until_s.get(s, 0.0) <= now_s]:
             usable = rested
 

@@ -18,6 +18,7 @@ class Standing:
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
     SILENT_S = 10.0  # how long a server that did not answer is asked after the others
+    SILENT_ONCE_S = 1.0  # the same for shards, whose sender may only have been slow to begin
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,9 +34,15 @@ class Standing:
         """The speed of one shard at a time; None if it was not measured recently."""
         return self._speed_Bps if self._clock() - self._measured_s < self.FORGOTTEN_AFTER_S else None
 
-    def silent(self, times: int = 1) -> bool:
-        """Whether it let so many requests in a row wait, the last one not long ago."""
-        return self._unanswered >= times and self._clock() - self._silent_s < self.SILENT_S
+    def silent(self) -> bool:
+        """Whether it let a request wait not long ago, and has answered none since."""
+        return self._unanswered > 0 and self._clock() - self._silent_s < self.SILENT_S
+
+    def avoided(self) -> bool:
+        """Whether shards come from others: after one request without an answer for as long as one fetch of a delta takes,
+        which so loses time to it only once; after two in a row as long as it is `silent`."""
+        limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
+        return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 
     def answer_s(self) -> float | None:
         """How long it takes to answer a question, a moving average; None if it never did."""

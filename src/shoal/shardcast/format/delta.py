@@ -6,15 +6,17 @@ either unchanged or sent whole.
 
 Invariant: paths, sizes and headers come from the caller and the old version, never from the delta. The files that `apply`
 writes have those sizes. The caller must verify their contents against the manifest.
+`encode` reads each file of the new version once, except unchanged files without tensors. `apply` takes a chain of deltas and
+reads and writes each file once, however long the chain is.
 Called by the origin (encode) and clients (apply).
-Left out: deltas across several versions (apply one after the other), and renamed files (sent whole).
+Left out: merging the deltas of several versions into one (readers fetch the chain), and renamed files (sent whole).
 Source: docs/shardcast.md has the measurements; the paper sends whole checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -58,8 +60,23 @@ class DeltaStats:
     changed_words: int
 
 
-def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[bytes], None]) -> DeltaStats:
+@dataclass(frozen=True)
+class Link:
+    """A delta on disk, and the paths and sizes of the files that it leads to, in encoded order."""
+
+    delta: Path
+    files: tuple[tuple[str, int], ...]
+
+
+def encode(
+    old: Path,
+    new: Path | Files,
+    files: Sequence[str],
+    sink: Callable[[bytes], None],
+    passed: Callable[[memoryview], None] = lambda data: None,
+) -> DeltaStats:
     """Passes `sink` the delta from the folder `old` to `new`. `files` are the paths in `new`, which is read front to back.
+    `passed` gets all bytes of these files, in that order, so that they need not be read again to be hashed.
     Raises OSError, and DeltaError if a file is truncated while it is read."""
     writer = Writer(sink)
     source = Folder(new) if isinstance(new, Path) else new
@@ -71,43 +88,69 @@ def encode(old: Path, new: Path | Files, files: Sequence[str], sink: Callable[[b
             with (old / path).open("rb") as before, source.open(path) as after:
                 layout = layout_of(after, source.size_bytes(path), path)
                 writer.write(blake3(layout.header).digest())
+                passed(memoryview(layout.header))
                 for piece in pieces(*layout.tensors):
+                    words = _read(after, piece)
+                    passed(_bytes(words))
                     compared_words += piece.words
-                    changed_words += writer.piece(_read(before, piece), _read(after, piece))
-        elif kind is Kind.WHOLE:
+                    changed_words += writer.piece(_read(before, piece), words)
+        else:
             with source.open(path) as file:
                 for piece in pieces(as_one_tensor(path, source.size_bytes(path))):
-                    writer.words(_read(file, piece))
+                    words = _read(file, piece)
+                    passed(_bytes(words))
+                    if kind is Kind.WHOLE:
+                        writer.words(words)
     size_bytes = sum(source.size_bytes(path) for path in files)
     return DeltaStats(size_bytes, writer.size_bytes, compared_words, changed_words)
 
 
-def apply(
-    old: Path,
-    delta: Path,
-    out: Path,
-    files: Sequence[tuple[str, int]],
-    written: Callable[[memoryview], None] = lambda data: None,
-) -> None:
-    """Writes the new version into `out`, which must not be `old`. `files` are its paths and sizes, in encoded order.
-    `written` gets all bytes of the new files, in that order, so that they need not be read again to be verified.
+def passes(chain: Iterable[Link]) -> list[list[Link]]:
+    """Cuts a chain of deltas into runs that `apply` takes at once: they lead to files of the same names and sizes, and none
+    changes tensors of a file that another one sends whole. Raises DeltaError."""
+    runs: list[list[Link]] = []
+    kinds: list[Kind] = []  # of the files in the last run
+    for link in chain:
+        with link.delta.open("rb") as file:
+            here = Reader(file, len(link.files)).file_kinds
+        if runs and runs[-1][0].files == link.files and all(map(_fit, kinds, here)):
+            runs[-1].append(link)
+            kinds = list(map(max, kinds, here))  # SAME is the least
+        else:
+            runs.append([link])
+            kinds = here
+    return runs
+
+
+def apply(old: Path, run: Sequence[Link], out: Path, written: Callable[[memoryview], None] = lambda data: None) -> None:
+    """Writes into `out`, which must not be `old`, the version that `run` leads to: one delta, or several of `passes`.
+    `written` gets all bytes of the new files, in encoded order, so that they need not be read again to be verified.
 
     Raises DeltaError, and OSError from the disk. The files in `out` are then incomplete.
     """
-    with delta.open("rb") as file:
-        reader = Reader(file, len(files))
-        for (path, size_bytes), kind in zip(files, reader.file_kinds, strict=True):
+    files = run[-1].files
+    with ExitStack() as stack:
+        readers = [Reader(stack.enter_context(link.delta.open("rb")), len(files)) for link in run]
+        for place, (path, size_bytes) in enumerate(files):
             (out / path).parent.mkdir(parents=True, exist_ok=True)
+            kinds = [reader.file_kinds[place] for reader in readers]
+            changing = [reader for reader, kind in zip(readers, kinds, strict=True) if kind is not Kind.SAME]
             with _Told(out / path, written) as target:
-                if kind is Kind.WHOLE:
+                if Kind.WHOLE in kinds:
                     for piece in pieces(as_one_tensor(path, size_bytes)):
-                        target.write(reader.words(piece.words, 1).data)
+                        *_, words = (reader.words(piece.words, 1) for reader in changing)
+                        target.write(words.data)
                     continue
                 with _old_file(old / path, size_bytes) as source:
-                    if kind is Kind.TENSORS:
-                        _write_changed(reader, source, target)
+                    if changing:
+                        _write_changed(changing, source, target)
                     _copy(source, target, size_bytes)
-        reader.end()
+        for reader in readers:
+            reader.end()
+
+
+def _fit(kind: Kind, other: Kind) -> bool:
+    return kind is other or Kind.SAME in (kind, other)
 
 
 def _kind(old: Path, source: Files, path: str) -> Kind:
@@ -153,27 +196,28 @@ class _Told:
         return len(view)
 
 
-def _write_changed(reader: Reader, source: BufferedReader, target: _Told) -> None:
-    """Writes a file of tensors up to the end of its last changed piece."""
+def _write_changed(readers: Sequence[Reader], source: BufferedReader, target: _Told) -> None:
+    """Writes a file of tensors up to the end of its last changed piece. Each reader has the changes of one version."""
     try:
         layout = read_layout(Path(source.name))
     except LayoutError as error:
         raise DeltaError(f"the delta was made against another version: {error}") from error
     header_hash = blake3(layout.header).digest()
-    if reader.take(len(header_hash)) != header_hash:
+    if any(reader.take(len(header_hash)) != header_hash for reader in readers):
         raise DeltaError(f"the delta was made against another version: the header of {source.name} differs")
     for piece in pieces(*layout.tensors):
-        kind = reader.piece_kind()
-        if kind is Kind.SAME:
-            continue
-        if kind is Kind.WHOLE:
-            words = reader.words(piece.words, piece.word_bytes)
-        else:
-            words = _read(source, piece)
-            places_K, steps_K = reader.changes(piece.words, piece.word_bytes)
-            words[places_K] += steps_K
-        _copy(source, target, piece.offset_bytes)
-        target.write(words.data)
+        words: Words | None = None  # None: as in the file
+        for reader in readers:
+            kind = reader.piece_kind()
+            if kind is Kind.WHOLE:
+                words = reader.words(piece.words, piece.word_bytes)
+            elif kind is Kind.CHANGES:
+                words = _read(source, piece) if words is None else words
+                places_K, steps_K = reader.changes(piece.words, piece.word_bytes)
+                words[places_K] += steps_K
+        if words is not None:
+            _copy(source, target, piece.offset_bytes)
+            target.write(words.data)
 
 
 def pieces(*tensors: StoredTensor) -> Iterator[StoredTensor]:
@@ -205,6 +249,10 @@ def _read(file: BufferedReader, piece: StoredTensor) -> Words:
     if file.readinto(words.data) != words.nbytes:
         raise DeltaError(f"{file.name} became shorter while it was read")
     return words
+
+
+def _bytes(words: Words) -> memoryview:
+    return memoryview(words).cast("B") if len(words) else memoryview(b"")
 
 
 def _copy(source: BufferedReader, target: _Told, end_bytes: int) -> None:

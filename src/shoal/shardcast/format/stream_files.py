@@ -55,6 +55,12 @@ class StreamFiles:
         except FileNotFoundError:
             return False
 
+    def stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """Inode, size and modification time of each file: the same again if nobody has written to it.
+        Raises FileNotFoundError."""
+        stats = [path.stat() for path in self.paths]
+        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+
     def _hash(self, position: int, size_bytes: int) -> str:
         digest = blake3()
         for data in self.read(position, size_bytes):

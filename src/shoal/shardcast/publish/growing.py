@@ -57,7 +57,6 @@ class Growing:
             self._file.close()
             raise
         self._seen_bytes, self._grew_s = 0, time.monotonic()
-        self._abandoned = False
 
     @property
     def has_header(self) -> bool:
@@ -106,10 +105,6 @@ class Growing:
             raise GivenUpError(f"{self.final} does not hold the files that were read while it was being written")
         return self.final
 
-    def abandon(self) -> None:
-        """Makes every current and later read raise GivenUpError."""
-        self._abandoned = True
-
     def close(self) -> None:
         self._file.close()
 
@@ -123,7 +118,7 @@ class Growing:
         return min(arrived_bytes, self._final_bytes or 0) - offset_bytes
 
     def _check(self) -> None:
-        if self._abandoned or self.stopped():
+        if self.stopped():
             raise GivenUpError(f"reading of {self.folder} was stopped")
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise self._removed()

@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.files import CHUNK_BYTES, NewFile, new_file
 from shoal.shardcast.format import delta
+from shoal.shardcast.format.alongside import alongside
 from shoal.shardcast.format.delta import Files, Folder
 from shoal.shardcast.format.manifest import (
     MAX_SHARDS,
@@ -47,6 +48,15 @@ from shoal.shardcast.store import Store, StoreFullError, chain
 
 DRAFT_S = 0.2  # between two manifests of a growing version
 STATE_S = 5.0  # between two statements of the newest version
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one pass over a version's files made."""
+
+    content: Stream
+    delta: Delta | None  # None: it would save nothing, or does not fit
+    anchor: bool  # whether the shards of the content were written
 
 
 class Origin:
@@ -114,17 +124,11 @@ class Origin:
         before = file_times(folder, files)
         # A version damaged on disk is published again with its old date, so that it gets the same digest.
         created_s = self.clock() if held is None else held.created_s
-        shard_bytes = self._shard_bytes(_total(files))  # refuses too many shards before any is written
+        self._shard_bytes(_total(files))  # refuses too many shards before any is written
         with self._begun(version):
             parent = self._parent_of(version)
-            found = self._encode(Folder(folder), files, version, parent) if parent else None
-            if parent is None or found is None or self._anchor_is_due(parent.version) or _saves_little(found, files):
-                with self.stream(version, files, delta=found, created_s=created_s) as write:
-                    for chunk in file_chunks(folder, files):
-                        write(chunk)
-            else:
-                content = cut(file_chunks(folder, files), _total(files), shard_bytes, None)
-                self._sign(version, files, content, found, created_s, anchor=False)
+            found = self._compare(Folder(folder), files, version, parent) if parent else None
+            self._add(version, folder, files, found, created_s)
             if file_times(folder, files) != before:
                 raise PublishError(
                     f"{path} was modified while it was published; move complete versions there by a rename"
@@ -135,11 +139,11 @@ class Origin:
         """Publishes a version while it is being written. Without a parent to make a delta of, it is served meanwhile.
         Otherwise its delta, hashes and shards are made meanwhile, and it is served when its folder is complete.
         Raises GivenUpError and then leaves nothing of it, and what `publish` raises."""
-        version, files, total_bytes = growing.version, growing.files, _total(growing.files)
+        version, files = growing.version, growing.files
         if version in self._held and self._held[version].complete:
             raise PublishError(f"version {version} is already published, and versions never change")
         check_apart(growing.folder, self.store.path)
-        shard_bytes = self._shard_bytes(total_bytes)
+        self._shard_bytes(_total(files))
         with self._begun(version):
             parent = self._parent_of(version)
             if parent is None:
@@ -148,22 +152,23 @@ class Origin:
                         write(chunk)
                     folder = growing.finish()
             else:
-                anchor = self._anchor_is_due(parent.version)
-                shards, anchor_bytes = (self._new_shard(version), total_bytes) if anchor else (None, 0)
-                if anchor:
-                    self._make_room(version, (), anchor_bytes)
-                with ThreadPoolExecutor(1) as threads:
-                    try:
-                        cutting = threads.submit(cut, growing.chunks(), total_bytes, shard_bytes, shards)
-                        found = self._encode(growing, files, version, parent, anchor_bytes=anchor_bytes)
-                        content, folder = cutting.result(), growing.finish()
-                    except BaseException:
-                        growing.abandon()
-                        raise
-                if not anchor and (found is None or _saves_little(found, files)):
-                    return self.publish(folder, version)  # as an anchor
-                self._sign(version, files, content, found, self.clock(), anchor=anchor)
+                found = self._compare(growing, files, version, parent)
+                folder = growing.finish()
+                self._add(version, folder, files, found, self.clock())
         return self._published(version, folder)
+
+    def _add(
+        self, version: int, folder: Path, files: Sequence[FileEntry], found: _Found | None, created_s: float
+    ) -> None:
+        """Publishes what `_compare` found. If that is too little, reads the files to make an anchor."""
+        delta = found and found.delta
+        saves_much = delta is not None and 2 * delta.stream.size_bytes <= _total(files)
+        if found and (found.anchor or saves_much):
+            self._sign(version, files, found.content, delta, created_s, anchor=found.anchor)
+            return
+        with self.stream(version, files, delta=delta, created_s=created_s) as write:
+            for chunk in file_chunks(folder, files):
+                write(chunk)
 
     def _published(self, version: int, folder: Path) -> Manifest:
         manifest = self._held[version]
@@ -221,26 +226,51 @@ class Origin:
             cutter.close()
         sign(delta)
 
+    def _compare(self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest) -> _Found:
+        """Makes the delta from the last published version, the hashes and, if an anchor is due, its shards. Reads the files
+        once, front to back."""
+        anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
+        if anchor:
+            self._make_room(version, (), total_bytes)
+        shard_bytes = self._shard_bytes(total_bytes)
+        cutter = Cutter(shard_bytes, self._new_shard(version) if anchor else None)
+        try:
+            with alongside(cutter.add) as passed:
+                delta = self._encode(source, files, version, parent, passed, anchor_bytes=anchor * total_bytes)
+            cutter.finish()
+        finally:
+            cutter.close()
+        content = Stream(size_bytes=total_bytes, shard_size_bytes=shard_bytes, shards=tuple(cutter.shards))
+        return _Found(content, delta, anchor)
+
     def _encode(
-        self, source: Files, files: Sequence[FileEntry], version: int, parent: Manifest, *, anchor_bytes: int = 0
+        self,
+        source: Files,
+        files: Sequence[FileEntry],
+        version: int,
+        parent: Manifest,
+        passed: Callable[[memoryview], None],
+        *,
+        anchor_bytes: int,
     ) -> Delta | None:
-        """Writes the delta from the last published version, and its shards. Returns None if it saves nothing or does not
+        """Writes the delta from the last published version, and its shards. Returns None if it saves nothing, or does not
         fit. `anchor_bytes`: of the anchor that is being written at the same time."""
         needs = [] if anchor_bytes else chain(self._held, parent.version)
         with new_file(self.store.path / "delta") as file:
-            size_bytes = 0
+            size_bytes, fits = 0, True
 
             def sink(data: bytes) -> None:
-                nonlocal size_bytes
-                self._make_room(version, needs, anchor_bytes + 2 * (size_bytes + len(data)))  # file and shards
-                file.write(size_bytes, data)
-                size_bytes += len(data)
+                nonlocal size_bytes, fits
+                try:
+                    if fits:
+                        self._make_room(version, needs, anchor_bytes + 2 * (size_bytes + len(data)))  # file and shards
+                        file.write(size_bytes, data)
+                        size_bytes += len(data)
+                except StoreFullError:
+                    fits = False  # with its parents; the full version alone may, and `passed` needs all of it
 
-            try:
-                delta.encode(self._latest.folder, source, [entry.path for entry in files], sink)
-            except StoreFullError:
-                return None  # it does not fit with its parents; the full version alone may
-            if size_bytes >= _total(files):
+            delta.encode(self._latest.folder, source, [entry.path for entry in files], sink, passed)
+            if not fits or size_bytes >= _total(files):
                 return None
             shard_bytes = self._shard_bytes(size_bytes)
             chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
@@ -334,7 +364,3 @@ class Origin:
 
 def _total(files: Sequence[FileEntry]) -> int:
     return sum(file.size_bytes for file in files)
-
-
-def _saves_little(delta: Delta, files: Sequence[FileEntry]) -> bool:
-    return 2 * delta.stream.size_bytes > _total(files)

@@ -32,6 +32,7 @@ from shoal.shardcast.format.manifest import Part
 from shoal.shardcast.format.names import VERSION_PATTERN, parse_version
 from shoal.shardcast.serve.connections import BACKLOG, LISTENER, PATIENCE, Listener, Patience
 from shoal.shardcast.serve.guard import Guard
+from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.shelf import Held, Shelf
 from shoal.shardcast.store import Store
 
@@ -90,7 +91,9 @@ async def serve(
     )
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=patience.idle_s)
+    runner = web.AppRunner(
+        application, access_log=None, logger=LOG, shutdown_timeout=shutdown_s, keepalive_timeout=patience.idle_s
+    )
     await runner.setup()
     await web.SockSite(runner, listener, ssl_context=ssl, backlog=BACKLOG).start()
     return runner, int(listener.getsockname()[1])

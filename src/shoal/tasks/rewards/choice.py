@@ -2,7 +2,8 @@
 
 The last "Answer: X" counts, the form that openai/simple-evals asks for; also with Markdown around it, in brackets, and the
 last \\boxed{X}. A completion without one of these forms is a wrong format: a letter somewhere in the text is no answer.
-Invariant: a grade follows from the answer's letter and the completion alone.
+Invariant: a grade follows from the answer's letter and the completion alone. A task whose answer is no letter is a
+`grader_error`: no completion could be right.
 """
 
 import re
@@ -36,7 +37,9 @@ def letter(completion: str) -> str | None:
 
 
 def _grade(task: Task, completion: str) -> Grade:
-    found = letter(completion)
+    found, expected = letter(completion), task.answer.strip()
+    if not re.fullmatch(LETTER, expected):
+        return Grade(0.0, "grader_error", f"the task's answer {expected[:40]!r} is no letter of a choice")
     if found is None:
         return Grade(0.0, "wrong_format", "no line of the form Answer: LETTER")
-    return Grade(float(found == task.answer.strip()), detail=f"{found}, expected {task.answer.strip()}")
+    return Grade(float(found == expected), detail=f"{found}, expected {expected}")

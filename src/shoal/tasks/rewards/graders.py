@@ -88,7 +88,7 @@ class Graders:
                 if grade.outcome == "grader_error":
                     raise GradeError(
                         f"source {task.source}: its reward fails on a trial, task {task.id} with the completion "
-                        f"{completion[:80]!r}: {grade.detail}; mend the reward"
+                        f"{completion[:80]!r}: {grade.detail}; mend the reward or the row"
                     )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:

@@ -1,6 +1,7 @@
 """The reward `number`: 1 if the last number of the completion, or of its last box, is the answer. As usual for GSM8K.
 
-Invariant: numbers are compared as text in a canonical form, so that no number is too long or rounded.
+Invariant: numbers are compared as text in a canonical form, so that no number is too long or rounded. A task whose answer
+holds no number is a `grader_error`: no completion could be right.
 """
 
 import re
@@ -24,10 +25,12 @@ class Number:
 
 
 def _grade(task: Task, completion: str) -> Grade:
-    found = last_number(completion)
+    found, expected = last_number(completion), last_number(task.answer)
+    if expected is None:
+        return Grade(0.0, "grader_error", f"the task's answer {task.answer[:40]!r} holds no number")
     if found is None:
         return Grade(0.0, "wrong_format", "no number in the completion")
-    return Grade(float(found == last_number(task.answer)), detail=f"{found}, expected {task.answer}")
+    return Grade(float(found == expected), detail=f"{found[:100]}, expected {task.answer[:100]}")
 
 
 def last_number(text: str) -> str | None:

@@ -4,6 +4,7 @@ Invariant: one row at a time is held, rows and files have bounded sizes, and eve
 Called by `sources`.
 """
 
+import codecs
 import gzip
 import json
 import zlib
@@ -65,14 +66,17 @@ def _open(path: Path) -> BufferedIOBase:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))  # without the mark that some editors put first
     except UnicodeDecodeError as error:
+        encoding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise TasksNotFoundError(
             f"{where} is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); convert the file: "
-            "iconv -f LATIN1 -t UTF-8 FILE > NEW"
+            f"iconv -f {encoding} -t UTF-8 FILE > NEW"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise TasksNotFoundError(f"{where} is not readable as JSON ({error}); correct or remove the line") from error
+        raise TasksNotFoundError(
+            f"{where} is not readable as JSON ({error}); a row is one object on one line: correct or remove it"
+        ) from error
     if not isinstance(row, dict):
         raise TasksNotFoundError(f"{where} is not an object with columns: write {{...}}, one per line")
     return row

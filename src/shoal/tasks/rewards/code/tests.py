@@ -47,8 +47,12 @@ Tests = Stdin | Functional | Asserts
 
 def read_tests(text: str) -> Tests:
     """Raises TestsError."""
+    if not text:
+        raise TestsError('the task has no tests: say which column holds them, fields = { tests = "..." }')
     try:
         tests = json.loads(text)
+        if not isinstance(tests, dict):
+            raise TestsError(f'the task\'s tests are {text[:40]}, not an object with "kind": see docs/tasks.md, Fields')
         kind = tests["kind"]
         if kind == "stdin":
             return _with_cases(Stdin([(_text(case["input"]), _text(case["output"])) for case in tests["cases"]]))

@@ -1,0 +1,191 @@
+"""What abuse costs an origin's and a relay's honest readers: real processes on loopback, one attack after another.
+
+    python benchmarks/abuse_shardcast.py [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
+
+Servers: `shoal origin` with its nginx in front, `shoal origin --server python`, `shoal relay`. Anyone may read from them, as
+with `relays.public = true`: an attacker needs no pass. Each attack lasts --seconds, with a bounded rate and a bounded number
+of connections, from addresses of its own (127.0.0.2 and on). Meanwhile one honest client fetches the version over and over.
+Before the first attack and after the last, the same is measured in quiet.
+
+A result holds: honest fetches, how many failed, their median and longest seconds, the largest resident memory of the
+server's processes together in MiB, their open files, their CPU seconds a second, and how the attack's connections ended.
+`slower` is the median fetch against that of both quiet times together. Times suffer from other work on the machine; memory
+and open files do not. The committed run is benchmarks/results/abuse_shardcast.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from shardcast_attacks import attacks
+
+from shoal.shardcast import FetchError
+from shoal.shardcast.alone import fetch
+
+HERE = Path(__file__).parent
+SHOAL = [sys.executable, "-m", "shoal"]
+START_S = 120.0
+
+
+class Server:
+    """A process that serves, and what it has started."""
+
+    def __init__(self, name: str, url: str, process: subprocess.Popen[bytes]) -> None:
+        self.name, self.url, self.process = name, url, process
+        parts = urlsplit(url)
+        self.host, self.port = parts.hostname or "", parts.port or 80
+
+    def all(self) -> list[psutil.Process]:
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self.all())
+
+
+async def measure(server: Server, folder: Path, key: str, seconds: float, attack: str = "") -> dict[str, Any]:
+    """One honest client while a process of its own attacks, or nobody does."""
+    stop, took_s = asyncio.Event(), list[float]()
+
+    async def reading() -> int:
+        failed = 0
+        while not stop.is_set() or not took_s:
+            started_s = time.monotonic()
+            try:
+                await asyncio.to_thread(fetch, [server.url], folder / "out", key, wait_s=10)
+            except FetchError:
+                failed += 1
+            took_s.append(time.monotonic() - started_s)
+            shutil.rmtree(folder / "out", ignore_errors=True)
+        return failed
+
+    async def watching() -> tuple[int, int]:
+        rss_bytes = files = 0
+        while not stop.is_set():
+            all_of_it = server.all()
+            rss_bytes = max(rss_bytes, sum(process.memory_info().rss for process in all_of_it))
+            files = max(files, sum(process.num_fds() for process in all_of_it))
+            await asyncio.sleep(0.1)
+        return rss_bytes, files
+
+    had_s, started_s = server.cpu_s(), time.monotonic()
+    tasks = asyncio.create_task(reading()), asyncio.create_task(watching())
+    if attack:
+        where = [str(HERE / "shardcast_attacks.py"), attack, server.host, str(server.port), str(seconds)]
+        attacker = await asyncio.create_subprocess_exec(sys.executable, *where, stdout=asyncio.subprocess.PIPE)
+        ended = json.loads((await attacker.communicate())[0])
+    else:
+        ended = {}
+        await asyncio.sleep(seconds)
+    stop.set()
+    failed, (rss_bytes, files) = await tasks[0], await tasks[1]
+    return {
+        "fetches": len(took_s),
+        "failed": failed,
+        "median_s": round(statistics.median(took_s), 3),
+        "longest_s": round(max(took_s), 3),
+        "rss_mib": round(rss_bytes / 2**20, 1),
+        "open_files": files,
+        "cpu": round((server.cpu_s() - had_s) / (time.monotonic() - started_s), 2),
+        "attack_ended": ended,
+    }
+
+
+@contextlib.contextmanager
+def started(name: str, command: list[str], log: Path, versions: int) -> Iterator[tuple[Server, list[dict[str, Any]]]]:
+    """A server that has said its address and completed so many versions."""
+    with log.open("wb") as file, log.with_suffix(".err").open("wb") as errors:
+        process = subprocess.Popen([*SHOAL, *command], stdout=file, stderr=errors)
+    try:
+        deadline_s = time.monotonic() + START_S
+        while len(said := log.read_bytes().splitlines()) < 1 + versions:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SystemExit(f"{name} did not start: {log.with_suffix('.err').read_text()}")
+            time.sleep(0.05)
+        facts = [json.loads(line) for line in said]
+        yield Server(name, facts[0]["url"], process), facts
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    result: dict[str, Any] = {
+        "settings": {
+            "seconds": arguments.seconds, "size_mb": arguments.size_mb, "cores": os.cpu_count(), "load": os.getloadavg()[0],
+        },
+        "servers": {},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        folder = Path(made)
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_bytes(os.urandom(arguments.size_mb << 20))
+
+        def origin(name: str, kind: str) -> tuple[Server, list[dict[str, Any]]]:
+            command = ["origin", str(folder / "model"), "--store", str(folder / kind), "--server", kind]
+            command += ["--key-file", str(folder / "key.pem"), "--host", "127.0.0.1", "--port", str(free_port())]
+            return stack.enter_context(started(name, command, folder / f"{kind}.out", 1))
+
+        first, facts = origin("origin, nginx in front", "nginx")
+        key = facts[0]["key"]
+        second, _ = origin("origin, Python", "python")
+        command = ["relay", "--upstream", second.url, "--key", key, "--store", str(folder / "relay")]
+        command += ["--host", "127.0.0.1", "--port", str(free_port())]
+        third, _ = stack.enter_context(started("relay", command, folder / "relay.out", 1))
+        for server in (first, second, third):
+            rows = {"quiet": await measure(server, folder, key, arguments.seconds)}
+            for name in [name for name in attacks("", 0, 0) if arguments.only in name]:
+                rows[name] = await measure(server, folder, key, arguments.seconds, name)
+                sys.stdout.write(f"{server.name}: {name}: {json.dumps(rows[name])}\n")
+                sys.stdout.flush()
+            rows["quiet again"] = await measure(server, folder, key, arguments.seconds)
+            usual_s = statistics.mean([rows["quiet"]["median_s"], rows["quiet again"]["median_s"]])
+            for row in rows.values():
+                row["slower"] = round(row["median_s"] / usual_s, 2)
+            result["servers"][server.name] = rows
+        logged = [path.read_text() for path in folder.glob("*.err")]
+    result["tracebacks"] = sum(text.count("Traceback") for text in logged)
+    for server_name, rows in result["servers"].items():
+        attacked = [row for name, row in rows.items() if not name.startswith("quiet")]
+        summary = {
+            "slowest": max(row["slower"] for row in attacked),
+            "failed": sum(row["failed"] for row in attacked),
+            "rss_mib": max(row["rss_mib"] for row in attacked),
+            "rss_mib_quiet": rows["quiet"]["rss_mib"],
+        }
+        result.setdefault("summary", {})[server_name] = summary
+        sys.stdout.write(f"{server_name}: {json.dumps(summary)}\n")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each attack")
+    parser.add_argument("--size-mb", type=int, default=8, help="size of the version")
+    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--out", type=Path)
+    asyncio.run(main(parser.parse_args()))

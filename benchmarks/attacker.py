@@ -1,0 +1,62 @@
+"""Connections that abuse a server: opened at a bounded rate, from addresses of their own, until the time is over.
+
+Called by abuse.py (coordinator) and shardcast_attacks.py (origin, relay).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+SOURCES = 8  # addresses of strangers
+
+
+@dataclass
+class Attacker:
+    """Opens `rate` connections a second, at most `at_once`, for `seconds`."""
+
+    host: str
+    port: int
+    seconds: float
+    rate: float
+    at_once: int
+    from_outside: bool = True  # from 127.0.0.2 and on
+    ended: Counter[str] = field(default_factory=Counter)  # how the requests ended: a status, an error
+    number: int = 0
+
+    async def run(self, visit: Visit) -> None:
+        deadline_s, room, tasks = time.monotonic() + self.seconds, asyncio.Semaphore(self.at_once), set()
+        started_s = time.monotonic()
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(room.acquire(), max(deadline_s - time.monotonic(), 0.01))
+                task = asyncio.create_task(self._visit(visit, deadline_s))
+                tasks.add(task)
+                task.add_done_callback(lambda done: (tasks.discard(done), room.release()))
+            self.number += 1
+            await asyncio.sleep(max(started_s + self.number / self.rate - time.monotonic(), 0))
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _visit(self, visit: Visit, deadline_s: float) -> None:
+        source = f"127.0.0.{2 + self.number % SOURCES}" if self.from_outside else "127.0.0.1"
+        writer = None
+        try:
+            async with asyncio.timeout(max(deadline_s - time.monotonic(), 0.01)):
+                reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=(source, 0))
+                await visit(reader, writer)
+                line = await reader.readline()
+                self.ended[line.split(b" ")[1].decode() if line.startswith(b"HTTP") else "closed"] += 1
+        except TimeoutError:
+            self.ended["held to the end"] += 1
+        except OSError as error:
+            self.ended[type(error).__name__] += 1
+        finally:
+            if writer is not None:
+                writer.transport.abort()

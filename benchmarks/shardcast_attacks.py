@@ -1,0 +1,82 @@
+"""The attacks of abuse_shardcast.py on an origin or relay. Imports nothing of Shoal, so that it starts at once.
+
+    python benchmarks/shardcast_attacks.py NAME HOST PORT SECONDS
+
+Prints how the connections ended, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from attacker import Attacker
+
+HUGE_BYTES = 64 << 20
+SHARD = "/v000000/full/00000.shard"
+Then = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Attack = Callable[[], Awaitable[Counter[str]]]
+
+
+def attacks(host: str, port: int, seconds: float) -> dict[str, Attack]:
+    """Every attack by its name."""
+
+    def attack(data: Callable[[], bytes], *, rate: float, at_once: int, then: Then | None = None) -> Attack:
+        async def run() -> Counter[str]:
+            attacker = Attacker(host, port, seconds, rate, at_once)
+
+            async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(data())
+                await writer.drain()
+                if then is not None:
+                    await then(reader, writer)
+
+            await attacker.run(visit)
+            return attacker.ended
+
+        return run
+
+    async def a_byte_a_second(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            writer.write(b"x")
+            await writer.drain()
+
+    async def all_of_it(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _number in range(HUGE_BYTES >> 16):
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    async def take_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(seconds)
+
+    async def leave(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    def asking(line: str, *headers: str) -> Callable[[], bytes]:
+        return lambda: "\r\n".join([f"{line} HTTP/1.1", "host: s", *headers, "", ""]).encode()
+
+    body = f"content-length: {HUGE_BYTES}"
+    return {
+        "connections opened and closed": attack(lambda: b"", rate=500, at_once=500, then=leave),
+        "idle connections": attack(lambda: b"", rate=500, at_once=3000),
+        "slow-loris headers": attack(lambda: b"GET / HTTP/1.1\r\nx-a: ", rate=200, at_once=1000, then=a_byte_a_second),
+        "oversize bodies": attack(asking("POST /versions.json", body), rate=20, at_once=20, then=all_of_it),
+        "oversize headers": attack(lambda: b"GET / HTTP/1.1\r\nx-a: ", rate=20, at_once=20, then=all_of_it),
+        "garbage": attack(lambda: os.urandom(400) + b"\r\n\r\n", rate=200, at_once=200),
+        "what is not there": attack(asking("GET /v000000/full/99999.shard"), rate=200, at_once=200),
+        "odd ranges": attack(asking(f"GET {SHARD}", "range: bytes=9-1,5-"), rate=100, at_once=100, then=leave),
+        "manifests": attack(asking("GET /v000000/manifest.json"), rate=200, at_once=200),
+        "readers who take nothing": attack(asking(f"GET {SHARD}"), rate=100, at_once=300, then=take_nothing),
+    }
+
+
+if __name__ == "__main__":
+    attack_name, attacked_host, attacked_port, for_s = sys.argv[1:]
+    ended_as = asyncio.run(attacks(attacked_host, int(attacked_port), float(for_s))[attack_name]())
+    sys.stdout.write(json.dumps(dict(ended_as.most_common())))

@@ -1,0 +1,210 @@
+"""The worker that knows every limit and spends it best, for real: what it gains, and how many submissions it lasts.
+
+    python benchmarks/spending_real.py configs/tiny.toml --better DIR/v000024 --most 30
+
+`spending.py` simulates it at length; here a model generates, the attacks of `shoal.adversary` change what they can, a
+validator's own judge prefills and judges, and the coordinator's own bets and capital find the worker or do not. Both
+compute in fp32: an honest worker has no mismatch there, so all that is found is the attacker's. --better is a later version
+of the same run, for the attacker that leans its weights towards it (or away from it).
+
+For each budget the attacker first looks for how much passes: for the largest strength whose figures stay below 90 % of every
+limit in two trial submissions. Gain: mean reward of its submissions less that of honest work for the same assignments.
+With exact replay the same attacker, at the same strength, claims the validator's fingerprint: its first submission that
+differs from honest work is `inexact`, so it gains nothing.
+
+Writes benchmarks/results/spending-real.json and .md after each row, and keeps the rows of other strategies (--only).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attacks import LIMITS, command, identity
+from machine import describe
+
+from shoal import config
+from shoal.adversary.lab import Attack, Lab
+from shoal.adversary.nearly import NearLogprobs, NearTemperature, NearWeights
+from shoal.adversary.tolerance import PLANS, SPENT, SpendsTolerance
+from shoal.config import Config
+from shoal.coordinator.spending import bets
+from shoal.engine.torch_engine import TorchEngine
+from shoal.evidence.process import Process
+from shoal.launch.calibrate import RUN
+from shoal.model.sources import resolve
+from shoal.validator.by_hand import offline_assignment
+from shoal.validator.case import Case, Finding
+from shoal.validator.checks import EXPENSIVE, GRADED
+from shoal.validator.checks import run as run_checks
+from shoal.validator.judge import Judge
+from shoal.validator.spending import spent
+
+RESULTS = Path(__file__).parent / "results" / "spending-real.json"
+WORKER, TRIALS = 200, 1_000_000  # the worker's key; numbers of its trial submissions
+STRENGTHS = {"weights": 0.3, "temperature": 0.3, "logprobs": 0.05}  # tried first, then 0.8 times the last
+DIRECTIONS = {"raise": 1.0, "lower": -1.0}
+ROWS = ["honest|", *(f"{strategy}|{direction}" for strategy in [*PLANS, *STRENGTHS] for direction in DIRECTIONS)]
+HEAD = (
+    "| spends | to | change of the mean reward meanwhile | submissions until found | by | with exact replay |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
+
+
+class Bench:
+    """A worker's engine and a validator's judge, in fp32, of one numerics."""
+
+    def __init__(self, settings: Config, folder: Path, better: Path, exact: bool) -> None:
+        model = settings.model.model_copy(update={"numerics": "exact" if exact else "fast"})
+        self.settings = settings.model_copy(update={"model": model})
+        self.folder, self.better, self.exact = folder, better, exact
+        self.engine = TorchEngine("float32", "cpu", model.numerics)
+        self.judge = Judge(self.settings, RUN, "float32")
+        self.judge.load(folder)
+        self.key = identity(WORKER)
+        self.rewards: dict[int, float] = {}  # of honest work, by the submission's number
+
+    def attacker(self, strategy: str, direction: float) -> Any:
+        kind = {"weights": NearWeights, "temperature": NearTemperature, "logprobs": NearLogprobs}.get(
+            strategy, SpendsTolerance
+        )
+        made: Any = kind(self.settings, RUN, self.key, self.engine, Lab([self.folder]))
+        made.load(self.folder, 0)
+        if strategy in PLANS:
+            made.direction, made.spending = direction, PLANS[strategy]
+        made.better = self.better
+        return made
+
+    def judged(self, maker: Attack, number: int) -> tuple[Case, Finding | None, dict[str, float]]:
+        """A submission as the validator sees it: graded, what its checks find, and their figures."""
+        asked = offline_assignment(self.settings, self.key.public, number)
+        opened = self.judge.open(asked, self.key.public, maker.submission(asked))
+        assert isinstance(opened, Case), opened
+        [case] = self.judge.prefill([self.judge.grade(opened)])
+        assert self.judge.rules is not None
+        outcome = run_checks([*EXPENSIVE, *GRADED], self.judge.rules, case)
+        return case, outcome.finding, dict(outcome.evidence)
+
+    def honest_reward(self, number: int) -> float:
+        if number not in self.rewards:
+            honest = self.attacker("honest", 0.0)
+            honest.spending = replace(PLANS["up to half of the margin"], reach=0.0, mean=0.0)
+            self.rewards[number] = statistics.fmean(self.judged(honest, number)[0].graded())
+        return self.rewards[number]
+
+    def strongest(self, attacker: Any, strategy: str, direction: float) -> float:
+        """The largest strength, of a ladder, whose figures stay below 90 % of every limit."""
+        strength = STRENGTHS[strategy]
+        while strength > 1e-4:
+            attacker.lean(direction, strength)
+            if all(self.passes(attacker, TRIALS + trial) for trial in range(2)):
+                return strength
+            strength *= 0.8
+        raise SystemExit(f"{strategy}: nothing passes")
+
+    def passes(self, attacker: Attack, number: int) -> bool:
+        _, finding, figures = self.judged(attacker, number)
+        limits = self.settings.validator
+        return finding is None and all(
+            figures[name] <= SPENT * getattr(limits, limit) for name, limit in LIMITS.items() if name != "mismatch_frac"
+        )
+
+    def lasts(self, attacker: Attack, most: int) -> dict[str, Any]:
+        """Submissions until the worker is found, by what, and what it gained until then."""
+        process, gains, shares = Process(), [], []
+        for number in range(most):
+            case, finding, figures = self.judged(attacker, number)
+            if finding is not None:
+                return {"found": number + 1, "by": f"a limit: {finding.reason.value}", "gains": gains, "shares": shares}
+            gains.append(statistics.fmean(case.graded()) - self.honest_reward(number))
+            shares.append(
+                {n: round(figures[n] / getattr(self.settings.validator, limit), 3) for n, limit in LIMITS.items()}
+            )
+            process = process.after(bets(spent(case, self.settings, figures), self.settings))
+            if process.evidence >= -np.log(self.settings.evidence.alpha):
+                found = {"found": number + 1, "by": ", ".join(process.strongest(2))}
+                return found | {"gains": gains, "shares": shares, "nats": process.evidence}
+        return {"found": None, "by": "", "gains": gains, "shares": shares, "nats": process.evidence}
+
+    def first_inexact(self, attacker: Attack, most: int) -> dict[str, Any]:
+        """With exact replay: the first submission that is not accepted, and by what."""
+        for number in range(most):
+            asked = offline_assignment(self.settings, self.key.public, number)
+            opened = self.judge.open(asked, self.key.public, attacker.submission(asked))
+            assert isinstance(opened, Case), opened
+            [one] = self.judge.examine([replace(opened, exact=True)])
+            if one.finding is not None:
+                return {"found": number + 1, "by": one.finding.reason.value}
+        return {"found": None, "by": ""}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--better", type=Path, required=True, help="a later version of the same run")
+    parser.add_argument("--most", type=int, default=30, help="submissions of each attacker")
+    parser.add_argument("--only", nargs="+", choices=["honest", *PLANS, *STRENGTHS])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-exact", action="store_true", help="leave the column of exact replay as it is")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    settings = config.load(arguments.config)
+    folder = resolve(settings.model.name)
+    fast = Bench(settings, folder, arguments.better, exact=False)
+    exact = None if arguments.no_exact else Bench(settings, folder, arguments.better, exact=True)
+    about = {
+        "config": arguments.config.name,
+        "machine": describe(),
+        "alpha": settings.evidence.alpha,
+        "rollouts_per_submission": settings.workers.groups_per_submission * settings.sampling.group_size,
+    }
+    for strategy in arguments.only or ["honest", *PLANS, *STRENGTHS]:
+        for name, direction in DIRECTIONS.items() if strategy != "honest" else [("", 0.0)]:
+            write(about, f"{strategy}|{name}", row(fast, exact, strategy, direction, arguments.most))
+
+
+def row(fast: Bench, exact: Bench | None, strategy: str, direction: float, most: int) -> dict[str, Any]:
+    attacker = fast.attacker(strategy, direction)
+    if strategy == "honest":
+        attacker.spending = replace(PLANS["up to half of the margin"], reach=0.0, mean=0.0)
+    strength = fast.strongest(attacker, strategy, direction) if strategy in STRENGTHS else None
+    found = fast.lasts(attacker, most)
+    gain = statistics.fmean(found["gains"]) if found["gains"] else 0.0
+    made = {"command": command(), "strength": strength, "gain": gain, "most": most} | found
+    if exact is not None:
+        same = exact.attacker(strategy, direction)
+        same.spending = getattr(attacker, "spending", None)
+        if strength is not None:
+            same.lean(direction, strength)
+        made["exact"] = exact.first_inexact(same, 3)
+    return made
+
+
+def write(about: dict[str, Any], name: str, found: dict[str, Any]) -> None:
+    """Add a row to the results; other processes may add others meanwhile."""
+    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = result.get("rows", {}) | {name: found}
+    rows = {known: rows[known] for known in ROWS if known in rows}
+    RESULTS.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(HEAD + "".join(line(known, rows[known]) for known in rows))
+    sys.stdout.write(line(name, found))
+    sys.stdout.flush()
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    strategy, _, direction = name.partition("|")
+    until = str(found["found"]) if found["found"] else f"not within {found['most']}"
+    exact = found.get("exact", {})
+    replayed = (
+        f"{exact['by']}, submission {exact['found']}" if exact.get("found") else "nothing to find" if exact else ""
+    )
+    return f"| {strategy} | {direction} | {found['gain']:+.3f} | {until} | {found['by']} | {replayed} |\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Nearly honest: lies as small as a limit, for the budgets that `tolerance` does not spend.
+
+    NearTemperature   tokens: the distribution's evidence and the mean margin
+    NearWeights       hidden states: the proofs' exponents and mantissas
+    NearLogprobs      claimed logprobs
+
+How far each goes is set from outside, by `lean`: whoever can run the validator finds what passes.
+Invariant: a strength of 0 is honest.
+Called by benchmarks/spending_real.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shoal.adversary.lab import Attack
+from shoal.adversary.tokens import OtherSampling
+from shoal.engine.protocol import Completion
+from shoal.model.load import load_model
+from shoal.tasks.derive import GroupPlan
+
+
+class NearTemperature(OtherSampling):
+    """Draws, with the derived seeds, slightly cooler (which raises the reward) or hotter."""
+
+    def lean(self, direction: float, strength: float) -> None:
+        self.factor = 1.0 - direction * strength
+
+
+class NearWeights(Attack):
+    """Runs weights slightly towards those of `better`, or away from them, and proves the hidden states it got."""
+
+    folder: Path
+    better: Path
+
+    def load(self, folder: Path, version: int) -> int | None:
+        self.folder = folder
+        return super().load(folder, version)
+
+    @torch.no_grad()
+    def lean(self, direction: float, strength: float) -> None:
+        self.torch_engine.forget()
+        self.torch_engine.load(self.folder)
+        better = load_model(self.better, self.torch_engine.dtype, self.torch_engine.device)
+        others = dict(better.named_parameters())
+        for name, own in self.model.named_parameters():
+            own.lerp_(others[name], direction * strength)
+        self.torch_engine.forget()  # so that the next version is loaded whole
+
+
+class NearLogprobs(Attack):
+    """Claims every token slightly less (or more) likely than it was."""
+
+    offset = 0.0  # nats
+
+    def lean(self, direction: float, strength: float) -> None:
+        self.offset = direction * strength
+
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        return [
+            [replace(c, logprobs=[min(logprob - self.offset, 0.0) for logprob in c.logprobs]) for c in group]
+            for group in super().complete(prompts, plans)
+        ]

@@ -1,0 +1,21 @@
+"""The log of a server, which strangers cannot fill.
+
+Invariant: a request that is not HTTP is answered with 400 and not logged; aiohttp would log a traceback with what was sent,
+hundreds of kilobytes for each. Errors of this program are logged as always.
+Called by whatever starts a server: `server`, `front`, and the pool's coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp.http_exceptions import HttpProcessingError
+
+LOG = logging.getLogger("shoal.serve")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+LOG.addFilter(_is_ours)

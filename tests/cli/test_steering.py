@@ -1,0 +1,76 @@
+"""What the operator does to a member: `shoal evict`, `shoal drain`, `shoal readmit`."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.coordinator import states
+from shoal.coordinator.tables import evidence
+from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.nodes import SCHEMA, Nodes
+from shoal.evidence.process import Process
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    connection = Connection(open_sqlite(tmp_path / "pool.sqlite"))
+    for statement in [*SCHEMA, *evidence.SCHEMA]:
+        connection.change(statement)
+    found = Nodes(connection)
+    for number, role in enumerate(("relay", "relay", "worker")):
+        found.add(f"key{number}", f"{role}-{number}", role, f"http://{number}", f"invite{number}", 0.0)
+    return found
+
+
+def test_an_evicted_relay_is_named_to_nobody_and_its_key_is_banned(tmp_path: Path, nodes: Nodes) -> None:
+    assert main(["evict", str(tmp_path), "relay-0"]) == 0
+    assert (nodes.relay_urls(), nodes.evicted_keys()) == (["http://1"], ["key0"])
+
+
+@pytest.mark.parametrize("name", ["worker-2", "relay-9"])
+def test_only_relays_are_evicted_by_hand(
+    tmp_path: Path, nodes: Nodes, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evict", str(tmp_path), name]) == 1
+    assert f"{name} is not a relay of this pool; its relays are: relay-0, relay-1" in capsys.readouterr().err
+    assert nodes.evicted_keys() == []
+
+
+def state(nodes: Nodes, key: str) -> str:
+    node = nodes.get(key)
+    assert node is not None
+    return node.state
+
+
+def test_a_worker_is_drained_and_readmitted(tmp_path: Path, nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", str(tmp_path), "worker-2"]) == 0
+    assert state(nodes, "key2") == "draining" and "no new tasks" in capsys.readouterr().out
+    assert main(["drain", str(tmp_path), "worker-2"]) == 1
+    assert "worker-2 is draining (drained by the operator): `drain` changes nothing" in capsys.readouterr().err
+    assert main(["readmit", str(tmp_path), "worker-2"]) == 0
+    assert state(nodes, "key2") == "active"
+    assert main(["drain", str(tmp_path), "relay-0"]) == 1
+
+
+def test_what_was_held_against_a_dismissed_worker_is_forgotten_when_it_is_readmitted(
+    tmp_path: Path, nodes: Nodes
+) -> None:
+    against = evidence.EvidenceTable(nodes.connection)
+    against.put("key2", Process(3, {"beyond 0": 20.0}))
+    against.dismiss("key2")
+    states.move(nodes, "key2", "dismiss", "", 0.0)
+    assert main(["readmit", str(tmp_path), "worker-2"]) == 0
+    assert state(nodes, "key2") == "active"
+    assert not against.is_dismissed("key2") and against.of("key2").observations == 0
+
+
+def test_nobody_readmits_a_liar(tmp_path: Path, nodes: Nodes) -> None:
+    states.move(nodes, "key2", "ban", "slashed", 0.0)
+    assert main(["readmit", str(tmp_path), "worker-2"]) == 1
+    assert nodes.evicted_keys() == ["key2"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["worker-2", "--join", "x"]])
+def test_drain_takes_a_name_or_an_invite(tmp_path: Path, arguments: list[str]) -> None:
+    assert main(["drain", str(tmp_path), *arguments]) == 2
