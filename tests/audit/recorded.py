@@ -154,6 +154,7 @@ class Recorded:
             worker=key.public,
             submission=task.number,
             nonce=task.nonce,
+            groups=task.groups,
             curriculum=task.curriculum,
             signer=key.public,
         )

@@ -44,6 +44,7 @@ def judge_again(run: Opened, sample: list[Accepted], weights: Path, dtype: Dtype
                     version=one.version,
                     digest=header.policy_digest,
                     nonce=one.nonce,
+                    groups=header.groups,
                     curriculum=pages.digest(one.step) if pages else "",
                 )
                 case = judge.open(asked, one.worker, data)
