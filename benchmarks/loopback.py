@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from cpu_time import cpu_s
 from machine import describe
 
 HERE = Path(__file__).parent
@@ -354,12 +355,6 @@ def run(argv: list[str]) -> tuple[float, str]:
     if process.returncode:
         raise SystemExit(f"{' '.join(argv)} failed")
     return used.ru_utime + used.ru_stime, printed
-
-
-def cpu_s(pid: int) -> float:
-    """User and system seconds so far of a process and its descendants that live, to the nanosecond."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return time.clock_gettime((~pid << 3) | 2) + sum(cpu_s(int(child)) for child in children)  # clock_getcpuclockid(3)
 
 
 if __name__ == "__main__":

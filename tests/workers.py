@@ -40,6 +40,7 @@ class FakeNode:
     tokens: int = 0
     fingerprint: Fingerprint | None = None
     renewals: int = 0
+    direct: bool = False
     finished: Finished | None = None
     uploads: dict[str, bytes] = field(default_factory=dict)
 

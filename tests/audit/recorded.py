@@ -109,7 +109,7 @@ class Recorded:
         self.coordinator = folder / "coordinator"
         self.config, _ = build_tasks(settings(), self.coordinator / "tasks")
         self.database = open_sqlite(self.coordinator / "pool.sqlite")
-        ledger = SqliteLedger(self.database, COORDINATOR, clock=self.clock)
+        ledger = SqliteLedger(self.database.sqlite, COORDINATOR, clock=self.clock)
         self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
         self.store = Folder(self.coordinator / "store")
         self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
@@ -227,7 +227,7 @@ class Recorded:
         record.take(self.pool.history.after(0))
         record.close()
         seal(self.pool.db)
-        self.database.close()
+        self.database.sqlite.close()
         self.origin.store.unlock()
 
 

@@ -7,14 +7,14 @@ import pytest
 from shoal.cli import main
 from shoal.coordinator import states
 from shoal.coordinator.tables import evidence
-from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.connection import open_sqlite
 from shoal.coordinator.tables.nodes import SCHEMA, Nodes
 from shoal.evidence.process import Process
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Nodes:
-    connection = Connection(open_sqlite(tmp_path / "pool.sqlite"))
+    connection = open_sqlite(tmp_path / "pool.sqlite")
     for statement in [*SCHEMA, *evidence.SCHEMA]:
         connection.change(statement)
     found = Nodes(connection)

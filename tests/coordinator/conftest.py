@@ -1,5 +1,11 @@
+from collections.abc import Iterator
+
 import pytest
 
+from shoal.coordinator.tables.connection import Connection
+
+from ..servers import postgres_server
+from . import support
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 
 
@@ -13,3 +19,34 @@ def harness() -> Harness:
         found.join(key, "validator")
     found.publish(0)
     return found
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL server that this session of tests started."""
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The test runs once on each database."""
+    yield from _on_database(request, monkeypatch)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def every_database_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Likewise, of a module with many tests: on PostgreSQL with the slow ones."""
+    yield from _on_database(request, monkeypatch)
+
+
+def _on_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    opened: list[Connection] = []
+    if request.param == "postgres":
+        server = request.getfixturevalue("postgres")
+        from .backends import on_postgres
+
+        monkeypatch.setattr(support, "connect", on_postgres(server, opened))
+    yield request.param
+    for connection in opened:
+        connection.close()

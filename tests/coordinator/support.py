@@ -1,6 +1,10 @@
-"""The pool without HTTP, what the other processes would say to it, and a clock that tests set."""
+"""The pool without HTTP, what the other processes would say to it, and a clock that tests set.
+
+`connect` opens SQLite; where a test runs on PostgreSQL too, `backends` puts that in its place.
+"""
 
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.config import Config, parse
 from shoal.coordinator.pool import Pool
+from shoal.coordinator.tables.connection import Connection, SqliteConnection
+from shoal.ledger.interface import Ledger
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import (
@@ -178,10 +184,27 @@ def config(
     )
 
 
+def sqlite(path: Path | str) -> Connection:
+    return SqliteConnection(sqlite3.connect(path, isolation_level=None))
+
+
+connect: Callable[[Path | str], Connection] = sqlite
+
+
+def open_ledger(connection: Connection, identity: Identity, clock: Callable[[], float]) -> Ledger:
+    if isinstance(connection, SqliteConnection):
+        return SqliteLedger(connection.sqlite, identity, clock=clock)
+    from shoal.coordinator.tables.postgres import PostgresConnection
+    from shoal.ledger.postgres import PostgresLedger
+
+    assert isinstance(connection, PostgresConnection)
+    return PostgresLedger(connection.postgres, identity, clock=clock)
+
+
 def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: Any) -> Harness:
-    connection = sqlite3.connect(path, isolation_level=None)
+    connection = connect(path)
     clock = clock or Clock()
-    ledger = SqliteLedger(connection, COORDINATOR, clock=clock)
+    ledger = open_ledger(connection, COORDINATOR, clock)
     return Harness(Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret"), clock)
 
 

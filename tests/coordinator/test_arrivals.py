@@ -68,7 +68,7 @@ def test_no_honest_worker_is_slashed_or_suspended(seeds: range, monkeypatch: pyt
 def restart(harness: Harness) -> None:
     """kill -9 of the coordinator: only the database is left."""
     old = harness.pool
-    harness.pool = Pool(old.db.connection.sqlite, old.db.ledger, old.config, old.run, harness.clock, secret=b"secret")
+    harness.pool = Pool(old.db.connection, old.db.ledger, old.config, old.run, harness.clock, secret=b"secret")
 
 
 def test_a_worker_ten_times_slower_still_gets_credit_and_its_time_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from shoal.protocol.messages import Reason
 
 from .support import ALICE, BOB, CAROL, VALIDATOR, Harness, advance, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
 
 def test_a_worker_that_asks_gets_a_task_of_its_version(harness: Harness) -> None:
     task = harness.task()

@@ -1,6 +1,10 @@
+import pytest
+
 from shoal.protocol.messages import StepReport
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+
+pytestmark = pytest.mark.usefixtures("every_database")
 
 
 def groups(harness: Harness, step: int) -> list[tuple[str, int]]:

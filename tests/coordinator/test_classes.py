@@ -7,6 +7,8 @@ from shoal.protocol.messages import Reason, Replay
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 ONE, TWO = "1" * 64, "2" * 64
 INEXACT = Replay(tokens=100, mismatched=3)
 

@@ -1,7 +1,6 @@
 """Curriculum pages: closed when a step opens, named by assignments, and recomputed from the ledger."""
 
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ from shoal.config import parse
 from shoal.coordinator.curriculum import open_pages, read_page, recomputed
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.tables.connection import open_sqlite
+from shoal.coordinator.tables.connection import SqliteConnection, open_sqlite
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Verdict
 
 from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Clock, Harness
 
 
-def open_harness(database: sqlite3.Connection, curriculum: str = "pass_rate") -> Harness:
+def open_harness(database: SqliteConnection, curriculum: str = "pass_rate") -> Harness:
     """A step needs two groups, a submission holds two."""
     config = parse(
         {
@@ -31,7 +30,8 @@ def open_harness(database: sqlite3.Connection, curriculum: str = "pass_rate") ->
     )
     clock = Clock()
     return Harness(
-        Pool(database, SqliteLedger(database, COORDINATOR, clock=clock), config, "r", clock, secret=b"secret"), clock
+        Pool(database, SqliteLedger(database.sqlite, COORDINATOR, clock=clock), config, "r", clock, secret=b"secret"),
+        clock,
     )
 
 

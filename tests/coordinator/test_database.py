@@ -7,14 +7,17 @@ import pytest
 
 from shoal.coordinator import database as database_module
 from shoal.coordinator.database import FORMAT, Database, PoolError
-from shoal.coordinator.tables.connection import DatabaseFullError
+from shoal.coordinator.tables.connection import DatabaseFullError, SqliteConnection
 from shoal.ledger import sqlite as sqlite_module
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
 
 from .support import ALICE, BOB, open_pool, payload
 
+every_database = pytest.mark.usefixtures("every_database")
 
+
+@every_database
 def test_a_transaction_inside_another_is_undone_with_it() -> None:
     harness = open_pool()
     with pytest.raises(RuntimeError), harness.pool.db.transaction():
@@ -23,6 +26,7 @@ def test_a_transaction_inside_another_is_undone_with_it() -> None:
     assert harness.pool.members.role(ALICE) is None and harness.kinds() == []
 
 
+@every_database
 def test_an_error_inside_the_inner_one_undoes_the_outer_too() -> None:
     harness = open_pool()
     with pytest.raises(RuntimeError), harness.pool.db.transaction():
@@ -36,7 +40,9 @@ def test_an_error_inside_the_inner_one_undoes_the_outer_too() -> None:
 
 def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
     harness = open_pool(tmp_path / "pool.sqlite")
-    sqlite = harness.pool.db.connection.sqlite
+    connection = harness.pool.db.connection
+    assert isinstance(connection, SqliteConnection)
+    sqlite = connection.sqlite
     sqlite.execute(f"PRAGMA max_page_count = {sqlite.execute('PRAGMA page_count').fetchone()[0]}")
     with pytest.raises(DatabaseFullError, match=r"the disk of .*pool.sqlite is full: free space there"):
         for number in range(100):
@@ -57,9 +63,12 @@ COORDINATOR = Path(database_module.__file__).parent
 TABLES = sorted((COORDINATOR / "tables").glob("*.py"))
 
 
-def test_sql_is_in_the_tables_and_in_the_ledgers_backend_only() -> None:
-    ledger = Path(sqlite_module.__file__)
-    others = [*COORDINATOR.glob("*.py"), *(path for path in ledger.parent.glob("*.py") if path != ledger)]
+def test_sql_is_in_the_tables_and_in_the_ledgers_backends_only() -> None:
+    room = Path(sqlite_module.__file__).parent
+    others = [
+        *COORDINATOR.glob("*.py"),
+        *(path for path in room.glob("*.py") if path.stem not in ("sqlite", "postgres")),
+    ]
     assert len(others) > 15 and len(TABLES) > 7
     assert [path.name for path in others if SQL.search(path.read_text())] == []
 
@@ -73,7 +82,8 @@ def test_a_run_that_another_version_began_is_named_and_left_as_it_is(tmp_path: P
 
     def opened() -> sqlite3.Connection:
         connection = sqlite3.connect(path, isolation_level=None)
-        Database(connection, SqliteLedger(connection, Identity.generate(), clock=time.time), time.time)
+        ledger = SqliteLedger(connection, Identity.generate(), clock=time.time)
+        Database(SqliteConnection(connection), ledger, time.time)
         return connection
 
     opened().close()

@@ -11,6 +11,8 @@ from shoal.protocol.messages import GroupResult, Reason, StepReport
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be uploaded
 
 

@@ -8,6 +8,8 @@ from shoal.protocol.messages import GroupResult, Sample, StepReport
 
 from .support import ALICE, VALIDATOR, Harness, verdict
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 SAMPLE = Sample(task="1+1", prompt="1+1=", completion="2", reward=1.0, tokens=2)
 
 

@@ -7,6 +7,8 @@ from shoal.protocol.messages import Evaluation, Policy, StepReport
 
 from .support import CAROL, VALIDATOR, Harness
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 
 def test_a_version_is_published_once_with_one_digest(harness: Harness) -> None:
     harness.publish(0)

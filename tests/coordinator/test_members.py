@@ -5,6 +5,8 @@ from shoal.coordinator.database import PoolError
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, payload
 
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
 
 def test_an_invite_makes_a_member_of_its_role_and_name() -> None:
     harness = open_pool()

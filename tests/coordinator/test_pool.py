@@ -13,6 +13,8 @@ from shoal.protocol.messages import Reason, StepReport
 
 from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Harness, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 
 def scenario(harness: Harness, die_at: int) -> None:
     """A run in small, during which the process dies inside the transaction of ledger entry `die_at`."""
@@ -73,7 +75,7 @@ def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:
     assert harness.kinds() == KINDS
     held = harness.task(version=1)
     before = harness.pool.status()
-    harness.pool.db.connection.sqlite.close()
+    harness.pool.db.connection.close()
     again = open_pool(tmp_path / "pool.sqlite")
     assert again.pool.status() == before
     assert again.task(version=1) == held

@@ -15,6 +15,8 @@ from shoal.protocol.messages import Evaluation, StepReport
 
 from .support import config
 
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
 
 def finish(folder: Path) -> None:
     """A coordinator's folder as a finished run of six steps leaves it."""

@@ -154,8 +154,9 @@ def test_every_route_is_listed_here(tmp_path: Path) -> None:
 def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> None:
     target, allowed = re.sub("{.*}", "x", path), ALLOWED[method, path]
     refused(ANYONE.request(method, site.url + target), 401, "unsigned")
+    leaving = {"worker": site.register("leaving", "worker")} if path == "/v1/drain" else {}
     with site.client(Identity.generate()) as stranger:
-        for name, client in {**site.clients, "stranger": stranger}.items():
+        for name, client in {**site.clients, **leaving, "stranger": stranger}.items():
             if name not in allowed:
                 refused(client.request(method, target), 403, "only", *allowed)
             else:

@@ -13,6 +13,8 @@ from shoal.protocol.messages import Reason, Replay, Spent
 
 from .support import ALICE, BOB, VALIDATOR, Clock, Harness, config, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 
@@ -136,7 +138,7 @@ def test_what_is_held_survives_a_restart(tmp_path: Path) -> None:
     submitted(harness, spent(better=3.0))
     before = harness.pool.db.evidence.of(ALICE)
     assert before.observations == 1 and before.evidence > 0
-    harness.pool.db.connection.sqlite.close()
+    harness.pool.db.connection.close()
     again = open_pool(tmp_path / "pool.db", clock)
     assert again.pool.db.evidence.of(ALICE) == before
     node = next(node for node in again.pool.status().nodes if node.name == "worker-a")

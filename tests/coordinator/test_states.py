@@ -72,7 +72,7 @@ def test_after_anything_but_a_ban_a_worker_can_be_brought_back(sequence: list[tu
         if event != "ban":
             states.move(nodes, "key", event, "", 0.0)
     for event in ("time_over", "emptied", "readmit"):  # the operator, once time has passed
-        states.move(nodes, "key", event, "", 1e9)  # type: ignore[arg-type]
+        states.move(nodes, "key", event, "", 1e9)
     node = nodes.get("key")
     assert node is not None and node.state == "active"
 

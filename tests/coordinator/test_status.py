@@ -1,6 +1,10 @@
 """The status tells whether the accepted groups teach anything."""
 
+import pytest
+
 from .support import Harness, advance
+
+pytestmark = pytest.mark.usefixtures("every_database_slow")
 
 
 def test_newest_groups_with_equal_rewards_are_counted(harness: Harness) -> None:

@@ -8,6 +8,8 @@ from shoal.protocol.messages import MILLION, GroupResult, Outcomes, StepReport
 
 from .support import ALICE, VALIDATOR, Harness, metrics_of, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database")
+
 
 def group(source: str, scores: list[float], *, target: int = 0, penalty: float = 0.0, **fields: Any) -> GroupResult:
     """A group of completions of 10 tokens with these scores, each less the penalty."""

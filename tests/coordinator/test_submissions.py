@@ -8,6 +8,8 @@ from shoal.protocol.messages import HARD, Reason
 
 from .support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, verdict
 
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
 # --- uploading -------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from shoal.protocol.messages import Reason
 
 from .support import ALICE, BOB, Harness, metrics_of
 
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
 
 def test_a_suspended_worker_gets_no_task_until_its_time_is_over(harness: Harness) -> None:
     until_s = suspend(harness.pool.db, ALICE, "3 tasks expired", 60)

@@ -9,6 +9,8 @@ from shoal.protocol.messages import Claim, Reason
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
 
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
 USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 
 

@@ -1,9 +1,10 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
@@ -12,20 +13,12 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model
 from shoal.model.tree import Tree
 
-from ..model.exactness import ARCHITECTURES, exact_model, make, skip_unless_exact, states
+from ..model.exactness import ARCHITECTURES, DTYPES, exact_model, make, skip_unless_exact, states
 
-DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
 SEEDS = [[101, 102, 103], [201], [301, 302], [401, 402, 403, 404]]
 SOME_END = Sampling(temperature=0.9, max_tokens=70, eos_ids=(1, 7, 20, 33, 50))
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_for(architecture: str, folder: Path, dtype: DtypeName) -> TorchEngine:
@@ -114,27 +107,21 @@ def test_a_decoding_that_sums_in_another_order_is_seen(
 ) -> None:
     engine = engine_for("wide", tmp_path, "float32")
     sampling = Sampling(temperature=1.0, max_tokens=20, eos_ids=())
+    plain, summed = exact_attention.Step.attend, exact_attention.weighted_sum_
+
+    def backwards_(output: Tensor, weights: Tensor, value: Tensor) -> None:
+        summed(output, weights.flip(-1), value.flip(1))
+
+    def attend(*arguments: Any) -> Tensor:
+        with monkeypatch.context() as inner:
+            if mutant == "another tile":
+                inner.setattr(exact_attention, "TILE", 16)
+            else:
+                inner.setattr(exact_attention, "weighted_sum_", backwards_)
+            return plain(*arguments)
+
     with monkeypatch.context() as patch:
-        if mutant == "another tile":
-            plain = exact_attention.Step.attend
-
-            def attend(*arguments: Any) -> Any:
-                with monkeypatch.context() as inner:
-                    inner.setattr(exact_attention, "TILE", 16)
-                    return plain(*arguments)
-
-            patch.setattr(exact_attention.Step, "attend", attend)
-        else:
-            core = exact_attention.attention
-
-            def backwards(query: Any, key: Any, value: Any, hidden: Any, wanted: bool = False) -> Any:
-                if len(hidden.shape) != 3:  # the prefill of the prompts
-                    return core(query, key, value, hidden, wanted)
-                bias = torch.cat([torch.zeros(*hidden.bias.shape[:-1], hidden.start), hidden.bias], -1).flip(-1)
-                turned = exact_attention.Hidden(0, bias, hidden.shape)
-                return core(query, key.flip(1), value.flip(1), turned, wanted)
-
-            patch.setattr(exact_attention, "attention", backwards)
+        patch.setattr(exact_attention.Step, "attend", attend)
         groups = engine.generate(PROMPTS, SEEDS, sampling)
     with pytest.raises(AssertionError):
         assert_replayed(engine.model, PROMPTS, groups, 1.0)

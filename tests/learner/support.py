@@ -113,6 +113,7 @@ class Store:
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         self.files = {f"/v1/accepted/{submission(i)}": data for i, data in enumerate(files)}
         self.invite = SimpleNamespace(run="run")
+        self.direct = False
         self.validator = validator
         self.asked: list[str] = []
 

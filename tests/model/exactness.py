@@ -29,6 +29,7 @@ SIZE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 NINE = {"num_attention_heads": 9, "num_key_value_heads": 3}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped heads": ("llama", {}),

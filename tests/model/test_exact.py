@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,9 @@ from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.model.scorer import Scorer, recompute_activations
 from shoal.model.tree import Tree, pack
 
-from .exactness import ARCHITECTURES, exact_model, make, random_trees, skip_unless_exact, states
+from .exactness import ARCHITECTURES, DTYPES, exact_model, make, random_trees, skip_unless_exact, states
 
-DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def alone(trees: list[Tree]) -> list[Tree]:
@@ -166,26 +157,48 @@ def test_a_products_row_does_not_depend_on_the_others(dtype: torch.dtype) -> Non
     assert torch.equal(products.linear(x_TK, weight_NK), whole)
 
 
-def test_tiles_hold_all_rows_and_are_not_half_empty() -> None:
-    allowed = ((512, 64), (128, 64), (32, 64), (16, 64))
-    for count in (*range(1, 200), 511, 512, 513, 700, 1025):
-        parts = products.cut(count, allowed)
-        held = sum(rows for rows, _ in parts)
-        assert held - parts[-1][0] < count <= held, count
-        assert held < 2 * count or held == 16, count
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_that_is_taken_has_the_references_bits(dtype: torch.dtype) -> None:
+    """Also where a product is not taken as a whole: its rows are halved then."""
+    skip_unless_exact("float32" if dtype == torch.float32 else "bfloat16")
+    x_RK, weight_CK, expected_RC = products._reference(576, 300, dtype)
+    for count in (16, 48, 96, 176, 256):
+        y_RC = torch.empty_like(expected_RC[:count])
+        products._write(x_RK[:count], weight_CK, y_RC)
+        assert torch.equal(y_RC, expected_RC[:count]), count
 
 
-def test_a_machine_whose_products_do_not_repeat_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = products._in_columns
+def test_rows_are_halved_where_no_way_has_the_references_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x_RK, weight_CK, expected_RC = products._reference(64, 130, torch.float32)
+    written: list[int] = []
 
-    def split_among_threads(x: Tensor, weight: Tensor, columns: int, y: Tensor) -> Tensor:
-        if torch.get_num_threads() == 1:
-            return plain(x, weight, columns, y)
-        return y.copy_(x[:, :32] @ weight[:, :32].T + x[:, 32:] @ weight[:, 32:].T)
+    def way(rows: int, *_: Any) -> Any:
+        def straight(x: Tensor, weight: Tensor, y: Tensor) -> None:
+            written.append(rows)
+            products._in_columns(x, weight, y, 128)
 
-    monkeypatch.setattr(products, "_in_columns", split_among_threads)
+        return straight if rows <= 32 else None
+
+    monkeypatch.setattr(products, "_way", way)
+    y_RC = torch.empty_like(expected_RC[:176])
+    products._write(x_RK[:176], weight_CK, y_RC)
+    assert written == [32, 32, 32, 32, 32, 16]
+    torch.testing.assert_close(y_RC, expected_RC[:176])
+
+
+def test_a_way_with_other_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(x: Tensor, weight: Tensor, y: Tensor) -> None:
+        y.copy_(x[:, :32] @ weight[:, :32].T + x[:, 32:] @ weight[:, 32:].T)
+
+    def straight(x: Tensor, weight: Tensor, y: Tensor) -> None:
+        products._in_columns(x, weight, y, 128)
+
+    monkeypatch.setattr(products, "ways", lambda *_: [halves, straight])
+    assert products._way.__wrapped__(16, 64, 130, torch.float32, 1) is straight
+    monkeypatch.setattr(products, "ways", lambda *_: [halves])
+    assert products._way.__wrapped__(32, 64, 130, torch.float32, 1) is None
     with pytest.raises(products.OrderError, match='model.numerics = "fast"'):
-        products.tiles.__wrapped__(64, 130, torch.float32, 2)
+        products._way.__wrapped__(16, 64, 130, torch.float32, 1)
 
 
 def test_a_products_gradients() -> None:
@@ -217,16 +230,15 @@ def test_a_logprob_does_not_depend_on_the_rows_beside_it() -> None:
 def test_every_query_is_computed_once_and_sees_its_sequence(heads: int) -> None:
     spans = [Span(0, 300, (5, 140, 1)), Span(446, 7, (200,)), Span(653, 3, ())]
     layout = Layout(spans, torch.device("cpu"))
-    plan = exact.Plan(layout, heads)
     seen: dict[int, set[int]] = {}
-    for batch in plan.batches:
-        for s, queries in enumerate(batch.query_SM):
-            for m, query in enumerate(queries.tolist()):
-                if batch.padded_SM[s, m]:
-                    continue
-                assert query not in seen
-                bias_K = torch.cat([torch.zeros(batch.start), batch.bias_SM1K[s, m, 0]])
-                seen[query] = set(batch.key_SK[s][bias_K == 0].tolist())
+    for batch in exact.plan(layout, heads, 64).batches:
+        for part in batch.parts:
+            for m in range(part.queries.start, part.queries.stop):
+                for s in torch.nonzero(~batch.padded_SM[:, m])[:, 0].tolist():
+                    query = int(batch.query_SM[s, m])
+                    assert query not in seen
+                    bias_K = torch.cat([torch.zeros(part.start), part.bias_SM1K[s, m - part.queries.start, 0]])
+                    seen[query] = set(batch.key_SK[s, : part.keys][bias_K == 0].tolist())
     expected = {query: set(sees_T.nonzero()[:, 0].tolist()) for query, sees_T in enumerate(layout.mask_11TT[0, 0])}
     assert seen == expected
 

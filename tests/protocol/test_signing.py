@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from shoal.coordinator.tables.connection import Connection
+from shoal.coordinator.tables.connection import SqliteConnection
 from shoal.coordinator.tables.nonces import Nonces
 from shoal.protocol.identity import Identity
 from shoal.protocol.signing import (
@@ -40,8 +40,8 @@ EMPTY_DIGEST = "sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:"
 KNOWN_SIGNATURE = "shoal=:6ZIdXIpFtenHqremRl7dUlN3sONNz64pnrNtS/DEnxdOdTUKpEid1vEEVB7jlwg/ZM+qjp+OKVeT2JNRYZIiBg==:"
 
 
-def database(path: str | Path = ":memory:") -> Connection:
-    return Connection(sqlite3.connect(path, isolation_level=None))
+def database(path: str | Path = ":memory:") -> SqliteConnection:
+    return SqliteConnection(sqlite3.connect(path, isolation_level=None))
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_no_nonce_is_ever_spent_twice(uses: list[tuple[int, int]]) -> None:
 
 def test_nonces_refuse_a_connection_that_may_never_commit() -> None:
     with pytest.raises(ValueError, match="isolation_level=None"):
-        Nonces(Connection(sqlite3.connect(":memory:")))
+        Nonces(SqliteConnection(sqlite3.connect(":memory:")))
 
 
 @pytest.mark.parametrize(

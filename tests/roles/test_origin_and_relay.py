@@ -182,7 +182,7 @@ def test_weights_are_for_members_and_no_longer_for_those_evicted(site: Site, tmp
     reader.beat()
     assert reader.reader_grant()
     with sqlite3.connect(tmp_path / "coordinator" / "pool.sqlite") as database:
-        database.execute("UPDATE nodes SET evicted = 1 WHERE key = ?", [reader.identity.public])
+        database.execute("UPDATE nodes SET state = 'banned' WHERE key = ?", [reader.identity.public])
 
     def refused() -> bool:
         try:

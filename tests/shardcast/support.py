@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
+import shutil
 import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -118,6 +122,26 @@ def against(act: Callable[..., Any], *stores: Path, serving: Callable[..., Any] 
             return await asyncio.to_thread(act, *urls)
 
     return asyncio.run(run())
+
+
+def mirror_of(tmp_path: Path, name: str) -> Path:
+    """A copy of what the origin's store holds now."""
+    return Path(shutil.copytree(tmp_path / "origin", tmp_path / name))
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[None]:
+    """Small files can be written, shards cannot."""
+    real = module.write_all
+
+    def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
+        if len(data) > SMALL_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, data, offset_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_all", write_all)
+        yield
 
 
 @asynccontextmanager

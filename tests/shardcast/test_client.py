@@ -39,6 +39,7 @@ from .support import (
     dead_url,
     flip_bit,
     free_port,
+    mirror_of,
     model_folder,
     origin,
     plainly,
@@ -80,7 +81,7 @@ def test_a_model_of_only_empty_files(tmp_path):
 
 def test_latest_is_the_newest_over_all_relays(tmp_path):
     published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "behind")
+    mirror_of(tmp_path, "behind")
     published(tmp_path, 8)
     newest = against(
         lambda *urls: client(tmp_path, *urls, dead_url()).latest(), tmp_path / "behind", tmp_path / "origin"
@@ -121,7 +122,7 @@ def test_a_dead_relay_in_the_list_is_tolerated(tmp_path):
 def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
     random.seed(1)  # the bad one is asked first
     published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "bad")
+    mirror_of(tmp_path, "bad")
     for shard in (tmp_path / "bad" / "v000007" / "full").glob("*.shard"):
         spoil(shard, harm)
     getter = client(tmp_path, "placeholder")
@@ -813,7 +814,7 @@ def test_the_first_version_is_waited_for_and_the_wait_has_an_end(tmp_path):
 
 def test_a_relay_that_joins_during_a_fetch_is_used(tmp_path):
     source = published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "half")
+    mirror_of(tmp_path, "half")
     for shard in (tmp_path / "half").glob("v*/full/*.shard"):
         shard.unlink()  # it knows the version and has nothing of it yet
 

@@ -1,13 +1,12 @@
 """Everything that may break does: never a wrong weight is loaded, and a fetch ends, or says by name why it cannot."""
 
 import asyncio
-import errno
 import json
 import random
 import shutil
 import subprocess
 import sys
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from math import inf
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from shoal.shardcast.fetch import partial as partial_module
 from .support import (
     OTHER_KEY,
     PUBLIC_KEY,
-    SMALL_BYTES,
     against,
     between,
     cached,
@@ -29,6 +27,8 @@ from .support import (
     flip_bit,
     flipped,
     free_port,
+    full_disk,
+    mirror_of,
     mirroring,
     model_folder,
     origin,
@@ -208,7 +208,7 @@ def test_nonsense_in_the_books_of_the_cache_does_no_harm(tmp_path, two_versions,
 
 def test_shards_of_another_version_under_a_true_manifest(tmp_path):
     published(tmp_path, 7, 8)
-    shutil.copytree(tmp_path / "origin", tmp_path / "bad")
+    mirror_of(tmp_path, "bad")
     shutil.rmtree(tmp_path / "bad/v000008/full")
     shutil.copytree(tmp_path / "bad/v000007/full", tmp_path / "bad/v000008/full")
     with pytest.raises(FetchError, match="corrupt"):
@@ -221,7 +221,7 @@ def test_shards_of_another_version_under_a_true_manifest(tmp_path):
 def test_a_relay_is_not_taken_in_by_one_that_lies_about_a_version(tmp_path, lie):
     """`bad` says that an older version is 8, or signs for itself."""
     published(tmp_path, 7, 8)
-    shutil.copytree(tmp_path / "origin", tmp_path / "bad")
+    mirror_of(tmp_path, "bad")
     manifest = tmp_path / "bad/v000008/manifest.json"
     if lie == "older":
         shutil.copy(tmp_path / "bad/v000007/manifest.json", manifest)
@@ -242,28 +242,13 @@ def test_a_relay_is_not_taken_in_by_one_that_lies_about_a_version(tmp_path, lie)
 
 def test_a_relay_that_stays_behind_keeps_nobody_back(tmp_path):
     published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "stale")
+    mirror_of(tmp_path, "stale")
     published(tmp_path, 8)
     folder, _ = against(lambda *urls: client(tmp_path, *urls).fetch(), tmp_path / "stale", tmp_path / "origin")
     assert contents(folder) == contents(tmp_path / "model8")
 
 
 # Disks
-
-
-@contextmanager
-def full_disk(monkeypatch, module):
-    """Small files can be written, shards cannot."""
-    real = module.write_all
-
-    def write_all(fd, data, offset_bytes):
-        if len(data) > SMALL_BYTES:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(fd, data, offset_bytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "write_all", write_all)
-        yield
 
 
 def test_a_relay_whose_disk_is_full_goes_on_serving_what_it_has(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from .support import (
     against,
     client,
     contents,
+    mirror_of,
     mirroring,
     model_folder,
     origin,
@@ -74,11 +75,6 @@ def test_a_cached_version_is_used_where_nobody_answers(tmp_path):
     folder, _ = fetched(tmp_path)
     silent = client(tmp_path, "http://127.0.0.1:1")
     assert silent.fetch(3)[0] == folder and "127.0.0.1:1" in silent.last_report.complaints[0]
-
-
-def mirror_of(tmp_path, name: str):
-    shutil.copytree(tmp_path / "origin", tmp_path / name)
-    return tmp_path / name
 
 
 @pytest.mark.parametrize("numbers", [(5, 7), (7, 7)], ids=["lower number", "same number"])

@@ -1,5 +1,4 @@
 import asyncio
-import errno
 import json
 import os
 import random
@@ -30,6 +29,8 @@ from .support import (
     contents,
     dead_url,
     flip_bit,
+    full_disk,
+    mirror_of,
     mirroring,
     model_folder,
     origin,
@@ -107,7 +108,7 @@ def test_early_shards_are_served_before_late_ones_exist(tmp_path):
 
 def test_a_corrupt_shard_upstream_is_taken_from_the_other_upstream_and_recorded(tmp_path):
     published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "bad")
+    mirror_of(tmp_path, "bad")
     for index in range(4):
         flip_bit(tmp_path / "bad" / "v000007" / "full" / f"0000{index}.shard")
 
@@ -221,7 +222,7 @@ def test_restart_resumes_from_disk_and_heals_what_rotted(tmp_path):
 
 def test_a_half_version_that_upstream_dropped_is_dropped(tmp_path):
     published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "relay")
+    mirror_of(tmp_path, "relay")
     (tmp_path / "relay" / "v000007" / "full" / "00002.shard").unlink()
     shutil.rmtree(tmp_path / "origin")
     published(tmp_path, 8)
@@ -235,22 +236,12 @@ def test_a_half_version_that_upstream_dropped_is_dropped(tmp_path):
 
 def test_a_full_disk_is_reported_and_survived(tmp_path, monkeypatch):
     published(tmp_path, 7)
-    real = files_module.write_all
-    full = True
-
-    def write_all(fd, data, offset_bytes):
-        if full and len(data) > 5_000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(fd, data, offset_bytes)
-
-    monkeypatch.setattr(files_module, "write_all", write_all)
 
     async def run():
-        nonlocal full
         async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up)) as mirror:
-            await until(lambda: mirror.status.last_error)
-            assert "No space left" in mirror.status.last_error
-            full = False
+            with full_disk(monkeypatch, files_module):
+                await until(lambda: mirror.status.last_error)
+                assert "No space left" in mirror.status.last_error
             await until(lambda: mirror.status.versions == [7])
 
     asyncio.run(run())
@@ -288,7 +279,7 @@ def test_upstream_that_lists_nonsense_and_hangs_keeps_nothing_from_the_others(tm
 
 def test_relay_of_another_run_drops_what_it_held(tmp_path):
     published(tmp_path, 7)
-    shutil.copytree(tmp_path / "origin", tmp_path / "relay")
+    mirror_of(tmp_path, "relay")
     store = relay(tmp_path, dead_url()).store
     assert store.versions() == [7]
     other = Relay([dead_url()], store, Access(PUBLIC_KEY, "another"))
@@ -319,7 +310,10 @@ def test_a_relay_has_the_first_shards_before_the_last_byte_is_written(tmp_path, 
 
 
 def test_the_delta_of_a_version_that_was_still_being_written_is_mirrored_too(tmp_path, monkeypatch):
-    source = stepped(tmp_path, 0, anchor_every=1)
+    """An anchor whose delta saves little: only such a one is read a second time, and served meanwhile."""
+    source = stepped(tmp_path, 0)
+    path = weights_folder(tmp_path / "model1") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:10_000] + random.randbytes(path.stat().st_size - 10_000))
     real = origin_module.file_chunks
 
     def slowly(folder, files):
@@ -334,9 +328,7 @@ def test_the_delta_of_a_version_that_was_still_being_written_is_mirrored_too(tmp
         async with serving(source.store) as up, mirroring(relay(tmp_path, up)) as mirror:
             await until(lambda: mirror.status.versions == [0])
             monkeypatch.setattr(origin_module, "file_chunks", slowly)
-            publishing = asyncio.create_task(
-                asyncio.to_thread(source.publish, weights_folder(tmp_path / "model1", 1), 1)
-            )
+            publishing = asyncio.create_task(asyncio.to_thread(source.publish, tmp_path / "model1", 1))
             await until(lambda: mirror.status.mirroring == 1)
             assert not publishing.done()
             manifest = await publishing

@@ -31,6 +31,7 @@ from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, SignedMa
 from shoal.shardcast.serve import connections
 from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Patience, network
 from shoal.shardcast.serve.guard import Guard
+from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.server import app, serve
 from shoal.shardcast.store import Store
 
@@ -535,6 +536,12 @@ def test_what_is_not_http_is_refused_and_not_logged(tmp_path, caplog, sent):
 
     assert asyncio.run(run()).split()[1] == b"400"
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("error", "logged"), [(aiohttp.ClientConnectionResetError("left"), 0), (KeyError("ours"), 1)])
+def test_a_reader_that_leaves_is_not_logged_and_a_fault_is(caplog, error, logged):
+    LOG.error("Error handling request", exc_info=error)
+    assert len(caplog.records) == logged
 
 
 def endless(tmp_path) -> Store:

@@ -105,7 +105,7 @@ def test_speed_is_a_moving_average_that_is_forgotten():
     assert standing.speed_Bps() == 1_000
     standing.delivered(2_000, 1.0)
     assert standing.speed_Bps() == 1_250
-    virtual.advance(Standing.FORGOTTEN_AFTER_S)
+    virtual.advance(Standing.FORGOTTEN_AFTER_S + 1)
     assert standing.speed_Bps() is None
     standing.delivered(50, 1.0)
     assert standing.speed_Bps() == 50

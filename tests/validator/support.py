@@ -45,6 +45,7 @@ class ValidatorsNode(FakeNode):
     """The part of a `Node` that only validators use."""
 
     identity: Identity = VALIDATOR
+    direct: bool = False
     files: dict[str, bytes] = field(default_factory=dict)  # submission -> what was uploaded
     owner: str | None = None
 

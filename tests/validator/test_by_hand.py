@@ -10,7 +10,7 @@ from shoal import config as config_module
 from shoal.adversary.cheats import QuantizedWeights
 from shoal.cli.main import DONE, USAGE, main
 from shoal.coordinator.tables import curricula
-from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.connection import open_sqlite
 from shoal.protocol.messages import CurriculumPage
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
@@ -132,7 +132,7 @@ def test_tasks_drawn_by_pass_rate_are_checked_with_the_pages_in_the_runs_folder(
     shutil.copytree(tiny_folder, tmp_path / "learner" / "versions" / "v000002")
     (tmp_path / "coordinator").mkdir()
     page = CurriculumPage(step=2, tasks=[(task, 8, 0) for task in range(400)])
-    database = Connection(open_sqlite(tmp_path / "coordinator" / "pool.sqlite"))
+    database = open_sqlite(tmp_path / "coordinator" / "pool.sqlite")
     for statement in curricula.SCHEMA:
         database.change(statement)
     curricula.Curricula(database).add(page.step, page.digest(), page.model_dump_json(), 0)

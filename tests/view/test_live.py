@@ -94,7 +94,7 @@ def test_a_worker_that_drained_is_told_to_have_left_and_not_to_be_silent() -> No
     def at(now_s: float, seen_s: float, state: str) -> Seen:
         return status(now_s=now_s, nodes=[node("w", seen_s=seen_s, state=state, reason="it asked to leave")])
 
-    lines = plain_lines(at(100, 100, "active"), at(101, 101, "draining"), at(102, 102, "left"), at(200, 102, "left"))
+    lines = plain_lines(at(100, 100, "active"), at(101, 101, "draining"), at(102, 102, "left"), at(140, 102, "left"))
     assert lines == ["joined: w (worker)", "left: w (worker), it asked to leave"]
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shoal import config as config_module
 from shoal.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.audit.work import Found
+from shoal.coordinator.seal import config_text
 from shoal.coordinator.tables.history import HistoryTable as History
 from shoal.coordinator.tables.submissions import Submissions
 from shoal.learner.record import CHECKPOINT, SIGNED
@@ -86,7 +86,7 @@ def _records(run: Opened) -> list[str]:
     path = run.folder / "config.toml"
     if path.is_file() or run.folder != run.coordinator:  # `shoal run` writes it; a pool's coordinator may have none
         with naming(path.name):
-            if config_module.dumps(read_config(path.read_text(), path.name)) != config_module.dumps(run.config):
+            if config_text(read_config(path.read_text(), path.name)) != config_text(run.config):
                 raise BrokenError(path.name, "not the config that the ledger starts with")
     if run.connection is None or run.chain[-1].kind != "sealed":
         return []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config import Config, ConfigError, parse
-from shoal.coordinator.tables.connection import Connection
+from shoal.coordinator.tables.connection import Connection, SqliteConnection
 from shoal.errors import ShoalError
 from shoal.ledger.chain import read_export, verify_chain
 from shoal.ledger.interface import JSON, Entry, LedgerError
@@ -93,7 +93,7 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Open
         run=str(first["run"]),
         config=read_config(str(last["config"]), "ledger entry 1"),
         store=Folder(coordinator / "store"),
-        connection=connection and Connection(connection),
+        connection=connection and SqliteConnection(connection),
         keys=keys,
     )
 

@@ -4,8 +4,9 @@ Defaults are INTELLECT-2's recipe; `configs/` holds settings that fit a laptop. 
 """
 
 from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from shoal.config.recipe import (
     MEASURED,
@@ -84,6 +85,36 @@ class CoordinatorSection(Section):
     node_timeout_s: float = Field(
         default=30, gt=0, description="seconds without a heartbeat after which a node counts as gone"
     )
+    database: str = Field(
+        default="",
+        description="postgresql://USER@HOST/NAME, without a password (PGPASSWORD or ~/.pgpass has it); empty: SQLite",
+    )
+
+    @field_validator("database")
+    @classmethod
+    def _postgres_without_password(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if url and parts.scheme not in ("postgresql", "postgres"):
+            raise ValueError("a database is named postgresql://USER@HOST/NAME; leave it empty for SQLite")
+        if parts.password or "password" in parse_qs(parts.query):
+            raise ValueError("leave the password out: set PGPASSWORD or write ~/.pgpass where the coordinator runs")
+        return url
+
+
+class StoreSection(Section):
+    """Where rollout files are kept. The bucket's credentials are in the coordinator's environment, never here."""
+
+    url: str = Field(
+        default="",
+        pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?)?$",
+        description="s3://BUCKET/PREFIX; nodes send and fetch files there by signed URLs; empty: the coordinator's folder",
+    )
+    endpoint: str = Field(
+        default="",
+        pattern=r"^(https?://[^/?#@]+)?$",
+        description="where the bucket's S3 server is, as nodes reach it; empty: AWS",
+    )
+    region: str = Field(default="us-east-1", description="of the bucket")
 
 
 class OriginSection(Section):
@@ -323,6 +354,7 @@ class Config(Section):
     tasks: TaskSection = TaskSection()
     sampling: SamplingSection = SamplingSection()
     coordinator: CoordinatorSection = CoordinatorSection()
+    store: StoreSection = StoreSection()
     learner: LearnerSection = LearnerSection()
     origin: OriginSection = OriginSection()
     relays: RelaySection = RelaySection()

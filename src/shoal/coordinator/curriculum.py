@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.tables.connection import Connection
+from shoal.coordinator.tables.connection import SqliteConnection
 from shoal.coordinator.tables.curricula import Curricula
 from shoal.ledger.interface import JSON, Entry
 from shoal.protocol.messages import CurriculumPage, GroupResult
@@ -67,7 +67,7 @@ def open_pages(folder: Path) -> Curricula:
     """The pages in a coordinator's folder, to read. Raises PoolError."""
     path = folder / "pool.sqlite"
     try:
-        return Curricula(Connection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)))
+        return Curricula(SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)))
     except sqlite3.OperationalError as error:
         raise PoolError(f"{path} cannot be read ({error}); name the folder of the run with --run") from error
 

@@ -5,7 +5,6 @@ moment leaves consistent state. Called by the other parts of the pool, which hol
 an argument.
 """
 
-import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -42,9 +41,9 @@ class PoolError(ShoalError):
 
 
 class Database:
-    def __init__(self, connection: sqlite3.Connection, ledger: Ledger, clock: Callable[[], float]) -> None:
+    def __init__(self, connection: Connection, ledger: Ledger, clock: Callable[[], float]) -> None:
         """`ledger` must use the same connection. Raises PoolError for a run in another format."""
-        self.connection = Connection(connection)
+        self.connection = connection
         self.ledger = ledger
         self.clock = clock
         self.nodes = nodes.Nodes(self.connection)
@@ -76,10 +75,10 @@ class Database:
         found = self.connection.format
         if self.connection.has_table("run") and found != FORMAT:
             raise PoolError(
-                f"{self.connection.file} belongs to a run in format {found}; this version of Shoal resumes format {FORMAT}. "
-                "Finish the run with the version that started it, or start a new run with its last weights (model.name)"
+                f"{self.connection.place} belongs to a run in format {found}; this version of Shoal resumes format {FORMAT}."
+                " Finish the run with the version that started it, or start a new run with its last weights (model.name)"
             )
-        self.connection.format = FORMAT
+        self.connection.set_format(FORMAT)
         for statement in SCHEMA:
-            self.connection.change(statement)
+            self.connection.create(statement)
         self.run.start(self.clock())

@@ -5,7 +5,6 @@ it. Called by the coordinator's routes, which use the parts (`pool.members.regis
 """
 
 import random
-import sqlite3
 from collections import deque
 from collections.abc import Callable
 
@@ -26,6 +25,7 @@ from shoal.coordinator.metrics import read_metrics
 from shoal.coordinator.spending import Spending
 from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
+from shoal.coordinator.tables.connection import Connection
 from shoal.coordinator.trust import Trust
 from shoal.coordinator.witnesses import Witnesses
 from shoal.ledger.interface import Ledger
@@ -37,7 +37,7 @@ MAX_NOTICES = 20  # the newest are shown
 class Pool:
     def __init__(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         ledger: Ledger,
         config: Config,
         run: str,

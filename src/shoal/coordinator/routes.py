@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -24,11 +24,11 @@ from shoal.coordinator.admission import Admission, body_pieces, read_body
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.front import Front, refusal
 from shoal.coordinator.nonces import nonce_secret
+from shoal.coordinator.opening import open_state
 from shoal.coordinator.pace import Pace
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.tables.connection import Connection, DatabaseFullError, open_sqlite
-from shoal.coordinator.tables.nonces import Nonces, this_boot
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.coordinator.tables.connection import DatabaseFullError, DatabaseLostError
+from shoal.coordinator.transfers import Kind, Transfers, open_transfers
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import InviteError, open_payload
@@ -36,6 +36,9 @@ from shoal.protocol.messages import Role
 from shoal.protocol.signing import SignatureError
 from shoal.shardcast.serve.passes import issue
 from shoal.store.folder import Folder, StoreError
+
+if TYPE_CHECKING:
+    from shoal.coordinator.lead import Lead
 
 M = TypeVar("M", bound=BaseModel)
 Answer = BaseModel | bytes | web.StreamResponse
@@ -60,19 +63,27 @@ class Request:
 
 
 class Coordinator:
-    def __init__(self, config: Config, run: str, identity: Identity, folder: Path, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        identity: Identity,
+        folder: Path,
+        pace: Pace | None = None,
+        lead: "Lead | None" = None,
+    ) -> None:
+        """`lead`: of its PostgreSQL (`coordinator.database`); None: its state is in `folder`."""
         self.config = config
         self.run = run
         self.identity = identity
         folder.mkdir(parents=True, exist_ok=True)
-        database = open_sqlite(folder / "pool.sqlite")
-        ledger = SqliteLedger(database, identity, clock=time.time)
-        self.pool = Pool(database, ledger, config, run, time.time, secret=nonce_secret(identity))
-        spent = open_sqlite(folder / "nonces.sqlite", survives_power_cuts=False)
-        nonces = Nonces(Connection(spent), boot=this_boot(), now_s=time.time())
+        self.lead = lead
+        state = open_state(folder, identity, lead)
+        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=nonce_secret(identity))
         self.pace = pace or Pace()
         self.front = Front(identity, self.pace)
-        self.admission = Admission(run, nonces, self.pool.members.role, time.time, self.pace)
+        self.admission = Admission(run, state.nonces, self.pool.members.role, time.time, self.pace)
+        self.transfers = open_transfers(config)  # None: this process takes and gives the files itself
         self.store = Folder(folder / "store")
         self.store.clean()
         self.tasks = folder / TASKS
@@ -95,19 +106,16 @@ class Coordinator:
                 web.post("/v1/heartbeat", self._signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
                 web.post("/v1/drain", self._signed(self._drain, ["worker"])),
                 web.get("/v1/tasks/{sha256}", self._signed(self._task_data, get_args(Role))),
-                web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
                 web.post("/v1/claims", self._signed(self._claim, ["validator"])),
-                web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
                 web.get("/v1/contents/{digest}", self._signed(self._content, ["validator"])),
                 web.get("/v1/missed/{key}", self._signed(self._missed, ["validator"])),
                 web.get("/v1/curricula/{digest}", self._signed(self._curriculum, ["worker", "validator"])),
-                web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
+                *(self._transfer_routes(self.transfers) if self.transfers else self._file_routes()),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
                 web.get("/v1/ledger/{after}", self._signed(self._ledger, get_args(Role))),
                 web.post("/v1/heads", self._signed(self._head, ["validator"])),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
-                web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
                 web.post(
                     "/v1/steps",
                     self._signed(_report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
@@ -125,8 +133,9 @@ class Coordinator:
         return web.json_response({"run": self.run, "protocol": messages.VERSION})
 
     async def _run(self, request: web.Request) -> web.Response:
+        config = self.config.model_dump(exclude={"coordinator": {"database"}})  # nobody else's matter
         descriptor = messages.RunDescriptor(
-            protocol=messages.VERSION, run=self.run, config=self.config.model_dump(), keys=self.pool.members.keys()
+            protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
         )
         signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
         return web.json_response(text=signed.model_dump_json())
@@ -226,6 +235,64 @@ class Coordinator:
             if self._uploads.get((kind, id)) is upload:
                 del self._uploads[kind, id]
 
+    def _file_routes(self) -> list[web.RouteDef]:
+        """Where files are in the folder: they are sent and fetched here."""
+        return [
+            web.put("/v1/submissions/{id}", self._answering(self._put_submission)),
+            web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
+            web.put("/v1/accepted/{id}", self._answering(self._put_accepted)),
+            web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
+        ]
+
+    def _transfer_routes(self, transfers: Transfers) -> list[web.RouteDef]:
+        """Where files are in a bucket: what stands in the place of sending and fetching them here."""
+        submissions = self.pool.submissions
+
+        def routes(
+            kind: Kind,
+            sender: Role,
+            reader: Role,
+            right: Callable[[str, str], None],
+            record: Callable[[str, str, str], None],
+            hash_of: Callable[[str], str],
+        ) -> list[web.RouteDef]:
+            async def grant(request: Request) -> Answer:
+                file = messages.Announced.model_validate_json(request.body)
+                return transfers.grant(request.key, kind, request.match["id"], file, right)
+
+            async def stored(request: Request) -> Answer:
+                file = messages.Announced.model_validate_json(request.body)
+                return await transfers.stored(request.key, kind, request.match["id"], file, right, record)
+
+            async def link(request: Request) -> Answer:
+                return transfers.link(kind, hash_of(request.match["id"]), request.match["id"])
+
+            path = f"/v1/{kind}/{{id}}"
+            return [
+                web.post(f"{path}/grant", self._signed(grant, [sender])),
+                web.post(f"{path}/stored", self._signed(stored, [sender])),
+                web.get(f"{path}/link", self._signed(link, [reader])),
+            ]
+
+        return [
+            *routes(
+                "submissions",
+                "worker",
+                "validator",
+                submissions.may_upload,
+                submissions.uploaded,
+                lambda id: submissions.hashes(id)[0],
+            ),
+            *routes(
+                "accepted",
+                "validator",
+                "learner",
+                submissions.may_store_accepted,
+                submissions.accepted_stored,
+                lambda id: submissions.hashes(id)[1],
+            ),
+        ]
+
     async def _get_submission(self, request: Request) -> Answer:
         content_hash, _ = self.pool.submissions.hashes(request.match["id"])
         return await asyncio.to_thread(self.store.get, "submissions", content_hash)
@@ -305,6 +372,8 @@ class Coordinator:
                 return refusal(error.status, str(error))
             except (StoreError, DatabaseFullError) as error:
                 return refusal(507, str(error))
+            except DatabaseLostError as error:
+                return refusal(503, str(error))
             if isinstance(found, web.StreamResponse):
                 return found
             if isinstance(found, bytes):

@@ -17,8 +17,14 @@ from shoal.protocol.messages import VERSION
 
 
 def start(db: Database, run: str, key: str, config: Config) -> None:
-    body = {"run": run, "key": key, "config": config_module.dumps(config), "format": FORMAT, "protocol": VERSION}
+    body = {"run": run, "key": key, "config": config_text(config), "format": FORMAT, "protocol": VERSION}
     db.ledger.append("started", body)
+
+
+def config_text(config: Config) -> str:
+    """The config as TOML, without what is nobody else's matter: members read the ledger."""
+    section = config.coordinator.model_copy(update={"database": ""})
+    return config_module.dumps(config.model_copy(update={"coordinator": section}))
 
 
 def seal(db: Database) -> None:

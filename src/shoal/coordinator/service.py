@@ -53,13 +53,21 @@ def serve_forever(
     url: str = "",
     reports: bool = True,
 ) -> None:
-    """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`).
+    """Serve until `stop`, and keep the run's metrics in `record_to` (default: `folder`). With `coordinator.database`, stand
+    by until no other coordinator leads.
 
     `url` is how nodes reach it (default: where it listens). `reports`: when the run has finished, write summary and picture
-    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start.
+    there too. Raises OSError if the port is taken, TrackerError if the tracker does not start, DatabaseLostError.
     """
     identity = Identity.load_or_create(folder / KEY)
-    coordinator = Coordinator(config, run, identity, folder)
+    lead = None
+    if config.coordinator.database:
+        from shoal.coordinator.lead import stand_by
+
+        lead = stand_by(config.coordinator.database, stop)
+        if lead is None:
+            return
+    coordinator = Coordinator(config, run, identity, folder, lead=lead)
     record = Record(record_to or folder, coordinator.pool.notices.append)
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
@@ -67,9 +75,10 @@ def serve_forever(
     try:
         asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
-        _catch_up(record, coordinator)
+        if lead is None or not lead.is_lost:
+            _catch_up(record, coordinator)
+            seal(coordinator.pool.db)
         record.close()
-        seal(coordinator.pool.db)
 
 
 async def _serve(
@@ -106,6 +115,8 @@ async def _serve(
         recorded_s = 0.0
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
+            if coordinator.lead:
+                coordinator.lead.live_on()
             if time.monotonic() - recorded_s >= RECORD_S:
                 news = coordinator.pool.history.after(record.history.cursor)
                 # In a thread: a tracker may wait for its own server, and members must not.

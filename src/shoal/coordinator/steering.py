@@ -9,8 +9,9 @@ from pathlib import Path
 
 from shoal.coordinator import states
 from shoal.coordinator.database import PoolError
+from shoal.coordinator.opening import open_tables
 from shoal.coordinator.states import Event
-from shoal.coordinator.tables.connection import Connection, open_sqlite
+from shoal.coordinator.tables.connection import Connection
 from shoal.coordinator.tables.evidence import EvidenceTable
 from shoal.coordinator.tables.nodes import Node, Nodes
 from shoal.protocol.messages import Role
@@ -18,7 +19,7 @@ from shoal.protocol.messages import Role
 
 def evict_from(folder: Path, name: str) -> None:
     """Evicts a relay: nobody asks it from the next heartbeats on, and its key can read no weights. Raises PoolError."""
-    connection = _open(folder)
+    connection = open_tables(folder)
     _move(connection, _find(connection, name, "relay"), "ban", "evicted by the operator")
 
 
@@ -27,7 +28,7 @@ def drain_from(folder: Path, name: str) -> None:
 
     Raises PoolError.
     """
-    connection = _open(folder)
+    connection = open_tables(folder)
     _move(connection, _find(connection, name, "worker"), "drain", "drained by the operator")
 
 
@@ -36,17 +37,11 @@ def readmit_from(folder: Path, name: str) -> None:
 
     A suspension stays, and who was slashed stays banned. Raises PoolError.
     """
-    connection = _open(folder)
+    connection = open_tables(folder)
     node = _find(connection, name, "worker")
     with connection.transaction():
         _move(connection, node, "readmit", "readmitted by the operator")
         EvidenceTable(connection).forget(node.key)
-
-
-def _open(folder: Path) -> Connection:
-    if not (folder / "pool.sqlite").is_file():
-        raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
-    return Connection(open_sqlite(folder / "pool.sqlite"))
 
 
 def _find(connection: Connection, name: str, role: Role) -> Node:

@@ -2,8 +2,8 @@
 
     prefill the prompts in one row -> copy each prompt's keys and values for its completions -> one token a row and step
 
-A row's keys stand at its own positions 0, 1, 2, ... whatever the other rows' lengths are. They are kept in float32, as
-attention uses them: converting a whole cache at every step would take as long as attention itself.
+A row's keys stand at its own positions 0, 1, 2, ... whatever the other rows' lengths are. They are kept in the model's
+dtype; attention converts a few rows at a time.
 Invariant: as many rows are computed as is a multiple of ROW_UNIT; the rows behind the live ones are never read.
 Called by the torch engine. Left out: sharing a prompt's keys between its completions.
 """
@@ -20,7 +20,7 @@ from shoal.model.exact import KEYS, Step, rounded
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.tree import Tree, forward_row, pack
 
-GROW_BY = 2 * KEYS  # positions by which a full cache grows
+GROW_BY = 128  # positions by which a full cache grows
 
 
 class ExactDecoding:
@@ -81,7 +81,7 @@ class _PositionCache(Cache):  # type: ignore[misc]
         """From now on, `update` writes one position a row: at_B."""
         self.used, self.decoding = step.keys, True
         if self.used > self.capacity:
-            self.capacity = rounded(self.used + GROW_BY - KEYS, KEYS)
+            self.capacity = self.used + GROW_BY - KEYS
             for buffers in (self.keys, self.values):
                 for block, old in enumerate(buffers):
                     buffers[block] = F.pad(old[: self.rows], (0, 0, 0, self.capacity - old.shape[2]))
@@ -111,13 +111,13 @@ class _PositionCache(Cache):  # type: ignore[misc]
         rows, self.used = self.index_BL.shape
         _, heads, _, depth = x_1kTD.shape
         buffer_BkPD = torch.zeros(
-            rows, heads, self.capacity, depth
+            rows, heads, self.capacity, depth, dtype=x_1kTD.dtype
         )  # zeros: attention multiplies what stands unused by 0
-        found_kBLD = x_1kTD[0].float().index_select(1, self.index_BL.flatten()).view(heads, rows, self.used, depth)
+        found_kBLD = x_1kTD[0].index_select(1, self.index_BL.flatten()).view(heads, rows, self.used, depth)
         buffer_BkPD[:, :, : self.used] = found_kBLD.transpose(0, 1)
         return buffer_BkPD
 
     def _write(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:
         depth = x_Bk1D.shape[-1]
-        buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, x_Bk1D.reshape(-1, depth).float())
+        buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, x_Bk1D.reshape(-1, depth))
         return buffer_BkPD[: self.rows, :, : self.used]

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.engine.exact import ExactDecoding
 from shoal.engine.fast import FastDecoding
 from shoal.engine.protocol import Completion, Respond, Sampling
-from shoal.model import numerics, products
+from shoal.model import numerics
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.numerics import Numerics
@@ -62,18 +62,6 @@ class TorchEngine:
         drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
         live = [draft for group in drafts for draft in group]  # by batch row
 
-        with products.packed(self.model):
-            self._write(prompts, live, sampling, respond)
-        return [[draft.completion() for draft in group] for group in drafts]
-
-    def _write(
-        self,
-        prompts: Sequence[Sequence[int]],
-        live: list["_Draft"],
-        sampling: Sampling,
-        respond: Respond | None,
-    ) -> None:
-        """Write all drafts to their end."""
         start = ExactDecoding if numerics.of(self.model) == "exact" else FastDecoding
         rows = start(self.model, prompts, [draft.group for draft in live], sampling.max_tokens)
         hidden_BH = rows.first_BH
@@ -100,6 +88,7 @@ class TorchEngine:
                 live = [live[row] for row in keep]
                 tokens_B = tokens_B[torch.tensor(keep)]
             hidden_BH = rows.step(tokens_B)
+        return [[draft.completion() for draft in group] for group in drafts]
 
 
 @dataclass

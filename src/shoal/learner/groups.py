@@ -20,6 +20,7 @@ from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import fit, model_tokens
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
+from shoal.protocol.transfer import fetch_file
 from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
 from shoal.tasks.derive import max_rollouts
 
@@ -75,7 +76,7 @@ def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched
     limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
 
     def download(submission: str) -> bytes:
-        return node.get_bytes(f"/v1/accepted/{submission}", most_bytes=limit)
+        return fetch_file(node, f"/v1/accepted/{submission}", most_bytes=limit)
 
     validators = set(node.descriptor().keys.get("validator", []))
     return gather(batch, download, validators=validators, run=node.invite.run, config=config, quarantine=quarantine)

@@ -95,10 +95,10 @@ def read_all(connection: sqlite3.Connection) -> Iterator[Entry]:
 
 def _read(connection: sqlite3.Connection, where: str, *values: object) -> list[Entry]:
     statement = f"SELECT {COLUMNS} FROM ledger WHERE {where} LIMIT {PAGE_ROWS}"
-    return [_entry(row) for row in connection.execute(statement, values).fetchall()]
+    return [read_entry(row) for row in connection.execute(statement, values).fetchall()]
 
 
-def _entry(row: tuple[object, ...]) -> Entry:
+def read_entry(row: tuple[object, ...]) -> Entry:
     try:
         return Entry.model_validate(dict(zip(Entry.model_fields, row, strict=True)))
     except ValidationError as error:

@@ -16,7 +16,7 @@ Invariant: a token's output depends only on its prompt and its completion, whate
 Called through transformers by `tree.forward_hidden`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -52,6 +52,21 @@ class Span:
     def end(self) -> int:
         return self.branches + sum(self.completions)
 
+    def parts(self) -> Iterator[tuple[range, range]]:
+        """What attends causally to itself, and the prompt that it attends to as well: the prompt and each completion.
+
+        A tree of one completion is one part.
+        """
+        if len(self.completions) == 1:
+            yield range(self.start, self.end), range(0)
+            return
+        prompt = range(self.start, self.branches)
+        yield prompt, range(0)
+        at = self.branches
+        for length in self.completions:
+            yield range(at, at + length), prompt
+            at += length
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -69,24 +84,15 @@ class Layout:
         self.device = device
         self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
         self.length = spans[-1].end if spans else 0
-        self.derived: dict[int, Any] = {}  # what exact attention works out once, by the number of heads
+        self.derived: dict[tuple[int, int], Any] = {}  # what exact attention works out once, by heads and depth
 
     def to(self, device: torch.device) -> "Layout":
         return self if device == self.device else Layout(self.spans, device)
 
     @cached_property
     def segments(self) -> list[Segments]:
-        """The parts that attend causally to themselves: prompts and completions. A tree of one completion is one segment."""
-        found: list[tuple[int, int]] = []  # start, length
-        for span in self.spans:
-            if len(span.completions) == 1:
-                found.append((span.start, span.end - span.start))
-                continue
-            found.append((span.start, span.prompt))
-            at = span.branches
-            for length in span.completions:
-                found.append((at, length))
-                at += length
+        """What attends causally to itself, in batches of similar length."""
+        found = [(own.start, len(own)) for span in self.spans for own, _ in span.parts()]
         found.sort(key=lambda segment: -segment[1])
         batches: list[list[tuple[int, int]]] = []
         for segment in found:

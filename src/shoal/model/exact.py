@@ -4,18 +4,19 @@ Equal formulas do not give equal bits: sums of floats depend on their order, and
 shape. Here the order is fixed. Queries meet the keys of their own sequence at absolute positions 0, 1, 2, ...:
 
     scores       one product over the head's depth, float32; keys a query may not see get -inf
-    softmax      over all keys; a hidden key's weight is exactly 0, so how many hidden keys stand behind does not matter
+    weights      softmax over all keys; a hidden key's weight is exactly 0, so how many of them stand behind does not matter
     output       the sum over keys in tiles of TILE, one tile after the other
 
 Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` finds out whether this
 machine's float32 products and softmax keep it.
-The same function serves prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward need
+The same functions serve prefill of packed trees (validator, learner) and decoding with a cache (engine). The backward need
 not be exact: it is the cascade's (`attention`). Registered with transformers as "shoal_exact".
 Left out: other devices than the CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,33 +27,38 @@ from torch.autograd.function import once_differentiable
 from shoal.model.attention import Layout, cascade_backward
 
 NAME = "shoal_exact"
-TILE = (
-    256  # keys whose weighted values are summed by one product; larger products are split in ways that depend on shape
-)
-KEYS = 64  # keys of a sequence are rounded up to multiples of this
-ROWS = 8  # rows of every product are rounded up to multiples of this: a product of few rows takes other kernels
+TILE = 256  # keys summed by one product; larger products are split in ways that depend on shape
+KEYS = 16  # keys of a sequence are rounded up to multiples of this
+ROWS = 8  # rows of a product are rounded up to multiples of this: a product of few rows takes other kernels
 QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out
-SCORES = 1 << 20  # scores in memory at once: what fits the CPU's cache
+NEAR = 64  # sequences whose numbers of keys differ by less are computed together
+CACHED = 1 << 18  # numbers of one kind in use at once: what fits the CPU's cache
 
 
 def attention(
     query_NRD: Tensor, key_NKD: Tensor, value_NKD: Tensor, hidden: "Hidden", with_logsumexp: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention of N key heads, R rows of queries each. All float32; the queries carry the scale.
+    """Softmax attention of one key head in N sequences, R rows of queries each. All float32; the queries carry the scale.
 
     Returns (output_NRD, logsumexp_NR of the scores, if wanted: for a backward). R is a multiple of ROWS, K of KEYS. Every
     query sees a key. Hidden keys and values must be finite.
     """
     scores_NRK = torch.bmm(query_NRD, key_NKD.transpose(1, 2))
     hidden.hide_(scores_NRK)
-    weights_NRK = torch.softmax(scores_NRK, -1)
-    output_NRD = torch.bmm(weights_NRK[..., :TILE], value_NKD[:, :TILE])
-    for start in range(TILE, key_NKD.shape[1], TILE):
+    top_NR = scores_NRK.amax(-1) if with_logsumexp else None
+    weights_NRK = torch.softmax(scores_NRK, -1, out=scores_NRK)
+    output_NRD = query_NRD.new_empty(query_NRD.shape)
+    weighted_sum_(output_NRD, weights_NRK, value_NKD)
+    if top_NR is None:
+        return output_NRD, None
+    return output_NRD, top_NR - weights_NRK.amax(-1).log_()  # the largest weight is exp(0) / sum
+
+
+def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) -> None:
+    torch.bmm(weights_NRK[..., :TILE], value_NKD[:, :TILE], out=output_NRD)
+    for start in range(TILE, value_NKD.shape[1], TILE):
         tile = slice(start, start + TILE)
         output_NRD.baddbmm_(weights_NRK[..., tile], value_NKD[:, tile])
-    if not with_logsumexp:
-        return output_NRD, None
-    return output_NRD, scores_NRK.amax(-1) - weights_NRK.amax(-1).log_()  # the largest weight is exp(0) / sum
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,21 @@ class Hidden:
 
     def hide_(self, scores_NRK: Tensor) -> None:
         scores_NRK.view(*self.shape, scores_NRK.shape[-1])[..., self.start :].add_(self.bias)
+
+
+@cache
+def fewest_rows(depth: int) -> int:
+    """The unit to which a decoding row's few queries are rounded up: half of ROWS where the kernels for it sum alike."""
+    draw = torch.Generator().manual_seed(0)
+    query_NRD = torch.randn(4, ROWS, depth, generator=draw)
+    few = slice(0, ROWS // 2)
+    for keys in (KEYS, 3 * KEYS, 9 * KEYS, TILE, 2 * TILE + 5 * KEYS):
+        key_NKD, value_NKD = torch.randn(2, 4, keys, depth, generator=draw)
+        hidden = Hidden(keys, torch.zeros(0), (-1, 1))
+        some, _ = attention(query_NRD[:, few], key_NKD, value_NKD, hidden)
+        if not torch.equal(some, attention(query_NRD, key_NKD, value_NKD, hidden)[0][:, few]):
+            return ROWS
+    return ROWS // 2
 
 
 def rounded(count: int, unit: int) -> int:
@@ -80,137 +101,147 @@ class Step:
 
     def __init__(self, lengths_B: Tensor) -> None:
         self.keys = rounded(int(lengths_B.max()), KEYS)
-        self.start = int(lengths_B.min())
+        start = int(lengths_B.min())
+        hidden_BK = torch.arange(start, self.keys) >= lengths_B[:, None]
+        bias_BK = torch.zeros(hidden_BK.shape).masked_fill_(hidden_BK, float("-inf"))
+        self.hidden = Hidden(start, bias_BK[:, None], (len(lengths_B), -1))
         self.query_BkRD = torch.empty(0)
-        hidden_BK = torch.arange(self.start, self.keys) >= lengths_B[:, None]
-        self.bias_B11K = torch.zeros(hidden_BK.shape).masked_fill_(hidden_BK, float("-inf"))[:, None, None]
+        self.scores_BkRK = torch.empty(0)
 
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
-        """The cache's keys and values are float32, K of them. Returns output_BhD, float32."""
+        """With the cache's first K keys and values, in any dtype. Returns output_BhD, float32."""
         batch, heads, depth = query_BhD.shape
-        key_heads = key_BkKD.shape[1]
+        _, key_heads, keys, _ = key_BkKD.shape
         sharing = heads // key_heads
-        rows = rounded(sharing, ROWS)
-        if self.query_BkRD.shape != (batch, key_heads, rows, depth):
-            self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # of all blocks; rows of padding stay 0
-        query_BkRD = self.query_BkRD
+        rows = rounded(sharing, fewest_rows(depth))
+        if self.query_BkRD.shape != (batch, key_heads, rows, depth):  # of all blocks
+            self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # rows of padding stay 0
+            self.scores_BkRK = torch.empty(batch, key_heads, rows, keys)
+        query_BkRD, scores_BkRK = self.query_BkRD, self.scores_BkRK
         query_BkRD[:, :, :sharing] = query_BhD.view(batch, key_heads, sharing, depth)  # scaled in float32, not before
         query_BkRD[:, :, :sharing].mul_(scale)
-        output_NRD, _ = attention(
-            query_BkRD.flatten(0, 1),
-            key_BkKD.flatten(0, 1),
-            value_BkKD.flatten(0, 1),
-            Hidden(self.start, self.bias_B11K, (batch, key_heads, rows)),
-        )
-        return output_NRD.view(batch, key_heads, rows, depth)[:, :, :sharing].reshape(batch, heads, depth)
+        for some, key_NKD in _in_float32(key_BkKD):
+            torch.bmm(query_BkRD[some].flatten(0, 1), key_NKD.transpose(1, 2), out=scores_BkRK[some].flatten(0, 1))
+        self.hidden.hide_(scores_BkRK.flatten(0, 1))
+        torch.softmax(scores_BkRK, -1, out=scores_BkRK)
+        output_BkRD = torch.empty_like(query_BkRD)
+        for some, value_NKD in _in_float32(value_BkKD):
+            weighted_sum_(output_BkRD[some].flatten(0, 1), scores_BkRK[some].flatten(0, 1), value_NKD)
+        return output_BkRD[:, :, :sharing].reshape(batch, heads, depth)
+
+
+def _in_float32(x_BkKD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A few sequences at a time, as (sequences, x_NKD): they are read from the CPU's cache once converted."""
+    if x_BkKD.dtype == torch.float32:
+        yield slice(None), x_BkKD.flatten(0, 1)
+        return
+    batch = len(x_BkKD)
+    step = max(1, CACHED // x_BkKD[0].numel())
+    converted = x_BkKD.new_empty(min(step, batch), *x_BkKD.shape[1:], dtype=torch.float32)
+    for start in range(0, batch, step):
+        some = slice(start, min(start + step, batch))
+        yield some, converted[: some.stop - start].copy_(x_BkKD[some]).flatten(0, 1)
 
 
 # --- packed trees ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Block:
-    """Consecutive queries of one sequence, as positions in the row of T, and the keys before and among them."""
+class Chain:
+    """The queries of one prompt or completion, as positions in the row of T, and its keys."""
 
     queries: range
-    keys: tuple[range, ...]  # stretches of the row; together the sequence from its position 0 on
-    first: int  # position of the first query within its sequence
+    before: range  # the prompt of a completion, whose keys come first
 
     @property
     def n_keys(self) -> int:
-        return self.first + len(self.queries)
+        return len(self.before) + len(self.queries)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive queries of a batch, and the keys that they see."""
+
+    queries: slice  # of M
+    keys: int  # the first ones of K
+    start: int  # every query sees the keys before
+    bias_SM1K: Tensor  # float32, of the keys from `start` on: 0, or -inf where a query does not see the key
 
 
 @dataclass(frozen=True)
 class Batch:
-    """S blocks of similar size computed together: M queries and K keys each, padded."""
+    """S sequences of similar size computed together: M queries and K keys each, padded."""
 
     query_SM: Tensor  # int64, positions in the row; 0 for padding
     padded_SM: Tensor  # bool
     key_SK: Tensor  # int64, positions in the row; 0 for padding
-    bias_SM1K: Tensor  # float32, of the keys from `start` on: 0, or -inf where a query does not see the key
-    start: int  # every query sees the keys before
+    parts: list[Part]
 
 
-def blocks(layout: Layout) -> list[Block]:
-    """Every query of the row exactly once."""
-    found: list[Block] = []
+def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
+    """Every query of the row exactly once: sequences by their size, as many together as the cache holds.
 
-    def cut(parts: Sequence[range], first: int) -> None:
-        """Blocks of the queries of the last part, whose sequence consists of all parts."""
-        own = parts[-1]
-        for at in range(0, len(own), QUERIES):
-            queries = own[at : at + QUERIES]
-            found.append(Block(queries, (*parts[:-1], range(own.start, queries.stop)), first + at))
-
-    for span in layout.spans:
-        prompt = range(span.start, span.branches)
-        if len(span.completions) == 1:
-            cut([range(span.start, span.end)], 0)
-            continue
-        cut([prompt], 0)
-        at = span.branches
-        for length in span.completions:
-            cut([prompt, range(at, at + length)], len(prompt))
-            at += length
-    return found
-
-
-def batches(layout: Layout, heads: int) -> list[Batch]:
-    """Blocks by their size. A batch is as large as SCORES allows."""
-    groups: list[list[Block]] = []
-    for block in sorted(blocks(layout), key=lambda b: (-rounded(b.n_keys, KEYS), -len(b.queries))):
+    `heads`: of queries to a key head. `depth`: of keys.
+    """
+    groups: list[list[Chain]] = []
+    found = [Chain(*part) for span in layout.spans for part in span.parts() if len(part[0])]
+    for sequence in sorted(found, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
         if groups:
             largest = groups[-1][0]
-            keys, queries = rounded(largest.n_keys, KEYS), rounded(len(largest.queries), ROWS)
-            alike = rounded(block.n_keys, KEYS) == keys and 2 * len(block.queries) >= queries - ROWS
-            if alike and (len(groups[-1]) + 1) * heads * queries * keys <= SCORES:
-                groups[-1].append(block)
+            keys, queries = rounded(largest.n_keys, NEAR), len(largest.queries)
+            alike = rounded(sequence.n_keys, NEAR) == keys and 2 * len(sequence.queries) >= queries - ROWS
+            size = keys * max(heads * min(queries, QUERIES), depth)
+            if alike and (len(groups[-1]) + 1) * size <= CACHED:
+                groups[-1].append(sequence)
                 continue
-        groups.append([block])
+        groups.append([sequence])
     return [_batch(group) for group in groups]
 
 
-def _batch(group: Sequence[Block]) -> Batch:
-    queries = rounded(max(len(block.queries) for block in group), ROWS)
-    keys = rounded(max(block.n_keys for block in group), KEYS)
+def _batch(group: Sequence[Chain]) -> Batch:
+    queries = rounded(max(len(sequence.queries) for sequence in group), ROWS)
+    keys = rounded(max(sequence.n_keys for sequence in group), KEYS)
     query_SM = torch.zeros(len(group), queries, dtype=torch.long)
     key_SK = torch.zeros(len(group), keys, dtype=torch.long)
-    for s, block in enumerate(group):
-        query_SM[s, : len(block.queries)] = torch.arange(block.queries.start, block.queries.stop)
-        at = 0
-        for part in block.keys:
-            key_SK[s, at : at + len(part)] = torch.arange(part.start, part.stop)
-            at += len(part)
-    count_S = torch.tensor([len(block.queries) for block in group])
-    first_S = torch.tensor([block.first for block in group])
-    start = int(first_S.min()) + 1
-    last_SM1 = (first_S[:, None] + torch.arange(queries))[..., None]  # the last key that a query sees
+    for s, sequence in enumerate(group):
+        query_SM[s, : len(sequence.queries)] = torch.arange(sequence.queries.start, sequence.queries.stop)
+        first = len(sequence.before)
+        key_SK[s, :first] = torch.arange(sequence.before.start, sequence.before.stop)
+        key_SK[s, first : sequence.n_keys] = query_SM[s, : len(sequence.queries)]
+    count_S = torch.tensor([len(sequence.queries) for sequence in group])
+    first_S = torch.tensor([len(sequence.before) for sequence in group])
+    parts = [_part(slice(at, min(at + QUERIES, queries)), first_S, count_S) for at in range(0, queries, QUERIES)]
+    return Batch(query_SM, torch.arange(queries) >= count_S[:, None], key_SK, parts)
+
+
+def _part(queries: slice, first_S: Tensor, count_S: Tensor) -> Part:
+    keys = rounded(int((first_S + count_S.clamp(max=queries.stop)).max()), KEYS)
+    start = int(first_S.min()) + queries.start + 1
+    last_SM1 = (first_S[:, None] + torch.arange(queries.start, queries.stop))[
+        ..., None
+    ]  # the last key that a query sees
     hidden_SMK = torch.arange(start, keys) > last_SM1
     bias_SMK = torch.zeros(hidden_SMK.shape).masked_fill_(hidden_SMK, float("-inf"))
-    return Batch(query_SM, torch.arange(queries) >= count_S[:, None], key_SK, bias_SMK[:, :, None], start)
+    return Part(queries, keys, start, bias_SMK[:, :, None])
 
 
 class Plan:
-    """A layout's batches for a model with this many heads, and where each position's output is found."""
+    """A layout's batches, and where each position's output is found among theirs."""
 
-    def __init__(self, layout: Layout, heads: int) -> None:
-        self.batches = batches(layout, heads)
+    def __init__(self, layout: Layout, heads: int, depth: int) -> None:
+        self.batches = batches(layout, heads, depth)
         index = torch.cat([batch.query_SM.flatten() for batch in self.batches])
         kept = ~torch.cat([batch.padded_SM.flatten() for batch in self.batches])
+        self.outputs = len(index)
         self.home_T = torch.empty(layout.length, dtype=torch.long)
         self.home_T[index[kept]] = torch.arange(len(index))[kept]
 
-    def home(self, parts: Sequence[Tensor]) -> Tensor:
-        """The batches' results [key heads, S * M, sharing, ...] in the row's order: [T, heads, ...]."""
-        return torch.cat(list(parts), 1).index_select(1, self.home_T).transpose(0, 1).flatten(1, 2)
 
-
-def plan(layout: Layout, heads: int) -> Plan:
+def plan(layout: Layout, heads: int, depth: int) -> Plan:
     """The layout's plan, made once: every block of the model asks for it."""
-    if heads not in layout.derived:
-        layout.derived[heads] = Plan(layout, heads)
-    made: Plan = layout.derived[heads]
+    if (heads, depth) not in layout.derived:
+        layout.derived[heads, depth] = Plan(layout, heads, depth)
+    made: Plan = layout.derived[heads, depth]
     return made
 
 
@@ -221,28 +252,46 @@ class _Packed(torch.autograd.Function):
     def forward(
         ctx: Any, query_ThD: Tensor, key_TkD: Tensor, value_TkD: Tensor, layout: Layout, scale: float
     ) -> Tensor:
-        _, heads, depth = query_ThD.shape
+        length, heads, depth = query_ThD.shape
         key_heads = key_TkD.shape[1]
         sharing = heads // key_heads
-        query_kTgD = query_ThD.view(len(query_ThD), key_heads, sharing, depth).transpose(0, 1).float().mul(scale)
-        key_kTD, value_kTD = (x.transpose(0, 1).float().contiguous() for x in (key_TkD, value_TkD))
         wanted = any(ctx.needs_input_grad)
-        outputs, sums = [], []
-        own = plan(layout, heads)
+        own = plan(layout, sharing, depth)
+        query_Tx = query_ThD.reshape(length, -1)
+        key_Tx, value_Tx = (x.reshape(length, -1).float() for x in (key_TkD, value_TkD))
+        output_Qx = query_Tx.new_empty(own.outputs, heads * depth)  # Q: the queries of all batches
+        logsumexp_Qkg = key_Tx.new_empty(own.outputs if wanted else 0, key_heads, sharing)
+        at = 0
         for batch in own.batches:
             n, queries = batch.query_SM.shape
-            query_NRD = query_kTgD.index_select(1, batch.query_SM.flatten()).view(key_heads * n, -1, depth)
-            keys = batch.key_SK.flatten()
-            key_NKD, value_NKD = (x.index_select(1, keys).view(key_heads * n, -1, depth) for x in (key_kTD, value_kTD))
-            hidden = Hidden(batch.start, batch.bias_SM1K, (key_heads, n, queries, sharing))
-            output_NRD, logsumexp_NR = attention(query_NRD, key_NKD, value_NKD, hidden, wanted)
-            outputs.append(output_NRD.view(key_heads, n * queries, sharing, depth))
-            if logsumexp_NR is not None:
-                sums.append(logsumexp_NR.view(key_heads, n * queries, sharing))
-        output_ThD = torch.zeros_like(query_ThD, memory_format=torch.contiguous_format)
-        output_ThD[: layout.length] = own.home(outputs)
+            query_kSMgD = key_Tx.new_empty(key_heads, n, queries, sharing, depth)
+            query_SMkgD = query_Tx.index_select(0, batch.query_SM.flatten()).view(n, queries, key_heads, sharing, depth)
+            query_kSMgD.copy_(query_SMkgD.permute(2, 0, 1, 3, 4)).mul_(scale)
+            key_SKkD, value_SKkD = (
+                x.index_select(0, batch.key_SK.flatten()).view(n, -1, key_heads, depth) for x in (key_Tx, value_Tx)
+            )
+            done = slice(at, at := at + n * queries)
+            output_SMkgD = output_Qx[done].view(n, queries, key_heads, sharing, depth)
+            logsumexp_SMkg = logsumexp_Qkg[done].view(-1, queries, key_heads, sharing)
+            for part in batch.parts:
+                for k in range(key_heads):
+                    query_SMgD = query_kSMgD[k, :, part.queries]
+                    found_NRD, logsumexp_NR = attention(
+                        query_SMgD.flatten(1, 2),
+                        key_SKkD[:, : part.keys, k],
+                        value_SKkD[:, : part.keys, k],
+                        Hidden(part.start, part.bias_SM1K, query_SMgD.shape[:3]),
+                        wanted,
+                    )
+                    output_SMkgD[:, part.queries, k] = found_NRD.view(query_SMgD.shape)
+                    if logsumexp_NR is not None:
+                        logsumexp_SMkg[:, part.queries, k] = logsumexp_NR.view(query_SMgD.shape[:3])
+        output_Tx = torch.zeros_like(query_Tx)
+        torch.index_select(output_Qx, 0, own.home_T, out=output_Tx[: layout.length])
+        output_ThD = output_Tx.view(query_ThD.shape)
         if wanted:
-            ctx.save_for_backward(query_ThD, key_TkD, value_TkD, output_ThD, own.home(sums))
+            logsumexp_Th = logsumexp_Qkg.index_select(0, own.home_T).flatten(1)
+            ctx.save_for_backward(query_ThD, key_TkD, value_TkD, output_ThD, logsumexp_Th)
             ctx.layout, ctx.scale = layout, scale
         return output_ThD
 

@@ -128,7 +128,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 def _logits(hidden_NH: Tensor, head_VH: Tensor, exact: bool) -> Iterator[tuple[int, Tensor]]:
     """(first row, logits_CV in the compute dtype), one slice of rows at a time."""
     step = max(1, PRODUCT_BYTES // (4 * len(head_VH)))
-    step -= step % products.ROWS[1] if step > products.ROWS[1] else 0  # whole tiles
+    step -= step % products.FEW if step > products.FEW else 0
     head = products.linear if exact else F.linear
     for start in range(0, len(hidden_NH), step):
         yield start, head(hidden_NH[start : start + step], head_VH)

@@ -58,7 +58,7 @@ def refusal(dtype: DtypeName, device: str = "cpu") -> str | None:
         return f"on {device} nobody made products and attention that do not depend on the batch"
     try:
         for depth, width in SHAPES:
-            products.tiles(depth, width, getattr(torch, dtype), torch.get_num_threads())
+            products.check(depth, width, getattr(torch, dtype))
     except products.OrderError as error:
         return str(error)
     return _attention_refusal()

@@ -1,9 +1,10 @@
 """Matrix products that give a row the same bits beside any number of other rows, at any number of threads.
 
 A product's bits depend on the order of the sum over its depth, and libraries choose that order by shape: with AMX, oneDNN
-cuts the depth of some bf16 products in two, and MKL takes other float32 kernels for few rows. Small products are not cut: 16
-rows on one thread are the reference here. A large product is computed in tiles of rows and columns, of sizes whose bits were
-found equal to the reference's on this machine. `tiles` measures them once for a process, dtype, shape and thread count.
+cuts the depth of some bf16 products in two, and MKL takes other float32 kernels for few rows. Small products are not cut:
+UNIT rows and the narrowest of COLUMNS on one thread are the reference here. A larger product is computed in the first of a
+few ways whose bits equal the reference's: as a whole, in wide columns, or turned (weights times rows: no library rearranges
+the weights then). Where no way does, its rows are halved. `_way` measures this once for a process, shape, dtype and threads.
 
 The data of the measurement shows every difference of order: the products of each sum cancel in pairs, at random places, so
 that what is left is rounding alone.
@@ -11,10 +12,8 @@ Invariant: `linear` returns the reference's bits, or `OrderError` names the prod
 Called by every linear layer of a model with exact numerics, and by the learner's logprobs.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from itertools import zip_longest
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,10 +25,12 @@ from shoal.errors import ShoalError
 from shoal.model.threads import temporarily_on
 
 UNIT = 16  # rows of the smallest product; counts of rows are padded to multiples of it
-ROWS = (1024, 512, 256, 128, 64, 32)  # of the tiles that are tried
-COLUMNS = (4096, 512, 256, 128)  # of the tiles that are tried
+MOST = 4096  # rows of the largest product
+FEW = 128  # rows, up to which a bf16 product is turned if possible
+COLUMNS = (4096, 512, 256, 128)  # of a product, widest first
+DISTINCT = 256  # rows of different data that are measured with; more rows repeat them
 
-Tile = tuple[int, int]  # rows, columns
+Way = Callable[[Tensor, Tensor, Tensor], None]  # (x_RK, weight_NK, y_RN): writes y
 
 
 class OrderError(ShoalError):
@@ -47,15 +48,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
 class Linear(nn.Linear):
     """nn.Linear with the reference's bits."""
 
-    packed: Tensor | None = None  # the weights as oneDNN reads them, see `packed`
-
     def forward(self, input: Tensor) -> Tensor:
-        if self.packed is not None and input.shape[:-1].numel() % UNIT == 0:
-            x_TK = input.flatten(0, -2)
-            rows = _packed_rows(self.in_features, self.out_features, x_TK.dtype, torch.get_num_threads())
-            if len(x_TK) <= 4 * rows:
-                y_TN = [_packed_product(x, self.packed, self.bias) for x in torch.split(x_TK, rows)]
-                return (y_TN[0] if len(y_TN) == 1 else torch.cat(y_TN)).view(*input.shape[:-1], -1)
         return linear(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)
 
 
@@ -68,46 +61,6 @@ def repeatable_(model: nn.Module) -> None:
                     own = Linear(layer.in_features, layer.out_features, layer.bias is not None)
                 own.weight, own.bias = layer.weight, layer.bias
                 setattr(parent, name, own.train(layer.training))
-
-
-@contextmanager
-def packed(model: nn.Module) -> Iterator[None]:
-    """Within it, products of few rows read copies of the bf16 weights in oneDNN's layout, without arranging them each time.
-
-    The weights must not change within it. Without oneDNN, or where the bits would differ, nothing is copied.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    try:
-        for layer in layers:
-            dtype = layer.weight.dtype
-            if _packed_rows(layer.in_features, layer.out_features, dtype, torch.get_num_threads()):
-                layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 2 * UNIT)
-        yield
-    finally:
-        for layer in layers:
-            layer.packed = None
-
-
-@cache
-def _packed_rows(depth: int, width: int, dtype: torch.dtype, threads: int) -> int:
-    """The most rows whose product with packed weights has the reference's bits; 0: none."""
-    if dtype != torch.bfloat16 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return 0
-    x_RK, weight_CK = cancelling(4 * UNIT, width, depth, dtype)
-    copied = torch.ops.mkldnn._reorder_linear_weight(weight_CK, 2 * UNIT)
-    expected_RC = _product(x_RK, weight_CK)
-    for rows in (4 * UNIT, 2 * UNIT, UNIT):
-        found = torch.cat([_packed_product(x, copied, None) for x in torch.split(x_RK, rows)])
-        if torch.equal(found, expected_RC):
-            counts = range(UNIT, rows, UNIT)  # what is left over may be fewer
-            if all(torch.equal(_packed_product(x_RK[:n], copied, None), expected_RC[:n]) for n in counts):
-                return rows
-    return 0
-
-
-def _packed_product(x_RK: Tensor, copied: Tensor, bias_N: Tensor | None) -> Tensor:
-    y_RN: Tensor = torch.ops.mkldnn._linear_pointwise(x_RK, copied, None, "none", [], "")
-    return y_RN if bias_N is None else y_RN.add_(bias_N)
 
 
 class _Linear(torch.autograd.Function):
@@ -129,66 +82,92 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    allowed = tiles(x_TK.shape[1], len(weight_NK), x_TK.dtype, torch.get_num_threads())
-    parts = cut(len(x_TK), allowed)
-    if len(parts) == 1 and parts[0][0] == len(x_TK) and parts[0][1] >= len(weight_NK):
-        y_TN = torch.mm(x_TK, weight_NK.T)
-        return y_TN if bias_N is None else y_TN.add_(bias_N)  # in every case after rounding
+    count = len(x_TK)
+    if missing := -count % UNIT:
+        x_TK = F.pad(x_TK, (0, 0, 0, missing))
     y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
-    start = 0
-    for rows, columns in parts:
-        x_RK = x_TK[start : start + rows]
-        if missing := rows - len(x_RK):
-            y_TN[start:] = _in_columns(
-                F.pad(x_RK, (0, 0, 0, missing)), weight_NK, columns, y_TN.new_empty(rows, len(weight_NK))
-            )[: len(x_RK)]
-        else:
-            _in_columns(x_RK, weight_NK, columns, y_TN[start : start + rows])
-        start += rows
-    return y_TN if bias_N is None else y_TN.add_(bias_N)
+    for start in range(0, len(x_TK), MOST):
+        _write(x_TK[start : start + MOST], weight_NK, y_TN[start : start + MOST])
+    if missing:
+        y_TN = y_TN[:count]
+    return y_TN if bias_N is None else y_TN.add_(bias_N)  # in every case after rounding
 
 
-def _in_columns(x_RK: Tensor, weight_NK: Tensor, columns: int, y_RN: Tensor) -> Tensor:
-    for weight_CK, y_RC in zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True):
+def _write(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor) -> None:
+    rows = len(x_RK)
+    way = _way(rows, x_RK.shape[1], len(weight_NK), x_RK.dtype, torch.get_num_threads())
+    if way is not None:
+        way(x_RK, weight_NK, y_RN)
+        return
+    first = smaller(rows)
+    _write(x_RK[:first], weight_NK, y_RN[:first])
+    _write(x_RK[first:], weight_NK, y_RN[first:])
+
+
+def smaller(rows: int) -> int:
+    """The largest power of two below `rows`, a multiple of UNIT above UNIT."""
+    return 1 << (rows - 1).bit_length() - 1
+
+
+def _in_columns(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
+    for weight_CK, y_RC in _pieces(weight_NK, y_RN, columns):
         torch.mm(x_RK, weight_CK.T, out=y_RC)
-    return y_RN
 
 
-def cut(count: int, allowed: tuple[Tile, ...]) -> list[Tile]:
-    """Tiles, largest first, that together hold `count` rows; the last one may be up to half empty."""
-    parts: list[Tile] = []
-    for tile, smaller in zip_longest(allowed, allowed[1:]):
-        worth = max(smaller[0], tile[0] // 2) if smaller else 0  # more rows than this are worth a tile
-        while count > worth:
-            parts.append(tile)
-            count -= tile[0]
-    return parts
+def _turned(x_RK: Tensor, weight_NK: Tensor, y_RN: Tensor, columns: int) -> None:
+    for weight_CK, y_RC in _pieces(weight_NK, y_RN, columns):
+        y_RC.copy_(torch.mm(weight_CK, x_RK.T).T)
+
+
+def _pieces(weight_NK: Tensor, y_RN: Tensor, columns: int) -> Iterable[tuple[Tensor, Tensor]]:
+    if len(weight_NK) <= columns:  # most products: as they are
+        return [(weight_NK, y_RN)]
+    return zip(torch.split(weight_NK, columns), torch.split(y_RN, columns, 1), strict=True)
 
 
 @cache
-def tiles(depth: int, width: int, dtype: torch.dtype, threads: int) -> tuple[Tile, ...]:
-    """The tiles with the reference's bits, by rows, descending; for each count of rows the widest. Raises OrderError."""
+def _way(rows: int, depth: int, width: int, dtype: torch.dtype, threads: int) -> Way | None:
+    """The first way with the reference's bits; None if the rows must be halved. Raises OrderError if they cannot be."""
     most = COLUMNS[0] + width % COLUMNS[0] if width > COLUMNS[0] else width  # every width of a piece occurs
-    x_RK, weight_CK = cancelling(ROWS[0], most, depth, dtype)
-    with temporarily_on(1):
-        parts = [_in_columns(x, weight_CK, COLUMNS[1], x.new_empty(UNIT, most)) for x in torch.split(x_RK, UNIT)]
-        expected_RC = torch.cat(parts)
-    found: list[Tile] = []
+    x_DK, weight_CK, expected_DC = _reference(depth, most, dtype)
+    x_RK = x_DK.repeat(-(-rows // DISTINCT), 1)[:rows]
+    y_RC = x_RK.new_empty(rows, most)
     with temporarily_on(threads):
-        for rows in (*ROWS, UNIT):
-            for wide in COLUMNS:
-                if wide >= width and wide != COLUMNS[0]:  # one piece in any case
-                    continue
-                parts = [_in_columns(x, weight_CK, wide, x.new_empty(rows, most)) for x in torch.split(x_RK, rows)]
-                if torch.equal(torch.cat(parts), expected_RC):
-                    found.append((rows, wide))
-                    break
-    if not found or found[-1][0] != UNIT:
-        raise OrderError(
-            f"{dtype} products of depth {depth} and {width} columns do not repeat to the bit at {threads} threads on this "
-            'machine; set model.numerics = "fast" or another model.dtype'
-        )
-    return tuple(found)
+        for way in ways(rows, width, dtype):
+            way(x_RK, weight_CK, y_RC)
+            if all(torch.equal(y_DC, expected_DC[: len(y_DC)]) for y_DC in torch.split(y_RC, DISTINCT)):
+                return way
+    if rows > UNIT:
+        return None
+    raise OrderError(
+        f"{dtype} products of depth {depth} and {width} columns do not repeat to the bit at {threads} threads on this "
+        'machine; set model.numerics = "fast" or another model.dtype'
+    )
+
+
+def ways(rows: int, width: int, dtype: torch.dtype) -> list[Way]:
+    """What to try, fastest first."""
+    columns = [c for n, c in enumerate(COLUMNS) if n == 0 or c < width]
+    found: list[Way] = [partial(_in_columns, columns=c) for c in columns]
+    if dtype == torch.bfloat16:  # float32 weights are read as they are anyway
+        found.insert(0 if rows <= FEW else min(3, len(found)), partial(_turned, columns=COLUMNS[0]))
+    return found
+
+
+@lru_cache(maxsize=8)  # shapes of one model
+def _reference(depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Cancelling rows and weights, and their product: UNIT rows and the narrowest columns at a time, on one thread."""
+    x_DK, weight_CK = cancelling(DISTINCT, columns, depth, dtype)
+    y_DC = x_DK.new_empty(DISTINCT, columns)
+    with temporarily_on(1):
+        for x_RK, y_RC in zip(torch.split(x_DK, UNIT), torch.split(y_DC, UNIT), strict=True):
+            _in_columns(x_RK, weight_CK, y_RC, COLUMNS[-1])
+    return x_DK, weight_CK, y_DC
+
+
+def check(depth: int, width: int, dtype: torch.dtype) -> None:
+    """Whether every product of this shape can be repeated here. Raises OrderError."""
+    _way(UNIT, depth, width, dtype, torch.get_num_threads())
 
 
 def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,27 @@ class MissedTasks(Message):
     newest: list[Assignment]  # of the missed ones, oldest first
 
 
+class Announced(Message):
+    """A file that a node is going to send, or has sent, to the pool's bucket."""
+
+    size_bytes: int = Field(ge=1, le=LARGEST)
+    sha256: str = Hex64
+
+
+class Grant(Message):
+    """Where to PUT it, with exactly these headers."""
+
+    url: str
+    headers: dict[str, str]
+
+
+class Link(Message):
+    """Where to GET a file of the pool's bucket, and its BLAKE3."""
+
+    url: str
+    hash: str = Hex64
+
+
 class Stored(Message):
     size_bytes: int
     hash: str = Hex64

@@ -58,7 +58,7 @@ PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is do
 GRACE_S = 1.0  # for a request in flight when this process is told to stop
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-TOO_MANY, UNSIGNED = 429, 401  # HTTP statuses
+BUSY, UNSIGNED = (429, 503), 401  # HTTP statuses; 503: another coordinator is taking over
 KEY = "identity.pem"  # in a node's folder
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
@@ -111,6 +111,7 @@ class Node:
         self.patience_s = patience_s
         self.stop = stop
         self.name = ""
+        self.direct = False  # rollout files go to and from the pool's bucket (`transfer`); `config` finds out
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
         self.finished: Finished | None = None  # a submission that is being uploaded
@@ -194,7 +195,9 @@ class Node:
         return descriptor
 
     def config(self) -> Config:
-        return config_module.parse(self.descriptor().config, source="run descriptor")
+        found = config_module.parse(self.descriptor().config, source="run descriptor")
+        self.direct = bool(found.store.url)
+        return found
 
     def wait_for_key(self, role: Role, stop: threading.Event) -> str:
         """The key of the first node registered as `role`; waits up to `patience_s` for one."""
@@ -231,7 +234,7 @@ class Node:
             offset_s = self.clock.offset_s
             try:
                 response = self._send(method, path, content, most_bytes)
-                if response.status_code == TOO_MANY:
+                if response.status_code in BUSY:
                     raise _BusyError(_reason(response))
             except (httpx.TransportError, UnsignedAnswerError, _BusyError) as error:
                 if self.stop.is_set():

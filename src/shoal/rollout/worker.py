@@ -16,8 +16,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from shoal.config import Config
-from shoal.protocol.messages import Assignment, Fingerprint, Finished, Stored
+from shoal.protocol.messages import Assignment, Fingerprint, Finished
 from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.transfer import send_file
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.follow import Follower
@@ -129,7 +130,7 @@ class Worker:
     def put(self, assignment: Assignment, data: bytes) -> None:
         """One upload. A refusal (too late, evicted) costs this submission only."""
         try:
-            self.node.put(assignment.upload_path, data, Stored)
+            send_file(self.node, assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:

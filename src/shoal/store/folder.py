@@ -1,14 +1,14 @@
 """A folder of immutable, content-addressed files: the default store.
 
 Invariant: a file's name is the BLAKE3 of its content, and a file under its name is complete (`shoal.files`).
-Called by the coordinator, which serves it over HTTP. Left out: an S3 bucket behind the same two methods.
+Called by the coordinator, which serves it over HTTP. What outgrows one machine goes into a `bucket`.
 """
 
 import errno
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -26,18 +26,14 @@ class StoreError(ShoalError):
 
 
 class Store(Protocol):
-    def receive(self, kind: str) -> AbstractContextManager["Incoming"]:
-        """A file that arrives in pieces. Without `commit`, nothing of it is kept."""
+    """What a folder and a bucket both do. A folder is sent files in pieces (`receive`), a bucket by grants (`bucket`)."""
+
+    def put(self, kind: str, data: bytes) -> str:
+        """Store a file that is in memory; returns its hash. Storing the same bytes again changes nothing."""
         ...
 
-    def get(self, kind: str, content_hash: str) -> bytes: ...
-
-
-class Incoming(Protocol):
-    def write(self, piece: bytes) -> None: ...
-
-    def commit(self) -> str:
-        """Keep the file; returns its hash. Storing the same bytes again changes nothing."""
+    def get(self, kind: str, content_hash: str) -> bytes:
+        """The file. Raises StoreError if it is not there, or not what its name says."""
         ...
 
 
@@ -53,6 +49,7 @@ class Folder:
 
     @contextmanager
     def receive(self, kind: str) -> Iterator["IncomingFile"]:
+        """A file that arrives in pieces. Without `commit`, nothing of it is kept."""
         incoming = IncomingFile(self, kind)
         try:
             yield incoming

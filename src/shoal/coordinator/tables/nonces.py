@@ -1,10 +1,11 @@
-"""The table of used nonces, in a database of its own, so that no signed request is served twice.
+"""The table of used nonces, so that no signed request is served twice. In SQLite it has a database of its own.
 
 Invariant: a spent nonce stays refused, also after a restart and when the clock jumps back. Called by `admission`.
 
 A row is not synced to the disk when it is written: that is milliseconds for every request, of members that flood us too. It
 survives whatever this process may die of, but not the machine's own end. So after a restart of the machine nothing is served
-that was signed, by our clock, before the database was opened again.
+that was signed, by our clock, before the database was opened again. PostgreSQL keeps the table out of its log and empties it
+after a crash of its own: then the same holds. A coordinator that takes over finds what the one before it has spent.
 """
 
 import secrets
@@ -38,15 +39,25 @@ class Nonces:
     """
 
     def __init__(
-        self, connection: Connection, *, keep_s: int = 2 * MAX_AGE_S, boot: str = "", now_s: float = 0.0
+        self,
+        connection: Connection,
+        *,
+        keep_s: int = 2 * MAX_AGE_S,
+        boot: str = "",
+        now_s: float = 0.0,
+        served_before: bool = False,
     ) -> None:
-        """`boot` names the machine's start (`this_boot`), `now_s` is the time."""
+        """`boot` names the machine's start (`this_boot`), `now_s` is the time. `served_before`: requests were served, also
+        if no table says so, because the server emptied it after a crash."""
         self.connection = connection
         self._keep_s = keep_s
         for statement in SCHEMA:
-            connection.change(statement)
+            connection.create(statement, survives_power_cuts=False)
         before = connection.row("SELECT boot, since_s FROM machine")
-        self._since_s = before[1] if before and before[0] == boot else int(now_s) + 1 if before else 0
+        if before and before[0] == boot:
+            self._since_s = before[1]
+        else:
+            self._since_s = int(now_s) + 1 if before or served_before else 0
         with connection.transaction():
             connection.change("DELETE FROM machine")
             connection.change("INSERT INTO machine (boot, since_s) VALUES (?, ?)", boot, self._since_s)

@@ -252,7 +252,7 @@ def _read(file: BufferedReader, piece: StoredTensor) -> Words:
 
 
 def _bytes(words: Words) -> memoryview:
-    return memoryview(words).cast("B") if len(words) else memoryview(b"")
+    return words.data.cast("B") if len(words) else memoryview(b"")
 
 
 def _copy(source: BufferedReader, target: _Told, end_bytes: int) -> None:

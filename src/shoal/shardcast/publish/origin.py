@@ -161,7 +161,7 @@ class Origin:
         self, version: int, folder: Path, files: Sequence[FileEntry], found: _Found | None, created_s: float
     ) -> None:
         """Publishes what `_compare` found. If that is too little, reads the files to make an anchor."""
-        delta = found and found.delta
+        delta = found.delta if found else None
         saves_much = delta is not None and 2 * delta.stream.size_bytes <= _total(files)
         if found and (found.anchor or saves_much):
             self._sign(version, files, found.content, delta, created_s, anchor=found.anchor)

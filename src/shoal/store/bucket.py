@@ -1,0 +1,182 @@
+"""A bucket of immutable, content-addressed files: the store of a pool whose files outgrow one machine.
+
+    grant  a URL by which one node may send one file            incoming/KIND/ID/SHA256
+    keep   the file that came is checked, and gets its name     KIND/BLAKE3.parquet
+    link   a URL by which one node may fetch one file
+
+Invariant: a file under its final name has that content, and no node can make or change one: a grant is bound to size and
+SHA-256, creates and never overwrites, and reaches only the grants' own names. What a bucket does not check itself, `keep`
+and `get` do: they read the file. Credentials stay in this process.
+Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing uploads that nobody finished: give `incoming/`
+a lifecycle rule of a day.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit
+
+import obstore
+from blake3 import blake3
+from obstore.exceptions import BaseError, NotFoundError
+from obstore.store import S3Store
+
+from shoal.store.folder import HASH, StoreError
+from shoal.store.presign import Credentials, presigned
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
+
+GRANT_S = 600
+ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A PUT of exactly this file, with exactly these headers."""
+
+    url: str
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a bucket is. `endpoint` "" is AWS."""
+
+    bucket: str
+    prefix: str
+    endpoint: str
+    region: str
+
+    @classmethod
+    def of(cls, url: str, endpoint: str, region: str) -> "Place":
+        """`url`: s3://BUCKET/PREFIX."""
+        parts = urlsplit(url)
+        prefix = parts.path.strip("/")
+        return cls(parts.netloc, f"{prefix}/" if prefix else "", endpoint.rstrip("/"), region)
+
+    def address(self, name: str) -> str:
+        """The URL of an object, by the path style, which every bucket behind an endpoint of its own knows."""
+        host = self.endpoint or f"https://s3.{self.region}.amazonaws.com"
+        return f"{host}/{self.bucket}/{quote(name)}"
+
+
+def credentials_from(environment: Mapping[str, str]) -> Credentials:
+    """Raises StoreError."""
+    found = [environment.get(name, "") for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
+    if not (found[0] and found[1]):
+        raise StoreError(
+            "the bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the coordinator's environment"
+        )
+    return Credentials(*found)
+
+
+class Bucket:
+    def __init__(
+        self, place: Place, credentials: Credentials | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`credentials` None: those of the environment. Raises StoreError."""
+        self.place = place
+        self.credentials = credentials or credentials_from(os.environ)
+        self.clock = clock
+        settings: S3Config = {
+            "access_key_id": self.credentials.key_id,
+            "secret_access_key": self.credentials.secret,
+            "region": place.region,
+            "virtual_hosted_style_request": False,
+        }
+        if self.credentials.token:
+            settings["session_token"] = self.credentials.token
+        if place.endpoint:
+            settings["endpoint"] = place.endpoint
+        self.objects = S3Store(
+            place.bucket,
+            config=settings,
+            client_options={"allow_http": place.endpoint.startswith("http://"), "timeout": "60s"},
+            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
+        )
+
+    def put(self, kind: str, data: bytes) -> str:
+        """Store a file that is in memory; returns its hash. Storing the same bytes again changes nothing."""
+        content_hash = blake3(data).hexdigest()
+        with self._named_errors(f"cannot store a {kind} file"):
+            obstore.put(self.objects, self._name(kind, content_hash), data)
+        return content_hash
+
+    def get(self, kind: str, content_hash: str) -> bytes:
+        with self._named_errors(f"cannot read {kind} file {content_hash[:16]}"):
+            data = bytes(obstore.get(self.objects, self._name(kind, content_hash)).bytes())
+        if blake3(data).hexdigest() != content_hash:
+            raise StoreError(f"{kind} file {content_hash[:16]} in {self} was changed in the bucket")
+        return data
+
+    def grant(self, kind: str, id: str, size_bytes: int, sha256: str) -> Grant:
+        """Lets its holder send this one file for this one task, within GRANT_S."""
+        headers = {
+            "content-length": str(size_bytes),
+            "if-none-match": "*",
+            "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
+        }
+        return Grant(self._signed("PUT", self._incoming(kind, id, sha256), headers), headers)
+
+    def keep(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
+        """Give the file that was sent by this grant its name; returns its hash. Raises StoreError if it is another one."""
+        came, name = hashlib.sha256(), blake3()
+        source = self._incoming(kind, id, sha256)
+        with self._named_errors(f"the file of {id} has not come"):
+            if (found := int(obstore.head(self.objects, source)["size"])) == size_bytes:
+                for piece in obstore.get(self.objects, source).stream():
+                    came.update(piece)
+                    name.update(piece)
+        if came.hexdigest() != sha256:
+            obstore.delete(self.objects, source)
+            raise StoreError(f"the file of {id}, {found} bytes, is not the one that was announced: send it again")
+        content_hash = name.hexdigest()
+        with self._named_errors(f"cannot keep the file of {id}"):
+            obstore.copy(self.objects, source, self._name(kind, content_hash))
+            obstore.delete(self.objects, source)
+        return content_hash
+
+    def link(self, kind: str, content_hash: str) -> str:
+        """Lets its holder fetch this one file, within GRANT_S."""
+        return self._signed("GET", self._name(kind, content_hash), {})
+
+    def _signed(self, method: str, name: str, headers: dict[str, str]) -> str:
+        return presigned(
+            method,
+            self.place.address(name),
+            headers,
+            credentials=self.credentials,
+            region=self.place.region,
+            now_s=self.clock(),
+            expires_s=GRANT_S,
+        )
+
+    def _name(self, kind: str, content_hash: str) -> str:
+        if not HASH.fullmatch(content_hash):
+            raise StoreError(f"{content_hash!r} is no content hash")
+        return f"{self.place.prefix}{kind}/{content_hash}.parquet"
+
+    def _incoming(self, kind: str, id: str, sha256: str) -> str:
+        if not (ID.fullmatch(id) and HASH.fullmatch(sha256)):
+            raise StoreError(f"{id[:80]!r} and {sha256[:80]!r} name no file")
+        return f"{self.place.prefix}incoming/{kind}/{id}/{sha256}"
+
+    @contextmanager
+    def _named_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotFoundError) as error:
+            raise StoreError(f"{what}: it is not in {self}") from error
+        except BaseError as error:
+            raise StoreError(f"{what} in {self}: {str(error).splitlines()[0][:200]}") from error
+
+    def __str__(self) -> str:
+        return f"s3://{self.place.bucket}/{self.place.prefix}"

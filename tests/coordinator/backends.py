@@ -1,0 +1,34 @@
+"""The databases that the conformance suite of the tables runs on.
+
+A test module takes part by `pytestmark = pytest.mark.usefixtures("every_database")` (the fixtures are in `conftest`).
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+
+from shoal.coordinator.tables.connection import Connection
+from shoal.coordinator.tables.postgres import open_postgres
+
+
+def schema_url(server: str, name: str) -> str:
+    """A database of one's own on this server; the same name, the same database."""
+    schema = "t" + hashlib.sha256(name.encode()).hexdigest()[:16]
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
+    return f"{server}?options={quote(f'-csearch_path={schema} -csynchronous_commit=off')}"
+
+
+def on_postgres(server: str, opened: list[Connection]) -> Callable[[Path | str], Connection]:
+    """Opens databases by path as SQLite does: ":memory:" is a new one each time, another path is kept."""
+
+    def connect(path: Path | str) -> Connection:
+        name = secrets.token_hex(8) if str(path) == ":memory:" else str(path)
+        opened.append(open_postgres(schema_url(server, name)))
+        return opened[-1]
+
+    return connect
