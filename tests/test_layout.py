@@ -30,7 +30,9 @@ ROOMS = {
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
-    "validator": ["config", "engine", "evidence", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
+    "validator": [
+        "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
+    ],
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
     ],
@@ -41,9 +43,13 @@ ROOMS = {
         "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
         "view",
     ],
+    "audit": [
+        "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
+        "validator",
+    ],
     "cli": [
-        "config", "coordinator", "engine", "errors", "evals", "launch", "model", "protocol", "roles", "sft",
-        "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "protocol", "roles",
+        "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
@@ -169,7 +175,7 @@ def test_a_process_reaches_no_other_process(process: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_reaches_no_process(library: str) -> None:
-    processes = {*PROCESSES, "evals", "roles", "launch", "cli", "adversary"}
+    processes = {*PROCESSES, "evals", "roles", "launch", "audit", "cli", "adversary"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 

@@ -30,7 +30,7 @@ def test_a_trained_step_is_noted_with_the_rewards_of_all_its_groups(harness: Har
         "reward/zero_std_frac": 0.5,
     }
     (entry,) = harness.pool.db.ledger.entries(kind="trained")
-    assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"]}
+    assert json.loads(entry.body) == {"step": 0, "submissions": ["a", "b"], "record": ""}
 
 
 def evaluation(version: int, *, final: bool) -> Evaluation:

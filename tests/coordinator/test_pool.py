@@ -40,10 +40,10 @@ def scenario(harness: Harness, die_at: int) -> None:
     harness.publish(1)
 
 
-KINDS = [*["registered"] * 3, "policy", "accepted", "rejected", "slashed", "accepted", "trained", "policy"]
+KINDS = [*["registered"] * 3, "policy", "accepted", "rejected", "slashed", "accepted", "batch", "trained", "policy"]
 
 
-@pytest.mark.parametrize("die_at", [1, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("die_at", [1, 5, 6, 7, 8, 9, 10])
 def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Path, die_at: int) -> None:
     path = tmp_path / "pool.sqlite"
     killed = multiprocessing.get_context("fork").Process(target=lambda: scenario(open_pool(path), die_at))
@@ -51,7 +51,7 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     killed.join(120)
     assert killed.exitcode == 9
     harness = open_pool(path)
-    whole = die_at - 1 - (die_at == 7)  # "rejected" and "slashed" are of one transaction
+    whole = die_at - 1 - (die_at in (7, 9))  # "slashed" and "batch" are of the transaction of the entry before
     assert harness.kinds() == KINDS[:whole]
     verify_chain(harness.pool.db.ledger.entries(), COORDINATOR.public)
     status = harness.pool.status()
@@ -61,12 +61,12 @@ def test_killed_inside_a_transaction_the_pool_reopens_as_before_it(tmp_path: Pat
     assert sum(node.accepted for node in status.nodes) == accepted
     assert bool(status.slashed) == ("slashed" in KINDS[:whole])
     assert status.trained == KINDS[:whole].count("trained")
-    if die_at in (5, 6, 8):  # it died with a verdict: the validator asks again, and is heard
+    if die_at in (5, 6, 8, 9):  # it died with a verdict: the validator asks again, and is heard
         claim = harness.claim(VALIDATOR)
         assert claim is not None
         harness.contents = 100
         harness.judge(claim.assignment.id)
-        assert harness.kinds()[-1] == "accepted"
+        assert "accepted" in harness.kinds()[whole:]
 
 
 def test_a_reopened_pool_is_as_it_was(tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -
         "nonce": task.nonce,
         "file": "9" * 64,
         "full": True,
+        "validator": OTHER_VALIDATOR,  # who confirmed it
         "reason": reason,
     }
     assert body == expected

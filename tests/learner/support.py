@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.config import Config, parse
 from shoal.config.recipe import LearnerSection, LossSection
@@ -19,6 +20,7 @@ from shoal.protocol.messages import Batch, BatchGroup, Ok, StepReport
 from shoal.store.rollouts import SCHEMA_VERSION, AcceptedRollout, Header, write_accepted
 
 VALIDATOR, STRANGER = Identity.generate(), Identity.generate()
+LEARNER = Identity(Ed25519PrivateKey.from_private_bytes(bytes([3]) * 32))  # the same in every process of a test
 
 
 def make_policy(
@@ -168,6 +170,7 @@ class Pool(Store):
     def __init__(self, *files: bytes, validator: str = VALIDATOR.public) -> None:
         super().__init__(*files, validator=validator)
         self.policy_version: int | None = None
+        self.identity = LEARNER
         self.reports: list[StepReport] = []
 
     def doing(self, what: str, *, waiting: bool = False) -> None:

@@ -62,7 +62,7 @@ def test_groups_come_as_the_batch_names_them(quarantine: Path) -> None:
         (submission(0), 4),
     ]
     assert found.groups[0] == Group(
-        submission(0), 4, [6, 5], [[30, 2], [31, 2]], [[-0.5, -0.25], [-0.5, -0.25]], [0.0, 1.0], [[], []]
+        submission(0), 4, [6, 5], [[30, 2], [31, 2]], [[-0.5, -0.25], [-0.5, -0.25]], [0.0, 1.0], [[], []], number=2
     )
     assert found.groups[0].n_tokens == 4
     assert len(store.asked) == 2  # each file once

@@ -6,13 +6,14 @@
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
+    shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
     shoal grade CONFIG COMPLETIONS       score completions as a run would
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
 
-Exit status: 0 done, 1 failed (verify: rejected), 2 wrong usage or configuration (verify: unreadable), 3 evicted,
-4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
+Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
+unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import evals, filter, grade, nodes, pool, run, sft, shardcast, tools
+from shoal.cli import audit, evals, filter, grade, nodes, pool, run, sft, shardcast, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -50,6 +51,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "verify": tools.verify,
     "calibrate": tools.calibrate,
     "plot": tools.plot,
+    "audit": audit.audit,
+    "ledger": audit.ledger,
     "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
@@ -76,7 +79,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, grade, evals, filter):
+    for family in (run, pool, nodes, tools, audit, grade, evals, filter):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))

@@ -76,5 +76,6 @@ class Batches:
                 break
             for seq in waiting:
                 self.db.groups.put_in_batch(seq, step)
+            self.db.ledger.append("batch", {"step": step, "groups": self.db.groups.of_batch(step)})
             filled.append(step)
         return filled

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 from shoal.coordinator.tables import (
     curricula,
+    digests,
     evidence,
     fingerprints,
     grades,
@@ -28,6 +29,7 @@ from shoal.ledger.interface import Ledger
 FORMAT = 7  # of a run's tables, manifests and submissions; a run in another format is not resumed
 TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays, evidence)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
+TABLE_NAMES = digests.table_names(SCHEMA)
 
 
 class PoolError(ShoalError):

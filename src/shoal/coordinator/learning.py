@@ -45,7 +45,8 @@ class Learning:
         with self.db.transaction():
             is_first = self.history.put("step", str(report.step), json.dumps(metrics))
             if is_first:
-                self.db.ledger.append("trained", {"step": report.step, "submissions": sorted(set(report.trained))})
+                trained = {"step": report.step, "submissions": sorted(set(report.trained)), "record": report.record}
+                self.db.ledger.append("trained", trained)
             if is_first and report.step == self.config.run.steps - 1:
                 self.escrow.close()
         if is_first:

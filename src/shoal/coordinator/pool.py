@@ -27,6 +27,7 @@ from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.tables.connection import Connection
 from shoal.coordinator.trust import Trust
+from shoal.coordinator.witnesses import Witnesses
 from shoal.ledger.interface import Ledger
 from shoal.protocol.messages import Status
 
@@ -74,6 +75,7 @@ class Pool:
             escrow,
             Fitness(self.db, config),
         )
+        self.witnesses = Witnesses(self.db, run)
         self.learning = Learning(self.db, config, self.history, escrow)
 
     def status(self) -> Status:

@@ -113,6 +113,8 @@ class Coordinator:
                 *(self._transfer_routes(self.transfers) if self.transfers else self._file_routes()),
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
+                web.get("/v1/ledger/{after}", self._signed(self._ledger, get_args(Role))),
+                web.post("/v1/heads", self._signed(self._head, ["validator"])),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
                 web.post(
                     "/v1/steps",
@@ -318,6 +320,15 @@ class Coordinator:
 
     async def _judge(self, request: Request) -> Answer:
         self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))
+        return messages.Ok()
+
+    async def _ledger(self, request: Request) -> Answer:
+        if not CURSOR.fullmatch(request.match["after"]):
+            raise PoolError(f"{request.match['after'][:40]!r} is not the number of an entry", 400)
+        return web.Response(body=self.pool.witnesses.entries(int(request.match["after"])))
+
+    async def _head(self, request: Request) -> Answer:
+        self.pool.witnesses.witnessed(request.key, Signed.model_validate_json(request.body))
         return messages.Ok()
 
     async def _batch(self, request: Request) -> Answer:

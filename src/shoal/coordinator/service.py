@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from shoal.config import Config
 from shoal.coordinator.routes import Coordinator
+from shoal.coordinator.seal import seal, start
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
@@ -70,11 +71,13 @@ def serve_forever(
     record = Record(record_to or folder, coordinator.pool.notices.append)
     record.tracker = open_tracker(record_to.name if record_to else run, record.folder, config)
     _catch_up(record, coordinator)
+    start(coordinator.pool.db, run, identity.public, config)
     try:
         asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
         if lead is None or not lead.is_lost:
             _catch_up(record, coordinator)
+            seal(coordinator.pool.db)
         record.close()
 
 

@@ -204,12 +204,12 @@ class Submissions:
     def _accept(self, found: Submission, verdict: Verdict) -> list[int]:
         """Returns the steps whose batches became full."""
         self.assignments.arrivals.came(found)
+        tokens = sum(group.tokens for group in verdict.groups)
+        counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": found.accepted_hash}
+        self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
         filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
         self.history.put_samples(self._samples(found, verdict))
-        tokens = sum(group.tokens for group in verdict.groups)
         self.fitness.came(found, tokens)
-        counts = {"tokens": tokens, "groups": len(verdict.groups)}
-        self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
         self.escrow.accepted(found.worker, found.id, tokens)
         if filled:
             self.curriculum.close(self.db.open_step())
@@ -309,4 +309,5 @@ def _entry(found: Submission) -> dict[str, str | int | bool | None]:
         "nonce": found.nonce,
         "file": found.file_hash,
         "full": bool(found.full_check),
+        "validator": found.validator,
     }

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -71,9 +71,13 @@ class _NoCopy(AsyncStager):
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, policy: Policy) -> None:
+    def __init__(
+        self, folder: Path, policy: Policy, sign: Callable[[Path, int], None] = lambda folder, step: None
+    ) -> None:
+        """`sign` a checkpoint's whole folder, which has no name yet, and its step."""
         self.folder = folder
         self.policy = policy
+        self.sign = sign
         self.ranks = policy.ranks
         self.section: LearnerSection = policy.config
         self._writing: tuple[Future[Any], Progress] | None = None
@@ -118,6 +122,7 @@ class Checkpoints:
         if not self.ranks.leads:
             return
         (temporary / PROGRESS).write_text(json.dumps(asdict(progress)))
+        self.sign(temporary, progress.step)
         for path in [*temporary.iterdir(), temporary]:
             fsync(path)
         temporary.rename(self.folder / _name(progress.step))

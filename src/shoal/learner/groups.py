@@ -9,7 +9,7 @@ Called by the learner's loop on the leading rank. `encode` and `decode` carry gr
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Group:
     rewards: list[float]
     turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
     checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
+    number: int = 0  # in its submission
 
     @property
     def trained(self) -> list[int]:
@@ -64,6 +65,7 @@ class Fetched:
     """The groups to train on, and how many groups of the batch were left out, by reason."""
 
     groups: list[Group]
+    contents: dict[str, str] = field(default_factory=dict)  # by submission: the digest of its accepted file's rows
     refused: int = 0  # older than the async level
     quarantined: int = 0  # in files that break the schema
     implausible: int = 0  # with a logprob, reward or turns that cannot be true
@@ -71,17 +73,29 @@ class Fetched:
 
 def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched:
     """Download and verify a full batch. Raises BatchError if a file is not of this run, or if no group is left."""
+    limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
+
+    def download(submission: str) -> bytes:
+        return fetch_file(node, f"/v1/accepted/{submission}", most_bytes=limit)
+
     validators = set(node.descriptor().keys.get("validator", []))
+    return gather(batch, download, validators=validators, run=node.invite.run, config=config, quarantine=quarantine)
+
+
+def gather(
+    batch: Batch, read: Callable[[str], bytes], *, validators: set[str], run: str, config: Config, quarantine: Path
+) -> Fetched:
+    """Verify a full batch; `read` gives the accepted file of a submission. Raises BatchError likewise."""
     files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
     groups, refused, quarantined, implausible = [], 0, 0, 0
     for member in batch.groups:
         if member.submission not in files:
-            files[member.submission] = _read(node, member.submission, config, quarantine)
+            files[member.submission] = _read(read(member.submission), member.submission, config, quarantine)
         file = files[member.submission]
         if file is None:
             quarantined += 1
             continue
-        _check_origin(validators, node.invite.run, batch.step, member.submission, file)
+        _check_origin(validators, run, batch.step, member.submission, file)
         if batch.step - file.header.policy_version > config.coordinator.async_level:
             refused += 1
             continue
@@ -96,7 +110,8 @@ def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched
             f"step {batch.step}: no group is left to train on; {refused} are older than {config.coordinator.async_level} "
             f"versions, {implausible} hold impossible values (see the log), {quarantined} are in files moved to {quarantine}"
         )
-    return Fetched(groups, refused, quarantined, implausible)
+    contents = {name: file.header.content for name, file in files.items() if file is not None}
+    return Fetched(groups, contents, refused, quarantined, implausible)
 
 
 def implausible_value(group: Group) -> str:
@@ -120,9 +135,7 @@ def implausible_value(group: Group) -> str:
     return ""
 
 
-def _read(node: Node, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
-    limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
-    data = fetch_file(node, f"/v1/accepted/{submission}", most_bytes=limit)
+def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
     max_rows = max_rollouts(config)
     longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:
@@ -157,6 +170,7 @@ def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, siz
         rewards=[row.reward for row in rows],
         checked=file.header.prefilled,
         turns=[row.turns for row in rows],
+        number=number,
     )
 
 

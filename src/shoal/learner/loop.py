@@ -23,6 +23,7 @@ from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.groups import Fetched, Group, decode, encode, fetch
 from shoal.learner.loss import denominator
 from shoal.learner.policy import Policy
+from shoal.learner.record import sign_folder, signed_record
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Batch, Ok, StepReport
@@ -45,7 +46,7 @@ class Learner:
         self.ranks = policy.ranks
         self.folder = folder
         self.versions = folder / "versions"
-        self.checkpoints = Checkpoints(folder / "checkpoints", policy)
+        self.checkpoints = Checkpoints(folder / "checkpoints", policy, self.sign)
         self.shape = metrics.shape_of(policy.model)
         self.peak_gflops = measure_gflops(policy.compute, str(policy.device))
 
@@ -61,10 +62,11 @@ class Learner:
                 self.checkpoints.finish()
                 return "stopped"
             figures = self.train(fetched.groups)
+            before = progress.version_digest
             progress.advance(group.submission for group in fetched.groups)
             figures |= self.publish(progress)
             self.checkpoint(progress)
-            self.report(progress.step - 1, fetched, figures, time.monotonic() - started_s, waiting_s)
+            self.report(progress, before, fetched, figures, time.monotonic() - started_s, waiting_s)
         self.checkpoints.finish()
         self.leave_model(progress)
         return "finished"
@@ -163,10 +165,24 @@ class Learner:
         if progress.step % self.config.learner.checkpoint_every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
-    def report(self, step: int, fetched: Fetched, figures: dict[str, float], busy_s: float, waiting_s: float) -> None:
-        """Post the step's metrics and what it trained on."""
+    def sign(self, folder: Path, step: int) -> None:
+        """Sign the checkpoint in `folder`, of the state before `step`."""
+        if self.node is not None:
+            sign_folder(self.node, folder, step)
+
+    def report(
+        self,
+        progress: Progress,
+        before: str,
+        fetched: Fetched,
+        figures: dict[str, float],
+        busy_s: float,
+        waiting_s: float,
+    ) -> None:
+        """Post the step's metrics and what it trained on; `before`: digest of the weights that the step began with."""
         if self.node is None:
             return
+        step = progress.step - 1
         figures |= metrics.batch_metrics(fetched, step, max_tokens=self.config.sampling.max_tokens)
         figures |= metrics.speed_metrics(
             n_tokens=sum(group.n_tokens for group in fetched.groups),
@@ -178,7 +194,9 @@ class Learner:
         )
         figures |= metrics.memory_metrics(str(self.policy.device))
         trained = [group.submission for group in fetched.groups]
-        self.node.post("/v1/steps", StepReport(step=step, metrics=metrics.finite(figures), trained=trained), Ok)
+        record = signed_record(self.node, step, fetched, before, progress.version_digest, self.policy)
+        report = StepReport(step=step, metrics=metrics.finite(figures), trained=trained, record=record)
+        self.node.post("/v1/steps", report, Ok)
         log.info(
             "step %d trained: %d groups, reward %.3f, busy %.1f s, waiting %.1f s",
             step + 1,

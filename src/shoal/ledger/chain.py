@@ -50,21 +50,29 @@ def check_head(head: Entry | None, public_key: str) -> None:
         )
 
 
-def verify_chain(entries: Iterable[Entry], public_key: str) -> None:
-    """Check a whole log from its first entry. LedgerError names the first seq that is wrong or missing."""
-    previous = GENESIS
-    for seq, entry in enumerate(entries, start=1):
+def verify_chain(entries: Iterable[Entry], public_key: str, *, after: tuple[int, str] = (0, GENESIS)) -> None:
+    """Check a whole log from its first entry, or from the one after `after` (seq and digest of a known entry).
+
+    LedgerError names the first seq that is wrong or missing.
+    """
+    known, previous = after
+    for seq, entry in enumerate(entries, start=known + 1):
         if fault := _fault(entry, seq, previous, public_key):
             raise LedgerError(f"ledger entry {seq}: {fault}", seq)
         previous = entry.digest
+
+
+def lines(entries: Iterable[Entry]) -> Iterator[bytes]:
+    """Entries as they are exported and sent: one line of JSON each."""
+    for entry in entries:
+        yield entry.model_dump_json().encode() + b"\n"
 
 
 def write_export(entries: Iterable[Entry], path: Path) -> None:
     """Write entries as JSON lines. Replaces `path` whole or not at all."""
     with new_file(path) as file:
         size_bytes = 0
-        for entry in entries:
-            line = entry.model_dump_json().encode() + b"\n"
+        for line in lines(entries):
             file.write(size_bytes, line)
             size_bytes += len(line)
         file.commit()

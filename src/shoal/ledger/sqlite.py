@@ -16,6 +16,7 @@ from shoal.ledger.interface import JSON, Entry, LedgerError
 from shoal.protocol.identity import Identity
 
 PAGE_ROWS = 1000
+BEFORE_ALL = -(2**63)  # the smallest seq that a row could be given
 
 COLUMNS = ", ".join(Entry.model_fields)
 TABLE = """
@@ -81,8 +82,20 @@ class SqliteLedger:
         return entry
 
     def _read(self, where: str, *values: object) -> list[Entry]:
-        statement = f"SELECT {COLUMNS} FROM ledger WHERE {where} LIMIT {PAGE_ROWS}"
-        return [read_entry(row) for row in self._connection.execute(statement, values).fetchall()]
+        return _read(self._connection, where, *values)
+
+
+def read_all(connection: sqlite3.Connection) -> Iterator[Entry]:
+    """Every row of the table in order, unverified, of a database that may be open for reading only. Raises LedgerError."""
+    since = BEFORE_ALL
+    while page := _read(connection, "seq > ? ORDER BY seq", since):
+        yield from page
+        since = page[-1].seq
+
+
+def _read(connection: sqlite3.Connection, where: str, *values: object) -> list[Entry]:
+    statement = f"SELECT {COLUMNS} FROM ledger WHERE {where} LIMIT {PAGE_ROWS}"
+    return [read_entry(row) for row in connection.execute(statement, values).fetchall()]
 
 
 def read_entry(row: tuple[object, ...]) -> Entry:

@@ -18,6 +18,8 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     validator     POST /v1/verdicts                     Verdict -> Ok
     these two     GET  /v1/curricula/{digest}           -> CurriculumPage (what an assignment's tasks are drawn by)
     origin        POST /v1/policies                     Policy -> Ok
+    every node    GET  /v1/ledger/{after}               -> the ledger's entries after this one, as JSON lines
+    validator     POST /v1/heads                        Signed[Head] -> Ok (an entry that it saw, co-signed)
     learner       GET  /v1/batches/{step}               -> Batch
     learner       GET  /v1/accepted/{id}                -> Parquet
     learner       POST /v1/steps                        StepReport -> Ok
@@ -428,12 +430,43 @@ class Batch(Message):
     groups: list[BatchGroup] = []
 
 
+class Computed(Message):
+    """How a learner computed: what must be equal for the same bits."""
+
+    dtype: Literal["float32", "bfloat16"]
+    threads: Count
+    ranks: Count
+    torch: str = Field(max_length=60)
+    machine: str = Field(max_length=200)  # architecture, instruction set, model of the CPU or GPU
+
+
+class StepRecord(Message):
+    """What the learner trained on in one step and what came of it. It signs this, and the ledger keeps it."""
+
+    run: str
+    step: Count
+    groups: list[BatchGroup]  # in the order in which they were trained
+    files: dict[str, Annotated[str, Hex64]]  # by submission: the digest of its accepted file's rows
+    before: str = Hex64  # BLAKE3 of the weights' file of version `step`
+    after: str = Hex64  # likewise of version `step + 1`
+    computed: Computed
+
+
+class CheckpointRecord(Message):
+    """The files of the learner's state before `step`, by name, with their BLAKE3. Signed, in the checkpoint's folder."""
+
+    run: str
+    step: Count
+    files: dict[str, Annotated[str, Hex64]]
+
+
 class StepReport(Message):
     """What the learner did in one step."""
 
     step: int = Field(ge=0, le=LARGEST)
     metrics: dict[str, float]
     trained: list[str]  # submission ids
+    record: str = ""  # a StepRecord, Signed by the learner, as JSON
 
 
 class Evaluation(Message):

@@ -35,6 +35,7 @@ from shoal.validator.choices import changed
 from shoal.validator.exact import replay
 from shoal.validator.judge import Examined, Judge, group_results
 from shoal.validator.spending import spent
+from shoal.validator.witness import Witness
 
 IDLE_S = 0.1
 GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
@@ -52,14 +53,17 @@ class Validator:
         dtype: DtypeName,
         task_set: TaskSet | None = None,
         fingerprint: Callable[[Any], str] = lambda model: "",
+        witness: Witness | None = None,
     ) -> None:
-        """`fingerprint` of a loaded model; "" if this machine's arithmetic depends on batch shapes."""
+        """`fingerprint` of a loaded model; "" if this machine's arithmetic depends on batch shapes. `witness` co-signs the
+        ledger's heads."""
         self.node = node
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
         self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page)
         self.fingerprint = fingerprint
+        self.witness = witness
         self.folder: Path | None = None  # of the loaded version
 
     def run(self, stop: threading.Event) -> str:
@@ -67,7 +71,9 @@ class Validator:
         with self.judge:
             while not stop.is_set():
                 if self.node.answer and self.node.answer.state != "running":
+                    self.co_sign(last=True)
                     return self.node.answer.state
+                self.co_sign()
                 if (asked := self.node.renewal()) is not None:
                     self.reload()
                     self.node.renewals = asked
@@ -161,6 +167,11 @@ class Validator:
             if refusal.status != 409:
                 raise
             self.node.doing(f"dropping the verdict on {verdict.submission}: {refusal}")
+
+    def co_sign(self, *, last: bool = False) -> None:
+        """Co-sign the ledger's newest entry when it is time, and before the end."""
+        if self.witness is not None:
+            self.witness.sign() if last else self.witness.look()
 
     def preload(self) -> None:
         """Load the newest version before there is anything to check, so that the first submission does not wait for it."""

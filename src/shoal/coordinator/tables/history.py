@@ -47,6 +47,10 @@ class HistoryTable:
         )
         return found
 
+    def bodies(self, kind: Kind) -> list[str]:
+        """Of all entries of a kind, oldest first."""
+        return [body for (body,) in self.connection.rows("SELECT body FROM history WHERE kind = ? ORDER BY seq", kind)]
+
     def has(self, kind: Kind, key: str) -> bool:
         return self.connection.row("SELECT 1 FROM history WHERE kind = ? AND key = ?", kind, key) is not None
 

@@ -317,6 +317,12 @@ class Submissions:
         )
         return [_submission(row) for row in reversed(rows)]
 
+    def files(self) -> list[tuple[str, str | None, str | None]]:
+        """Id, and the hashes of the uploaded and of the accepted file, of everything that was uploaded."""
+        return self.connection.rows(
+            "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
+        )
+
     def groups_too_late(self) -> int:
         """Groups in what came to be uploaded when no batch could take its version any more."""
         return int(self.connection.value("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'"))

@@ -1,0 +1,197 @@
+"""Every other file in a run's folder that a member signed or named by its digest.
+
+    coordinator/store     a file's name is its hash; every upload that the sealed table names is there
+    coordinator/tasks     likewise; the manifest that the config names, and all that it names
+    origin/store          manifests under the origin's signature, of the digests in the ledger; every shard
+    learner/versions      weights as the learner recorded them, and whole folders as manifests describe them
+    learner/checkpoints   files as the learner signed them
+    config.toml, metrics.jsonl, evaluations.jsonl    what the ledger and the sealed history say
+
+Invariant: a file that is in one of these places is checked whole. Versions and checkpoints are dropped as a run goes on, so
+an older one that is missing is no break; the newest of a finished run must be there.
+Called by `audit`. Left out: caches of other nodes, logs, pictures and the summary, which nothing rests on.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from blake3 import blake3
+
+from shoal.audit.opened import BrokenError, Opened, naming, read_config
+from shoal.audit.work import Found
+from shoal.coordinator.seal import config_text
+from shoal.coordinator.tables.history import HistoryTable as History
+from shoal.coordinator.tables.submissions import Submissions
+from shoal.learner.record import CHECKPOINT, SIGNED
+from shoal.protocol.identity import Signed
+from shoal.protocol.messages import CheckpointRecord
+from shoal.shardcast.format.manifest import Manifest
+from shoal.shardcast.format.names import parse_version
+from shoal.shardcast.format.stream_files import StreamFiles
+from shoal.shardcast.store import Store
+from shoal.store.folder import HASH
+from shoal.tasks.compiled.table import Manifest as TaskManifest
+
+WEIGHTS = "model.safetensors"
+
+
+def check_files(run: Opened, found: Found) -> list[str]:
+    """Raises BrokenError. Returns a line for each place that was there."""
+    lines = [_store(run), _tasks(run)]
+    manifests = _origin(run, found)
+    lines.append(f"origin: {len(manifests)} versions, every manifest and shard")
+    lines += [*_versions(run, found, manifests), *_checkpoints(run, found), *_records(run)]
+    return [line for line in lines if line]
+
+
+# --- the coordinator's -----------------------------------------------------------------------------------------------
+
+
+def _store(run: Opened) -> str:
+    files = sorted(run.store.root.glob("*/*.parquet"))
+    for path in files:
+        with naming(f"store file {path.parent.name}/{path.stem[:16]}"):
+            run.store.get(path.parent.name, path.stem)
+    if run.connection is not None:
+        for id, file, accepted in Submissions(run.connection).files():
+            for kind, name in (("submissions", file), ("accepted", accepted)):
+                if name is not None and not run.store.path(kind, name).is_file():
+                    raise BrokenError(f"{kind.removesuffix('s')} file of {id}", "missing")
+    return f"store: {len(files)} files"
+
+
+def _tasks(run: Opened) -> str:
+    folder, digest = run.coordinator / "tasks", run.config.tasks.digest
+    if not digest:
+        return ""
+    with naming(f"task file {digest[:16]}"):
+        manifest = TaskManifest.decode((folder / digest).read_bytes())
+    chunks = [chunk for source in manifest.sources for chunk in source.chunks] + manifest.heldout
+    names = {digest, *(chunk.sha256 for chunk in chunks), *manifest.files.values()}
+    names |= {path.name for path in folder.iterdir() if HASH.fullmatch(path.name)}
+    for name in sorted(names):
+        with naming(f"task file {name[:16]}"), (folder / name).open("rb") as file:
+            if _sha256(file.read()) != name:
+                raise BrokenError(f"task file {name[:16]}", "not what its name says")
+    return f"tasks: {len(names)} files"
+
+
+def _sha256(data: bytes) -> str:
+    return sha256(data).hexdigest()
+
+
+def _records(run: Opened) -> list[str]:
+    """The config and the figures beside the coordinator's folder."""
+    path = run.folder / "config.toml"
+    if path.is_file() or run.folder != run.coordinator:  # `shoal run` writes it; a pool's coordinator may have none
+        with naming(path.name):
+            if config_text(read_config(path.read_text(), path.name)) != config_text(run.config):
+                raise BrokenError(path.name, "not the config that the ledger starts with")
+    if run.connection is None or run.chain[-1].kind != "sealed":
+        return []
+    for name, kind, line in (("metrics.jsonl", "step", _metrics), ("evaluations.jsonl", "evaluation", str)):
+        path = next((place for place in (run.folder / name, run.coordinator / name) if place.is_file()), None)
+        rows = [line(body) for body in History(run.connection).bodies(kind)]
+        if path is None:
+            if rows:
+                raise BrokenError(name, "missing")
+            continue
+        with naming(name):
+            if sorted(path.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
+                raise BrokenError(name, "not what the history in the database says")
+    return ["config.toml, metrics.jsonl, evaluations.jsonl: as recorded"]
+
+
+def _metrics(body: str) -> str:
+    """As the coordinator writes a line: all figures as floats."""
+    return json.dumps({name: float(value) for name, value in json.loads(body).items()})
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _origin(run: Opened, found: Found) -> dict[int, Manifest]:
+    """The verified manifests, by version."""
+    root = run.folder / "origin" / "store"
+    if not root.is_dir():
+        return {}
+    store = Store(root)
+    with naming("origin/store/versions.json"):
+        listed = store.versions()
+    there = {version for path in root.iterdir() if (version := parse_version(path.name)) is not None}
+    if there - set(listed):
+        raise BrokenError("origin/store/versions.json", f"does not list version {max(there - set(listed))}")
+    newest = max(found.policies, default=None)
+    if newest is not None and newest not in there:
+        raise BrokenError(f"origin/store/v{newest:06d}", "missing: the newest version that was published")
+    manifests = {}
+    for version in sorted(there):
+        link = f"manifest of version {version}"
+        with naming(link):
+            signed = store.signed(version)
+            if signed is None:
+                raise BrokenError(link, "missing")
+            if signed.key not in run.keys.get("origin", set()):
+                raise BrokenError(link, "signed by no origin of this run")
+            manifest = signed.open(signed.key, run=run.run, version=version)
+            if manifest.complete and manifest.digest != found.policies.get(version, manifest.digest):
+                raise BrokenError(link, "not the one that the ledger names")
+        missing = store.missing(manifest)
+        if missing:
+            part, shard = missing[0]
+            raise BrokenError(f"shard {shard.index} ({part}) of version {version}", "missing or changed")
+        manifests[version] = manifest
+    return manifests
+
+
+def _versions(run: Opened, found: Found, manifests: dict[int, Manifest]) -> list[str]:
+    root = run.folder / "learner"
+    if not root.is_dir():
+        return []
+    folders = [
+        (version, path) for path in root.glob("versions/v*") if (version := parse_version(path.name)) is not None
+    ]
+    if len(found.records) == run.config.run.steps:
+        models = [path for path in (root / "model", run.folder / "model") if path.is_dir()]
+        if not models:
+            raise BrokenError("model", "missing: a finished run keeps it")
+        folders += [(run.config.run.steps, path) for path in models]
+    digests = {record.step + 1: record.after for record in found.records}
+    if found.records:
+        digests[0] = found.records[0].before
+    for version, folder in sorted(folders):
+        link = f"{folder.relative_to(run.folder)}"
+        with naming(link):
+            if version in digests and _blake3(folder / WEIGHTS) != digests[version]:
+                raise BrokenError(link, "not the weights that the learner recorded")
+            manifest = manifests.get(version)
+            if manifest is not None and not StreamFiles(folder, manifest.files).match(manifest.content):
+                raise BrokenError(link, "not the files that the origin published")
+    return [f"learner: weights of {len(folders)} versions"]
+
+
+def _checkpoints(run: Opened, found: Found) -> list[str]:
+    root = run.folder / "learner" / "checkpoints"
+    folders = sorted(root.glob("step-*")) if root.is_dir() else []
+    steps = run.config.run.steps
+    if len(found.records) == steps and (run.folder / "learner").is_dir() and not (root / f"step-{steps:06d}").is_dir():
+        raise BrokenError(f"learner/checkpoints/step-{steps:06d}", "missing: a finished run keeps it")
+    for folder in folders:
+        link = str(folder.relative_to(run.folder))
+        with naming(link):
+            signed = Signed.model_validate_json((folder / SIGNED).read_bytes())
+            if signed.key not in run.keys.get("learner", set()):
+                raise BrokenError(link, "signed by no learner of this run")
+            record = CheckpointRecord.model_validate_json(signed.open(signed.key, domain=CHECKPOINT))
+            if (record.run, record.step) != (run.run, int(folder.name.removeprefix("step-"))):
+                raise BrokenError(link, f"is the state before step {record.step} of {record.run}")
+            there = {path.name: _blake3(path) for path in folder.iterdir() if path.name != SIGNED}
+            changed = [name for name in record.files | there if there.get(name) != record.files.get(name)]
+            if changed:
+                raise BrokenError(f"{link}/{changed[0]}", "not as the learner signed it")
+    return [f"learner: {len(folders)} checkpoints"]
+
+
+def _blake3(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()

@@ -1,0 +1,140 @@
+"""A run's folder, opened for an audit: the ledger, whose key signs it, the config, the store, the database.
+
+Invariant: nothing is changed. The run's id ends in its coordinator's key, so a ledger under another key is another run's;
+`--key` names the key that the auditor got elsewhere.
+Called by `audit` and `shoal ledger`.
+"""
+
+import json
+import sqlite3
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.config import Config, ConfigError, parse
+from shoal.coordinator.tables.connection import Connection, SqliteConnection
+from shoal.errors import ShoalError
+from shoal.ledger.chain import read_export, verify_chain
+from shoal.ledger.interface import JSON, Entry, LedgerError
+from shoal.ledger.sqlite import read_all
+from shoal.protocol.invite import run_id
+from shoal.protocol.messages import Role
+from shoal.store.folder import Folder
+
+DATABASE = "pool.sqlite"
+
+
+class BrokenError(ShoalError):
+    """A link that does not hold. `link` names it, and the message says what is wrong with it."""
+
+    def __init__(self, link: str, why: object) -> None:
+        super().__init__(f"{link}: {why}")
+        self.link = link
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run whose chain is verified."""
+
+    folder: Path  # the run's, or the coordinator's where that is all there is
+    chain: list[Entry]
+    bodies: list[dict[str, JSON]]
+    key: str
+    run: str
+    config: Config
+    store: Folder
+    connection: Connection | None  # None: the ledger came as an export
+    keys: dict[Role, set[str]] = field(default_factory=dict)  # of all that ever registered
+
+    @property
+    def coordinator(self) -> Path:
+        return coordinator_folder(self.folder)
+
+    def of(self, kind: str) -> list[dict[str, JSON]]:
+        return [body for entry, body in zip(self.chain, self.bodies, strict=True) if entry.kind == kind]
+
+    @property
+    def steps(self) -> int:
+        """Trained steps."""
+        return sum(entry.kind == "trained" for entry in self.chain)
+
+
+def coordinator_folder(folder: Path) -> Path:
+    inner = folder / "coordinator"
+    return inner if inner.is_dir() else folder
+
+
+def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Opened:
+    """Verifies the chain. `export`: the ledger as JSON lines, instead of the database. Raises BrokenError."""
+    coordinator = coordinator_folder(folder)
+    connection = None if export else _connect(coordinator / DATABASE)
+    chain = read_ledger(export or coordinator / DATABASE, connection)
+    first = json.loads(chain[0].body) if chain else {}
+    if not chain or chain[0].kind != "started":
+        raise BrokenError("ledger entry 1", "missing, or not the start of a run (or the run is of an earlier version)")
+    key = key or str(first.get("key", ""))
+    with naming("ledger"):
+        verify_chain(chain, key)
+    bodies: list[dict[str, JSON]] = [json.loads(entry.body) for entry in chain]
+    if run_id(str(first["run"]), key) != first["run"]:
+        raise BrokenError("ledger entry 1", f"the run {first['run']} was not founded by {key}")
+    last = [body for entry, body in zip(chain, bodies, strict=True) if entry.kind == "started"][-1]
+    keys: dict[Role, set[str]] = {}
+    for entry, body in zip(chain, bodies, strict=True):
+        if entry.kind == "registered":
+            keys.setdefault(body["role"], set()).add(str(body["key"]))  # type: ignore[arg-type]
+    return Opened(
+        folder=folder,
+        chain=chain,
+        bodies=bodies,
+        key=key,
+        run=str(first["run"]),
+        config=read_config(str(last["config"]), "ledger entry 1"),
+        store=Folder(coordinator / "store"),
+        connection=connection and SqliteConnection(connection),
+        keys=keys,
+    )
+
+
+def read_ledger(path: Path, connection: sqlite3.Connection | None) -> list[Entry]:
+    """The entries of an export, or of an open database; unverified. Raises BrokenError."""
+    with naming("ledger"):
+        return list(read_export(path) if connection is None else read_all(connection))
+
+
+def read_config(text: str, link: str) -> Config:
+    try:
+        return parse(tomllib.loads(text), source=link)
+    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        raise BrokenError(link, f"holds no config: {error}") from error
+
+
+@contextmanager
+def naming(link: str) -> Iterator[None]:
+    """Whatever fails within it is a break of this link."""
+    try:
+        yield
+    except BrokenError:
+        raise
+    except LedgerError as error:  # it names its entry itself
+        raise BrokenError(f"ledger entry {error.seq}" if error.seq else link, error) from error
+    except (ShoalError, ValueError, LookupError, TypeError, OSError, sqlite3.Error) as error:
+        raise BrokenError(link, f"{error}" or type(error).__name__) from error
+
+
+def first_of(values: Iterable[str]) -> str:
+    """A short list for a message."""
+    return ", ".join(sorted(values)[:3])
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise BrokenError(str(path), "missing: name a run's folder, or a coordinator's")
+    with naming(path.name):
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        found = connection.execute("PRAGMA quick_check").fetchone()
+        if found != ("ok",):
+            raise BrokenError(path.name, f"damaged: {found}")
+        return connection

@@ -1,0 +1,274 @@
+"""Accounts of a pool: who is registered, what is staked on whom, who earned what, who was slashed, and who appealed.
+
+    registered   once a key, with a role            credited    once a piece of work, in tokens as the validators counted
+    stake        stays at risk; unstaked stake stays at risk too, for UNSTAKE_S, and can be withdrawn after that
+    slash        takes all that is at risk, for one piece of work; it goes to the pool, never to whoever slashed
+    appeal       by the slashed, once, within APPEAL_S; the operator decides, and if it is granted the pool pays back
+
+Two backends keep this, and one conformance suite holds for both: `LedgerStakes` here, in the hash-chained signed ledger,
+and a contract on an EVM chain (`evm`).
+Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
+the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
+Called by `shoal ledger`'s users and by the EVM mirror. Left out: what the pool spends its stake on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from shoal.ledger.interface import Ledger, LedgerError
+
+UNSTAKE_S = 7 * 86_400  # longer than a lie takes to be found
+APPEAL_S = 14 * 86_400
+EVENTS = ("registered", "staked", "unstaked", "withdrawn", "credited", "slashed", "appealed", "decided")
+
+
+@dataclass(frozen=True)
+class Account:
+    role: str
+    stake: int = 0
+    leaving: int = 0  # unstaked, and still at risk
+    leaves_s: int = 0  # when it can be withdrawn
+    credit: int = 0  # tokens
+
+
+@dataclass(frozen=True)
+class Slash:
+    key: str
+    amount: int
+    time_s: int
+    appealed: bool = False
+    decided: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    cursor: int  # grows with every event
+    kind: str  # one of EVENTS
+    key: str
+    work: str = ""  # a submission; of "registered": the role
+    amount: int = 0  # of stake, or tokens; of "decided": 1 if it was granted
+
+
+class Stakes(Protocol):
+    """Keys are public keys in hex, `work` names a submission. A method that changes something returns once it is final."""
+
+    def register(self, key: str, role: str) -> None: ...
+    def stake(self, key: str, amount: int) -> None: ...
+    def unstake(self, key: str, amount: int) -> None: ...
+    def withdraw(self, key: str) -> None: ...
+    def credit(self, key: str, work: str, tokens: int) -> None: ...
+    def slash(self, key: str, work: str, evidence: str) -> None:
+        """`evidence`: a digest, in hex."""
+        ...
+
+    def appeal(self, key: str, work: str, statement: str) -> None:
+        """`statement`: a digest, in hex."""
+        ...
+
+    def decide(self, work: str, *, granted: bool) -> None: ...
+    def account(self, key: str) -> Account | None: ...
+    def pool(self) -> int: ...
+    def events(self, after: int = 0) -> Iterator[Event]: ...
+
+
+@dataclass
+class Book:
+    """The accounts after some events, and the rules for the next one."""
+
+    accounts: dict[str, Account] = field(default_factory=dict)
+    slashes: dict[str, Slash] = field(default_factory=dict)  # by work
+    paid: set[str] = field(default_factory=set)  # work
+    pool: int = 0
+
+    def take(self, event: Event, time_s: int) -> None:
+        """Raises LedgerError for an event that the rules forbid; then nothing has changed."""
+        getattr(self, f"_{event.kind}")(event, time_s)
+
+    def _registered(self, event: Event, time_s: int) -> None:
+        if event.key in self.accounts or not event.work:
+            raise LedgerError(f"{event.key[:16]} is registered already, or has no role")
+        self.accounts[event.key] = Account(event.work)
+
+    def _staked(self, event: Event, time_s: int) -> None:
+        known = self._of(event.key)
+        _positive(event.amount)
+        self._set(event.key, stake=known.stake + event.amount)
+
+    def _unstaked(self, event: Event, time_s: int) -> None:
+        known = self._of(event.key)
+        _positive(event.amount)
+        if event.amount > known.stake:
+            raise LedgerError(f"{event.key[:16]} has {known.stake} at stake, not {event.amount}")
+        left, leaving = known.stake - event.amount, known.leaving + event.amount
+        self._set(event.key, stake=left, leaving=leaving, leaves_s=time_s + UNSTAKE_S)
+
+    def _withdrawn(self, event: Event, time_s: int) -> None:
+        known = self._of(event.key)
+        if not known.leaving or time_s < known.leaves_s:
+            raise LedgerError(f"{event.key[:16]} has nothing to withdraw before {known.leaves_s}")
+        self._set(event.key, leaving=0, leaves_s=0)
+
+    def _credited(self, event: Event, time_s: int) -> None:
+        known = self._of(event.key)
+        works = event.work.split()
+        if not works or any(work in self.paid for work in works):
+            raise LedgerError(f"{event.work[:60]} is credited already, or names no work")
+        self.paid.update(works)
+        self._set(event.key, credit=known.credit + event.amount)
+
+    def _slashed(self, event: Event, time_s: int) -> None:
+        known = self._of(event.key)
+        if event.work in self.slashes or not event.work:
+            raise LedgerError(f"{event.work[:60]} was slashed for already")
+        amount = known.stake + known.leaving
+        self.slashes[event.work] = Slash(event.key, amount, time_s)
+        self.pool += amount
+        self._set(event.key, stake=0, leaving=0, leaves_s=0)
+
+    def _appealed(self, event: Event, time_s: int) -> None:
+        slash = self.slashes.get(event.work)
+        if slash is None or slash.key != event.key or slash.appealed or time_s > slash.time_s + APPEAL_S:
+            raise LedgerError(f"no slash of {event.key[:16]} for {event.work[:60]} that can be appealed")
+        self.slashes[event.work] = replace(slash, appealed=True)
+
+    def _decided(self, event: Event, time_s: int) -> None:
+        slash = self.slashes.get(event.work)
+        if slash is None or not slash.appealed or slash.decided:
+            raise LedgerError(f"no appeal about {event.work[:60]} is open")
+        self.slashes[event.work] = replace(slash, decided=True)
+        if event.amount:
+            self.pool -= slash.amount
+            self._set(slash.key, stake=self._of(slash.key).stake + slash.amount)
+
+    def _of(self, key: str) -> Account:
+        if key not in self.accounts:
+            raise LedgerError(f"{key[:16]} is not registered")
+        return self.accounts[key]
+
+    def _set(self, key: str, **changed: int) -> None:
+        self.accounts[key] = replace(self.accounts[key], **changed)  # type: ignore[arg-type]
+
+
+class LedgerStakes:
+    """The accounts in the hash-chained signed ledger: what its entries add up to, the coordinator's own included."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+        self.ledger = ledger
+        self.clock = clock
+
+    def register(self, key: str, role: str) -> None:
+        self._append("registered", Event(0, "registered", key, role), {"key": key, "name": key[:16], "role": role})
+
+    def stake(self, key: str, amount: int) -> None:
+        self._append("staked", Event(0, "staked", key, amount=amount), {"key": key, "amount": amount})
+
+    def unstake(self, key: str, amount: int) -> None:
+        self._append("unstaked", Event(0, "unstaked", key, amount=amount), {"key": key, "amount": amount})
+
+    def withdraw(self, key: str) -> None:
+        leaving = account.leaving if (account := self.account(key)) else 0
+        self._append("withdrawn", Event(0, "withdrawn", key, amount=leaving), {"key": key, "amount": leaving})
+
+    def credit(self, key: str, work: str, tokens: int) -> None:
+        body = {"worker": key, "submissions": [work], "tokens": tokens}
+        self._append("credited", Event(0, "credited", key, work, tokens), body)
+
+    def slash(self, key: str, work: str, evidence: str) -> None:
+        body = {"worker": key, "submission": work, "evidence": evidence}
+        self._append("slashed", Event(0, "slashed", key, work), body)
+
+    def appeal(self, key: str, work: str, statement: str) -> None:
+        body = {"worker": key, "submission": work, "statement": statement}
+        self._append("appealed", Event(0, "appealed", key, work), body)
+
+    def decide(self, work: str, *, granted: bool) -> None:
+        body = {"submission": work, "granted": granted}
+        self._append("decided", Event(0, "decided", "", work, int(granted)), body)
+
+    def account(self, key: str) -> Account | None:
+        return self._book().accounts.get(key)
+
+    def pool(self) -> int:
+        return self._book().pool
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        book = Book()
+        for event, time_s in read_events(self.ledger):
+            amount = at_risk(book, event) if event.kind == "slashed" else event.amount
+            book.take(event, time_s)
+            if event.cursor > after:
+                yield replace(event, amount=amount)
+
+    def _append(self, kind: str, event: Event, body: Mapping[str, Any]) -> None:
+        self._book().take(event, int(self.clock()))
+        self.ledger.append(kind, body)
+
+    def _book(self) -> Book:
+        book = Book()
+        for event, time_s in read_events(self.ledger):
+            book.take(event, time_s)
+        return book
+
+
+def read_events(ledger: Ledger) -> Iterator[tuple[Event, int]]:
+    """The entries of a ledger that are about accounts, with their times."""
+    import json
+
+    for entry in ledger.entries():
+        if entry.kind in EVENTS:
+            yield _event(entry.seq, entry.kind, json.loads(entry.body)), entry.time_s
+
+
+def at_risk(book: Book, event: Event) -> int:
+    known = book.accounts.get(event.key)
+    return known.stake + known.leaving if known else 0
+
+
+def mirror(source: Stakes, target: Stakes) -> int:
+    """Repeat on `target` what happened on `source` and is not there yet: from this ledger to a chain. Returns how much.
+
+    Both must have begun empty, and nobody else may write `target`. Stops at the first event that `target` refuses.
+    """
+    known = sum(1 for _ in target.events())
+    news = list(source.events())[known:]
+    for event in news:
+        _repeat(event, target)
+    return len(news)
+
+
+def _repeat(event: Event, target: Stakes) -> None:
+    match event.kind:
+        case "registered":
+            target.register(event.key, event.work)
+        case "staked":
+            target.stake(event.key, event.amount)
+        case "unstaked":
+            target.unstake(event.key, event.amount)
+        case "withdrawn":
+            target.withdraw(event.key)
+        case "credited":
+            target.credit(event.key, event.work, event.amount)
+        case "slashed":
+            target.slash(event.key, event.work, "0" * 64)
+        case "appealed":
+            target.appeal(event.key, event.work, "0" * 64)
+        case "decided":
+            target.decide(event.work, granted=bool(event.amount))
+
+
+def _event(seq: int, kind: str, body: Mapping[str, Any]) -> Event:
+    if kind == "registered":
+        return Event(seq, kind, body["key"], body["role"])
+    if kind == "credited":
+        return Event(seq, kind, body["worker"], " ".join(body["submissions"]), body["tokens"])
+    if kind == "decided":
+        return Event(seq, kind, "", body["submission"], int(body["granted"]))
+    if kind in ("slashed", "appealed"):
+        return Event(seq, kind, body["worker"], body["submission"])
+    return Event(seq, kind, body["key"], amount=body["amount"])
+
+
+def _positive(amount: int) -> None:
+    if amount <= 0:
+        raise LedgerError(f"{amount} is no amount")

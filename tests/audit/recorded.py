@@ -1,0 +1,274 @@
+"""A finished run's folder, made by the coordinator's, the learner's and the origin's own code, with invented rollouts.
+
+Three steps of three groups; files are real and signed; one worker has a file rejected softly and is slashed for another;
+weights are a few numbers. No model is loaded.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import save_file
+
+from shoal import config as config_module
+from shoal.config import Config, parse
+from shoal.coordinator.pool import Pool
+from shoal.coordinator.seal import seal, start
+from shoal.coordinator.tables.connection import open_sqlite
+from shoal.files import copy_tree
+from shoal.launch.task_data import build_tasks
+from shoal.learner.groups import gather
+from shoal.learner.record import sign_folder, signed_record
+from shoal.ledger.head import Head, sign_head
+from shoal.ledger.sqlite import SqliteLedger
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import run_id
+from shoal.protocol.messages import (
+    MILLION,
+    Assignment,
+    ClaimRequest,
+    Evaluation,
+    Fingerprint,
+    GroupResult,
+    Heartbeat,
+    InvitePayload,
+    Outcomes,
+    Policy,
+    Reason,
+    Sample,
+    Spent,
+    StepReport,
+    Verdict,
+)
+from shoal.shardcast.publish.origin import Origin
+from shoal.store.folder import Folder
+from shoal.store.rollouts import (
+    SCHEMA_VERSION,
+    AcceptedRollout,
+    Header,
+    Rollout,
+    read_submission,
+    write_accepted,
+    write_submission,
+)
+from shoal.tracking.record import Record
+
+STEPS, NEED, GROUPS, SIZE = 3, 3, 2, 2  # a batch needs NEED groups, a submission has GROUPS
+SPENT = Spent(
+    exposure=3.0,
+    beyond=(0, 0, 0, 0),
+    better=0.0,
+    worse=0.0,
+    easier=0.0,
+    harder=0.0,
+    proof_exponent_mean=0.1,
+    proof_mantissa_mean=0.1,
+    logprob_error_mean=0.001,
+    distribution=0.0,
+)
+
+
+def identity(number: int) -> Identity:
+    return Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32))
+
+
+COORDINATOR, LEARNER, ORIGIN, VALIDATOR, ALICE, BOB, MALLORY = map(identity, range(1, 8))
+ROLES = {"learner": LEARNER, "origin": ORIGIN, "validator": VALIDATOR, "alice": ALICE, "bob": BOB, "mallory": MALLORY}
+RUN = run_id("tampered", COORDINATOR.public)
+
+
+def settings() -> Config:
+    return parse(
+        {
+            "run": {"steps": STEPS},
+            "tasks": {
+                "curriculum": "pass_rate",
+                "prompt": "{question}=",
+                "sources": [{"generator": "arithmetic", "options": {"operand_min": 1, "operand_max": 9}}],
+                "heldout": 4,
+            },
+            "sampling": {"max_tokens": 6, "group_size": SIZE},
+            "coordinator": {"prompts_per_step": NEED},
+            "workers": {"groups_per_submission": GROUPS},
+            "learner": {"optimizer_steps_per_step": 1},
+            "validator": {"escrow_checks": 1},
+            "evaluator": {"n": 4, "n_between": 4},
+        }
+    )
+
+
+class Recorded:
+    """The run while it is being made, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now_s = folder, 1_700_000_000.0
+        self.coordinator = folder / "coordinator"
+        self.config, _ = build_tasks(settings(), self.coordinator / "tasks")
+        self.database = open_sqlite(self.coordinator / "pool.sqlite")
+        ledger = SqliteLedger(self.database.sqlite, COORDINATOR, clock=self.clock)
+        self.pool = Pool(self.database, ledger, self.config, RUN, self.clock, secret=b"secret")
+        self.store = Folder(self.coordinator / "store")
+        self.origin = Origin(folder / "origin" / "store", ORIGIN.private_key, run=RUN, shard_size_bytes=4096)
+        start(self.pool.db, RUN, COORDINATOR.public, self.config)
+        for name, key in ROLES.items():
+            role: Any = "worker" if key in (ALICE, BOB, MALLORY) else name
+            invite = InvitePayload(run=RUN, role=role, name=name, nonce=key.public[:32], expires_s=2_000_000_000)
+            self.pool.members.register(key.public, invite, None)
+
+    def clock(self) -> float:
+        self.now_s += 0.25
+        return self.now_s
+
+    def beat(self, key: Identity, version: int, *, wants: bool = False) -> Assignment | None:
+        print_ = Fingerprint(version=version, value=key.public)
+        beat = Heartbeat(policy_version=version, wants_task=wants, fingerprint=print_)
+        return self.pool.members.heartbeat(key.public, beat).assignment
+
+    def publish(self, version: int) -> str:
+        """Write and publish a version; returns the digest of its weights."""
+        folder = self.folder / "learner" / "versions" / f"v{version:06d}"
+        folder.mkdir(parents=True)
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(3_000, generator=generator).bfloat16()
+        weights[: 10 * version] += 1
+        save_file({"w": weights}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+        manifest = self.origin.publish(folder, version)
+        self.pool.learning.published(Policy(version=version, digest=manifest.digest, size_bytes=manifest.size_bytes))
+        return digest_of(folder / "model.safetensors")
+
+    def submit(self, key: Identity, version: int, reason: Reason | None = None) -> None:
+        """One submission all the way to its verdict."""
+        task = self.beat(key, version, wants=True)
+        assert task is not None
+        header = Header(
+            schema_version=SCHEMA_VERSION,
+            run=RUN,
+            step=task.step,
+            policy_version=task.policy_version,
+            policy_digest=task.policy_digest,
+            worker=key.public,
+            submission=task.number,
+            nonce=task.nonce,
+            groups=task.groups,
+            curriculum=task.curriculum,
+            signer=key.public,
+        )
+        rows = [
+            Rollout(
+                group=number // SIZE,
+                task=f"t{number}",
+                target_length=0,
+                seed=number,
+                tokens=[int(key.public[:2], 16) + number, 7, task.number + 1],
+                logprobs=[-0.5, -0.25, -0.125],
+                reward=float(number % SIZE),
+                proofs=[bytes(258)],
+            )
+            for number in range(GROUPS * SIZE)
+        ]
+        data = write_submission(header, rows, key)
+        self.pool.submissions.uploaded(key.public, task.id, self.store.put("submissions", data))
+        [claim] = self.pool.submissions.claim(VALIDATOR.public, ClaimRequest(most=1).most).claims
+        assert claim.assignment.id == task.id
+        content = read_submission(data, max_rows=64, max_tokens=64).header.content
+        verdict = Verdict(submission=task.id, reason=reason, detail="", evidence={}, content=content)
+        if reason is None:
+            accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
+            stored = self.store.put("accepted", write_accepted(header, accepted, VALIDATOR))
+            self.pool.submissions.accepted_stored(VALIDATOR.public, task.id, stored)
+            groups = [group_result(number) for number in range(GROUPS)]
+            verdict = verdict.model_copy(update={"accepted_hash": stored, "groups": groups, "spent": SPENT})
+        self.pool.submissions.judge(VALIDATOR.public, verdict)
+
+    def train(self, step: int, before: str) -> str:
+        """Train a step as far as its records are concerned; returns the digest of the next weights."""
+        batch = self.pool.batches.of_step(step)
+
+        def read(id: str) -> bytes:
+            return self.store.get("accepted", self.pool.submissions.hashes(id)[1])
+
+        keys = {VALIDATOR.public}
+        fetched = gather(batch, read, validators=keys, run=RUN, config=self.config, quarantine=self.folder / "q")
+        after = self.publish(step + 1)
+        node: Any = SimpleNamespace(invite=SimpleNamespace(run=RUN), identity=LEARNER)
+        device, ranks = torch.device("cpu"), SimpleNamespace(size=1)
+        policy: Any = SimpleNamespace(compute=torch.float32, ranks=ranks, device=device)
+        record = signed_record(node, step, fetched, before, after, policy)
+        checkpoint = self.folder / "learner" / "checkpoints" / f"step-{step + 1:06d}"
+        checkpoint.mkdir(parents=True)
+        save_file({"model.w": torch.arange(500.0) + step}, checkpoint / "shard-00001-model-00001-of-00001.safetensors")
+        (checkpoint / "progress.json").write_text(json.dumps({"step": step + 1}))
+        sign_folder(node, checkpoint, step + 1)
+        names = [group.submission for group in fetched.groups]
+        self.pool.learning.trained(StepReport(step=step, metrics={"loss": 0.5 + step}, trained=names, record=record))
+        return after
+
+    def co_sign(self) -> None:
+        entry = self.pool.db.ledger.head()
+        assert entry is not None
+        signed = sign_head(Head(run=RUN, seq=entry.seq, digest=entry.digest), VALIDATOR)
+        self.pool.witnesses.witnessed(VALIDATOR.public, signed)
+        path = self.folder / "validator" / "head.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(signed.model_dump_json())
+
+    def finish(self) -> None:
+        copy_tree(self.folder / "learner" / "versions" / f"v{STEPS:06d}", self.folder / "model")
+        self.pool.learning.evaluated(Evaluation(version=STEPS, greedy=0.5, sampled=0.25, n=4, final=True))
+        self.pool.db.fingerprints.ask(BOB.public)
+        self.pool.db.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact")
+        (self.folder / "config.toml").write_text(config_module.dumps(self.config))
+        record = Record(self.folder, lambda line: None)
+        record.take(self.pool.history.after(0))
+        record.close()
+        seal(self.pool.db)
+        self.database.sqlite.close()
+        self.origin.store.unlock()
+
+
+def record_run(folder: Path) -> Path:
+    """A finished and sealed run in a new folder."""
+    run = Recorded(folder)
+    weights = run.publish(0)
+    run.submit(ALICE, 0)
+    run.submit(MALLORY, 0)
+    weights = run.train(0, weights)
+    run.co_sign()
+    run.submit(MALLORY, 1, Reason.BOUNDS)
+    run.submit(ALICE, 1)
+    weights = run.train(1, weights)
+    run.submit(BOB, 2)
+    run.submit(MALLORY, 2, Reason.PROOF)
+    run.submit(BOB, 2)
+    run.train(2, weights)
+    run.co_sign()
+    run.finish()
+    return folder
+
+
+def group_result(number: int) -> GroupResult:
+    return GroupResult(
+        task=number,
+        source="arithmetic",
+        reward_mean=0.5,
+        score_millionths=MILLION,
+        outcomes=Outcomes(graded=SIZE),
+        useful=True,
+        tokens=3 * SIZE,
+        sample=Sample(task="1+1", prompt="1+1=", completion="2", reward=0.0, tokens=3),
+    )
+
+
+def digest_of(path: Path) -> str:
+    from blake3 import blake3
+
+    return blake3(path.read_bytes()).hexdigest()
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder))

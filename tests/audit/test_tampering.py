@@ -1,0 +1,71 @@
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from shoal.audit.audit import Asked, audit
+from shoal.audit.opened import BrokenError
+
+from .recorded import copy_of, record_run
+from .tampering import tamperings
+
+QUICK = Asked(rerun=0)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("finished"))
+
+
+def check(folder: Path) -> list[str]:
+    lines: list[str] = []
+    audit(folder, QUICK, Random(0), lines.append)
+    return lines
+
+
+def caught(folder: Path) -> BrokenError:
+    with pytest.raises(BrokenError) as found:
+        check(folder)
+    return found.value
+
+
+def missed(finished: Path, scratch: Path, *, every: int, first: int) -> list[str]:
+    """Tamperings that the audit lets pass, or whose link it does not name."""
+    import re
+    import shutil
+
+    found = []
+    chosen = list(tamperings(finished))
+    assert len(chosen) >= 200
+    for number, one in enumerate(chosen):
+        if number % every != first:
+            continue
+        folder = copy_of(finished, scratch / "copy")
+        one.change(folder, Random(number))
+        try:
+            check(folder)
+            found.append(f"{one.name} (seed {number}): not found")
+        except BrokenError as broken:
+            if not re.search(one.link, broken.link):
+                found.append(f"{one.name} (seed {number}): named {broken.link!r}, not {one.link!r}")
+        shutil.rmtree(folder)
+    return found
+
+
+def test_a_clean_run_passes_and_its_contributions_are_counted(finished: Path) -> None:
+    lines = check(finished)
+    assert "steps: 3 trained, each on exactly the groups of its batch" in lines
+    assert "tables: as sealed" in lines
+    assert any(line.startswith("step 0: alice 2 groups, 12 tokens; mallory 1 groups, 6 tokens") for line in lines)
+    assert any(line.startswith("mallory") and line.endswith("slashed") for line in lines)
+
+
+@pytest.mark.parametrize("first", [0])
+def test_tampering_is_found_and_named(finished: Path, tmp_path: Path, first: int) -> None:
+    """A sixth of them; the next test has all."""
+    assert missed(finished, tmp_path, every=6, first=first) == []
+
+
+@pytest.mark.slow
+def test_every_tampering_is_found_and_named(finished: Path, tmp_path: Path) -> None:
+    assert missed(finished, tmp_path, every=1, first=0) == []

@@ -1,0 +1,126 @@
+"""The backends of the accounts that the conformance suite runs on, each with a clock that tests set."""
+
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.ledger.evm.contract import EvmStakes, deploy
+from shoal.ledger.interface import LedgerError
+from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.stakes import LedgerStakes, Stakes
+from shoal.protocol.identity import Identity
+
+START_S = 2_000_000_000
+Backend = tuple[Stakes, Callable[[int], None]]  # and: let so many seconds pass
+ACCOUNT = "0x" + "11" * 20
+
+
+@contextmanager
+def on_sqlite() -> Iterator[Backend]:
+    now_s = [START_S]
+    ledger = SqliteLedger(
+        sqlite3.connect(":memory:", isolation_level=None), Identity.generate(), clock=lambda: now_s[0]
+    )
+
+    def passes(seconds: int) -> None:
+        now_s[0] += seconds
+
+    yield LedgerStakes(ledger, lambda: now_s[0]), passes
+
+
+class RevmChain:
+    """An EVM in this process."""
+
+    address = ACCOUNT
+
+    def __init__(self) -> None:
+        from pyrevm import EVM
+
+        self.evm: Any = EVM()
+        self.evm.set_balance(ACCOUNT, 10**24)
+        self._logs: list[bytes] = []
+
+    def deploy(self, code: bytes) -> str:
+        return str(self.evm.deploy(ACCOUNT, code))
+
+    def transact(self, to: str, data: bytes, value: int = 0) -> None:
+        try:
+            self.evm.message_call(ACCOUNT, to, calldata=data, value=value)
+        except RuntimeError as error:
+            raise LedgerError(f"the contract refuses: {error}") from error
+        self._logs += [bytes(log.data[1]) for log in self.evm.result.logs]
+
+    def call(self, to: str, data: bytes) -> bytes:
+        return bytes(self.evm.message_call(ACCOUNT, to, calldata=data, is_static=True))
+
+    def logs(self, of: str) -> Sequence[bytes]:
+        return self._logs
+
+
+@contextmanager
+def on_pyrevm() -> Iterator[Backend]:
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+    from pyrevm import BlockEnv
+
+    chain, now_s = RevmChain(), [START_S]
+
+    def passes(seconds: int) -> None:
+        now_s[0] += seconds
+        chain.evm.set_block_env(BlockEnv(timestamp=now_s[0]))
+
+    passes(0)
+    yield EvmStakes(chain, deploy(chain)), passes
+
+
+def anvil_binary() -> str | None:
+    """`anvil` on the path, or where $SHOAL_ANVIL names it (npm's @foundry-rs/anvil carries the binary)."""
+    return os.environ.get("SHOAL_ANVIL") or shutil.which("anvil")
+
+
+@contextmanager
+def on_anvil() -> Iterator[Backend]:
+    binary = anvil_binary()
+    if binary is None or not Path(binary).exists():
+        pytest.skip("no anvil: npm install @foundry-rs/anvil, and name its binary in SHOAL_ANVIL")
+    pytest.importorskip("web3", reason="web3.py is not installed: pip install 'shoal[evm]'")
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([binary, "--port", str(port), "--silent"])
+    try:
+        chain = _connected(f"http://127.0.0.1:{port}", process)
+
+        def passes(seconds: int) -> None:
+            chain.web3.provider.make_request("evm_increaseTime", [seconds])
+            chain.web3.provider.make_request("evm_mine", [])
+
+        yield EvmStakes(chain, deploy(chain)), passes
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _connected(url: str, process: "subprocess.Popen[bytes]") -> Any:
+    from shoal.ledger.evm.web3_chain import Web3Chain
+
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            return Web3Chain(url, poll_s=0.01)
+        except LedgerError:
+            assert process.poll() is None and time.monotonic() < deadline_s, "anvil does not answer"
+            time.sleep(0.02)
+
+
+BACKENDS = {"sqlite": on_sqlite, "pyrevm": on_pyrevm, "anvil": on_anvil}

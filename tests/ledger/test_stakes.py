@@ -1,0 +1,170 @@
+"""One suite for every backend of the accounts: SQLite, the contract on an EVM in this process, the contract on anvil."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.ledger.interface import LedgerError
+from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, Stakes, mirror
+
+from .stakes_support import BACKENDS, Backend, on_pyrevm, on_sqlite
+
+A, B, DIGEST = "a1" * 32, "b2" * 32, "cd" * 32
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with BACKENDS[request.param]() as found:
+        yield found
+
+
+def known(stakes: Stakes, key: str = A) -> Account:
+    found = stakes.account(key)
+    assert found is not None
+    return found
+
+
+def test_registration_is_once_and_comes_first(backend: Backend) -> None:
+    stakes, _ = backend
+    assert stakes.account(A) is None
+    for act in (
+        lambda: stakes.stake(A, 5),
+        lambda: stakes.credit(A, "w-1", 3),
+        lambda: stakes.slash(A, "w-1", DIGEST),
+    ):
+        with pytest.raises(LedgerError):
+            act()
+    stakes.register(A, "worker")
+    with pytest.raises(LedgerError):
+        stakes.register(A, "validator")
+    with pytest.raises(LedgerError):
+        stakes.register(B, "")
+    assert known(stakes) == Account("worker")
+
+
+def test_stake_leaves_only_after_its_time_and_once(backend: Backend) -> None:
+    stakes, passes = backend
+    stakes.register(A, "worker")
+    stakes.stake(A, 70)
+    stakes.stake(A, 30)
+    for amount in (0, 101):
+        with pytest.raises(LedgerError):
+            stakes.unstake(A, amount)
+    with pytest.raises(LedgerError):
+        stakes.stake(A, 0)
+    stakes.unstake(A, 40)
+    assert (known(stakes).stake, known(stakes).leaving) == (60, 40)
+    passes(UNSTAKE_S - 100)
+    with pytest.raises(LedgerError):
+        stakes.withdraw(A)
+    passes(200)
+    stakes.withdraw(A)
+    with pytest.raises(LedgerError):
+        stakes.withdraw(A)
+    assert (known(stakes).stake, known(stakes).leaving) == (60, 0)
+
+
+def test_work_is_credited_once(backend: Backend) -> None:
+    stakes, _ = backend
+    stakes.register(A, "worker")
+    stakes.register(B, "worker")
+    stakes.credit(A, "w-1", 12)
+    for key in (A, B):
+        with pytest.raises(LedgerError):
+            stakes.credit(key, "w-1", 12)
+    stakes.credit(A, "w-2", 5)
+    assert known(stakes).credit == 17 and known(stakes, B).credit == 0
+
+
+def test_slashing_takes_what_is_staked_and_leaving_for_the_pool(backend: Backend) -> None:
+    stakes, passes = backend
+    stakes.register(A, "worker")
+    stakes.register(B, "worker")
+    stakes.stake(A, 100)
+    stakes.stake(B, 7)
+    stakes.unstake(A, 40)
+    stakes.slash(A, "w-1", DIGEST)
+    assert stakes.pool() == 100
+    assert (known(stakes).stake, known(stakes).leaving) == (0, 0)
+    assert known(stakes, B).stake == 7, "nobody else gains or loses"
+    with pytest.raises(LedgerError):
+        stakes.slash(A, "w-1", DIGEST)
+    passes(UNSTAKE_S + 100)
+    with pytest.raises(LedgerError):
+        stakes.withdraw(A)
+    stakes.slash(A, "w-2", DIGEST)
+    assert stakes.pool() == 100, "there was nothing left"
+
+
+def test_a_granted_appeal_pays_back_from_the_pool(backend: Backend) -> None:
+    stakes, _ = backend
+    stakes.register(A, "worker")
+    stakes.stake(A, 100)
+    stakes.slash(A, "w-1", DIGEST)
+    with pytest.raises(LedgerError):
+        stakes.decide("w-1", granted=True)  # nobody appealed
+    with pytest.raises(LedgerError):
+        stakes.appeal(B, "w-1", DIGEST)
+    stakes.appeal(A, "w-1", DIGEST)
+    with pytest.raises(LedgerError):
+        stakes.appeal(A, "w-1", DIGEST)
+    stakes.decide("w-1", granted=True)
+    assert (known(stakes).stake, stakes.pool()) == (100, 0)
+    with pytest.raises(LedgerError):
+        stakes.decide("w-1", granted=True)
+
+
+def test_a_refused_or_late_appeal_pays_nothing(backend: Backend) -> None:
+    stakes, passes = backend
+    stakes.register(A, "worker")
+    stakes.stake(A, 100)
+    stakes.slash(A, "w-1", DIGEST)
+    stakes.appeal(A, "w-1", DIGEST)
+    stakes.decide("w-1", granted=False)
+    stakes.stake(A, 50)
+    stakes.slash(A, "w-2", DIGEST)
+    passes(APPEAL_S + 100)
+    with pytest.raises(LedgerError):
+        stakes.appeal(A, "w-2", DIGEST)
+    assert (known(stakes).stake, stakes.pool()) == (0, 150)
+
+
+def test_events_come_after_a_cursor_in_order(backend: Backend) -> None:
+    stakes, passes = backend
+    stakes.register(A, "worker")
+    stakes.stake(A, 10)
+    stakes.unstake(A, 4)
+    stakes.credit(A, "w-1", 3)
+    passes(UNSTAKE_S + 100)
+    stakes.withdraw(A)
+    stakes.slash(A, "w-2", DIGEST)
+    stakes.appeal(A, "w-2", DIGEST)
+    stakes.decide("w-2", granted=True)
+    found = list(stakes.events())
+    assert [(event.kind, event.key, event.work, event.amount) for event in found] == [
+        ("registered", A, "worker", 0),
+        ("staked", A, "", 10),
+        ("unstaked", A, "", 4),
+        ("credited", A, "w-1", 3),
+        ("withdrawn", A, "", 4),
+        ("slashed", A, "w-2", 6),
+        ("appealed", A, "w-2", 0),
+        ("decided", "", "w-2", 1),
+    ]
+    cursors = [event.cursor for event in found]
+    assert cursors == sorted(set(cursors))
+    assert list(stakes.events(after=cursors[2])) == found[3:]
+    assert list(stakes.events(after=cursors[-1])) == []
+
+
+def test_what_is_mirrored_to_a_chain_is_the_same_there() -> None:
+    with on_sqlite() as (source, _), on_pyrevm() as (target, _):
+        source.register(A, "worker")
+        source.stake(A, 10)
+        source.credit(A, "w-1", 3)
+        assert mirror(source, target) == 3
+        source.slash(A, "w-1", DIGEST)
+        assert mirror(source, target) == 1
+        assert mirror(source, target) == 0
+        assert target.account(A) == source.account(A)
+        assert (target.pool(), source.pool()) == (10, 10)
