@@ -43,6 +43,7 @@ KEYS = {
     "tokens_trained",
     "learner_busy_frac",
     "max_staleness",
+    "waste",
     "restarts",
     "peak_rss_bytes",
     "peak_together_bytes",

@@ -19,7 +19,7 @@ G = 2
 CONFIG = parse(
     {
         "sampling": {"group_size": G, "max_tokens": 8},
-        "workers": {"groups_per_submission": 3},
+        "workers": {"groups_per_submission": 3, "most_groups": 3},
         "coordinator": {"async_level": 2},
         "learner": {"row_tokens": 32},
     }

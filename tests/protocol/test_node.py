@@ -252,7 +252,7 @@ def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None
     assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
 
 
-@pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (503, True)])
+@pytest.mark.parametrize(("status", "helps"), [(403, False), (499, False), (500, True), (502, True)])
 def test_a_refused_invite_is_not_tried_again_by_a_restart(tmp_path: Path, status: int, helps: bool) -> None:
     coordinator = FakeCoordinator()
     coordinator.answers["/v1/register"] = httpx.Response(status, json={"error": "no"})

@@ -45,8 +45,10 @@ class Learning:
         with self.db.transaction():
             is_first = self.history.put("step", str(report.step), json.dumps(metrics))
             if is_first:
-                trained = {"step": report.step, "submissions": sorted(set(report.trained)), "record": report.record}
-                self.db.ledger.append("trained", trained)
+                submissions = sorted(set(report.trained))
+                self.db.ledger.append(
+                    "trained", {"step": report.step, "submissions": submissions, "record": report.record}
+                )
             if is_first and report.step == self.config.run.steps - 1:
                 self.escrow.close()
         if is_first:
