@@ -13,6 +13,7 @@ Called by `audit`. Left out: caches of other nodes, logs, pictures and the summa
 """
 
 import json
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from shoal.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.audit.work import Found
 from shoal.coordinator.seal import config_text
 from shoal.coordinator.tables.history import HistoryTable as History
+from shoal.coordinator.tables.history import Kind
 from shoal.coordinator.tables.submissions import Submissions
 from shoal.learner.record import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed
@@ -90,15 +92,19 @@ def _records(run: Opened) -> list[str]:
                 raise BrokenError(path.name, "not the config that the ledger starts with")
     if run.connection is None or run.chain[-1].kind != "sealed":
         return []
-    for name, kind, line in (("metrics.jsonl", "step", _metrics), ("evaluations.jsonl", "evaluation", str)):
-        path = next((place for place in (run.folder / name, run.coordinator / name) if place.is_file()), None)
+    figures: list[tuple[str, Kind, Callable[[str], str]]] = [
+        ("metrics.jsonl", "step", _metrics),
+        ("evaluations.jsonl", "evaluation", str),
+    ]
+    for name, kind, line in figures:
+        place = next((path for path in (run.folder / name, run.coordinator / name) if path.is_file()), None)
         rows = [line(body) for body in History(run.connection).bodies(kind)]
-        if path is None:
+        if place is None:
             if rows:
                 raise BrokenError(name, "missing")
             continue
         with naming(name):
-            if sorted(path.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
+            if sorted(place.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
                 raise BrokenError(name, "not what the history in the database says")
     return ["config.toml, metrics.jsonl, evaluations.jsonl: as recorded"]
 

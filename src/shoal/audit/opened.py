@@ -93,7 +93,7 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Open
         run=str(first["run"]),
         config=read_config(str(last["config"]), "ledger entry 1"),
         store=Folder(coordinator / "store"),
-        connection=connection and SqliteConnection(connection),
+        connection=SqliteConnection(connection) if connection else None,
         keys=keys,
     )
 

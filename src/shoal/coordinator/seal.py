@@ -13,11 +13,18 @@ from shoal.config import Config
 from shoal.coordinator.database import FORMAT, TABLE_NAMES, Database
 from shoal.coordinator.tables.connection import Connection
 from shoal.coordinator.tables.digests import table_digest
+from shoal.ledger.interface import JSON
 from shoal.protocol.messages import VERSION
 
 
 def start(db: Database, run: str, key: str, config: Config) -> None:
-    body = {"run": run, "key": key, "config": config_text(config), "format": FORMAT, "protocol": VERSION}
+    body: dict[str, JSON] = {
+        "run": run,
+        "key": key,
+        "config": config_text(config),
+        "format": FORMAT,
+        "protocol": VERSION,
+    }
     db.ledger.append("started", body)
 
 
