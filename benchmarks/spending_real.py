@@ -67,6 +67,9 @@ class Bench:
         self.judge = Judge(self.settings, RUN, "float32")
         self.judge.load(folder)
         self.key = identity(WORKER)
+        own = TorchEngine("float32", "cpu", model.numerics)  # the attackers' engine may hold other weights
+        self.honest = Attack(self.settings, RUN, self.key, own, Lab([folder]))
+        self.honest.load(folder, 0)
         self.rewards: dict[int, float] = {}  # of honest work, by the submission's number
 
     def attacker(self, strategy: str, direction: float) -> Any:
@@ -92,9 +95,7 @@ class Bench:
 
     def honest_reward(self, number: int) -> float:
         if number not in self.rewards:
-            honest = self.attacker("honest", 0.0)
-            honest.spending = replace(PLANS["up to half of the margin"], reach=0.0, mean=0.0)
-            self.rewards[number] = statistics.fmean(self.judged(honest, number)[0].graded())
+            self.rewards[number] = statistics.fmean(self.judged(self.honest, number)[0].graded())
         return self.rewards[number]
 
     def strongest(self, attacker: Any, strategy: str, direction: float) -> float:

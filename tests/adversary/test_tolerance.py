@@ -189,6 +189,7 @@ def test_no_plan_exceeds_a_limit(name: str) -> None:
 def test_a_plan_takes_the_nearest_that_help_and_pays_for_decoys() -> None:
     assert margins(Plan(reach=0.5), tried([0.1, 0.2, 0.5 * LIMIT + 0.01])) == [0.1, 0.2]
     assert margins(Plan(), tried([0.1], gain=-1.0)) == [] and margins(Plan(), tried([0.1], gain=-1.0), -1.0) == [0.1]
+    assert margins(Plan(reach=0.0, far=2), tried([0.1, LIMIT + 0.1, 2.0, 2.5])) == [LIMIT + 0.1, 2.0]
     bound = int(0.25 * SETTINGS.evidence.rates[0] * 400)
     assert len(margins(Plan(rate=0.25), tried([0.01] * 50))) == bound
     useless = [Tried(one.swap, one.completion, 0.0, 0.0) for one in tried([0.01] * 60)[50:]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.coordinator import states
 from shoal.coordinator.states import TABLE, Event
-from shoal.coordinator.tables.connection import Connection
+from shoal.coordinator.tables.connection import SqliteConnection
 from shoal.coordinator.tables.nodes import SCHEMA, Nodes
 from shoal.protocol.messages import NodeState
 
@@ -18,9 +18,9 @@ happenings = st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0, 100)), max
 
 
 def table() -> Nodes:
-    nodes = Nodes(Connection(sqlite3.connect(":memory:", isolation_level=None)))
+    nodes = Nodes(SqliteConnection(sqlite3.connect(":memory:", isolation_level=None)))
     for statement in SCHEMA:
-        nodes.connection.change(statement)
+        nodes.connection.create(statement)
     nodes.add("key", "name", "worker", None, "invite", 0.0)
     return nodes
 

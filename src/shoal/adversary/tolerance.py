@@ -34,7 +34,7 @@ class Plan:
     reach: float = SPENT  # of sampling_margin: how far a chosen token may miss
     mean: float = SPENT  # of sampling_margin_mean, over the submission
     rate: float = math.inf  # of the bound on changed tokens, `evidence.rates`
-    far: int = 0  # tokens in a submission that miss by more than the reach, up to 90 % of FAR margins
+    far: int = 0  # tokens in a submission that miss by more than sampling_margin, up to 90 % of FAR times it
     decoys: float = 0.0  # tokens changed for nothing, for each that is changed for the reward
 
 
@@ -169,8 +169,9 @@ class SpendsTolerance(Attack):
         far = float(plan.far)
         taken: dict[tuple[int, int], Tried] = {}
         for one in tried:
-            beyond = one.swap.margin > plan.reach * limits.sampling_margin
-            useful = self.direction * one.gain > 0 and one.place not in taken
+            beyond = one.swap.margin > limits.sampling_margin
+            reached = beyond or one.swap.margin <= plan.reach * limits.sampling_margin
+            useful = reached and self.direction * one.gain > 0 and one.place not in taken
             if useful and one.cost <= nats and (far if beyond else near) >= 1:
                 far, near, nats = far - beyond, near - (not beyond), nats - one.cost
                 taken[one.place] = one

@@ -10,7 +10,7 @@ one machine by the same port, elsewhere by a proxy that tries both (docs/outgrow
 
 import logging
 import os
-import socket
+import platform
 import threading
 import time
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def stand_by(url: str, stop: threading.Event, *, silent_s: float = SILENT_S) -> 
     """Wait until this process leads. None if it was told to stop before. Raises DatabaseLostError."""
     connection = open_postgres(url)
     table = LeadTable(connection)
-    me = f"{socket.gethostname()} (pid {os.getpid()})"
+    me = f"{platform.node()} (pid {os.getpid()})"
     seen, since_s = Seen("", -1, -1), time.monotonic()
     while (term := table.take(me)) is None:
         found = table.look()
