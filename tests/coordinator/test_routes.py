@@ -127,6 +127,8 @@ ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
     ("POST", "/v1/heartbeat"): set(ROLES),
     ("POST", "/v1/drain"): {"worker"},
+    ("GET", "/v1/ledger/{after}"): set(ROLES),
+    ("POST", "/v1/heads"): {"validator"},
     ("GET", "/v1/tasks/{sha256}"): set(ROLES),
     ("PUT", "/v1/submissions/{id}"): {"worker"},
     ("GET", "/v1/submissions/{id}"): {"validator"},

@@ -92,19 +92,19 @@ def _records(run: Opened) -> list[str]:
                 raise BrokenError(path.name, "not the config that the ledger starts with")
     if run.connection is None or run.chain[-1].kind != "sealed":
         return []
-    reports: list[tuple[str, Kind, Callable[[str], str]]] = [
+    figures: list[tuple[str, Kind, Callable[[str], str]]] = [
         ("metrics.jsonl", "step", _metrics),
         ("evaluations.jsonl", "evaluation", str),
     ]
-    for name, kind, line in reports:
-        path = next((place for place in (run.folder / name, run.coordinator / name) if place.is_file()), None)
+    for name, kind, line in figures:
+        place = next((path for path in (run.folder / name, run.coordinator / name) if path.is_file()), None)
         rows = [line(body) for body in History(run.connection).bodies(kind)]
-        if path is None:
+        if place is None:
             if rows:
                 raise BrokenError(name, "missing")
             continue
         with naming(name):
-            if sorted(path.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
+            if sorted(place.read_text().removesuffix("\n").split("\n")) != sorted(rows or [""]):
                 raise BrokenError(name, "not what the history in the database says")
     return ["config.toml, metrics.jsonl, evaluations.jsonl: as recorded"]
 

@@ -12,6 +12,7 @@ from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.escrow import Escrow
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.step_metrics import judged
+from shoal.ledger.interface import JSON
 from shoal.protocol.messages import Evaluation, Policy, StepReport
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,12 @@ class Learning:
         with self.db.transaction():
             is_first = self.history.put("step", str(report.step), json.dumps(metrics))
             if is_first:
-                submissions = sorted(set(report.trained))
-                self.db.ledger.append(
-                    "trained", {"step": report.step, "submissions": submissions, "record": report.record}
-                )
+                trained: dict[str, JSON] = {
+                    "step": report.step,
+                    "submissions": sorted(set(report.trained)),
+                    "record": report.record,
+                }
+                self.db.ledger.append("trained", trained)
             if is_first and report.step == self.config.run.steps - 1:
                 self.escrow.close()
         if is_first:
