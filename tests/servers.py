@@ -6,6 +6,7 @@ A test that needs one is skipped where its program is absent; `make servers` ins
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def postgres_server() -> Iterator[str]:
             wait_until_ready(server, folder / "log", "ready to accept connections")
             yield f"postgresql://shoal@127.0.0.1:{port}/postgres"
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)  # SIGTERM waits for clients, which a failed test leaves behind
             server.wait(START_S)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
