@@ -43,7 +43,7 @@ class Machine:
     def __init__(self, folder: Path, key: Path, settings: Config, port: int) -> None:
         folder.mkdir()
         shutil.copy(key, folder / KEY)
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("spawn")  # a fork has no threads of the bucket's library
         stop = context.Event()
         self.folder = folder
         self.process = context.Process(target=serve_forever, args=(settings, RUN, folder, port, stop))
