@@ -1,9 +1,8 @@
 """A pool over PostgreSQL and a bucket: real servers, real HTTP, two coordinators, the first killed -9 in mid-run."""
 
-import multiprocessing
-import os
 import shutil
-import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shoal.config import dumps
 from shoal.config.sections import Config, StoreSection
-from shoal.coordinator.service import KEY, serve_forever
+from shoal.coordinator.service import KEY
 from shoal.ledger.chain import verify_chain
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
@@ -37,22 +37,31 @@ PATIENCE_S = 120.0
 SUBMISSION, ACCEPTED = b"a worker's rows" * 50, b"a validator's rows" * 50
 
 
+SERVE = """
+import sys, threading
+from pathlib import Path
+from shoal import config
+from shoal.coordinator.service import serve_forever
+folder, run, port = sys.argv[1:]
+serve_forever(config.load(Path(folder) / "config.toml"), run, Path(folder), int(port), threading.Event())
+"""
+
+
 class Machine:
     """A coordinator in a process of its own, with a folder of its own that holds the pool's key."""
 
     def __init__(self, folder: Path, key: Path, settings: Config, port: int) -> None:
         folder.mkdir()
         shutil.copy(key, folder / KEY)
-        context = multiprocessing.get_context("spawn")  # a fork has no threads of the bucket's library
-        stop = context.Event()
-        self.folder = folder
-        self.process = context.Process(target=serve_forever, args=(settings, RUN, folder, port, stop))
-        self.process.start()
+        (folder / "config.toml").write_text(dumps(settings))
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, str(folder), RUN, str(port)], stdout=log, stderr=log
+            )
 
     def kill(self) -> None:
-        if self.process.pid and self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGKILL)
-            self.process.join(PATIENCE_S)
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -112,7 +121,7 @@ def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Con
             "/v1/claims", ClaimRequest(most=4), Claims
         ).claims  # repeated until the second one answers
         assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
-        assert machines[1].process.is_alive()
+        assert machines[1].process.poll() is None
         with httpx.Client() as client:
             assert client.send(signed).status_code == 401, "a request that the first one served is not served again"
         for number, (task, data) in enumerate(tasks):
