@@ -23,7 +23,7 @@ class Asked:
     key: str = ""  # of the coordinator; "": the one that the ledger names
     heads: Sequence[str] = ()  # that the auditor knows
     export: Path | None = None  # the ledger as JSON lines, instead of the database
-    unsealed: bool = False  # take a ledger whose coordinator runs or was killed
+    unsealed: bool = False  # accept a ledger whose coordinator still runs or was killed
     rerun: int = 1  # steps to run again
     proofs: int = 4  # submissions to judge again for each of these steps
 

@@ -1,7 +1,7 @@
 """The end of the chain: heads that validators co-signed, heads that the auditor knows, and the seal over the tables.
 
 Invariant: a chain that passes holds every head that anybody kept, and ends with the digests of all tables of the database
-beside it, unless the auditor takes a run that goes on or was killed (`unsealed`).
+beside it, unless the auditor accepts a run that is still going or was killed (`unsealed`).
 Called by `audit`.
 """
 

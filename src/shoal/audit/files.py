@@ -7,8 +7,8 @@
     learner/checkpoints   files as the learner signed them
     config.toml, metrics.jsonl, evaluations.jsonl    what the ledger and the sealed history say
 
-Invariant: a file that is in one of these places is checked whole. Versions and checkpoints are dropped as a run goes on, so
-an older one that is missing is no break; the newest of a finished run must be there.
+Invariant: every file in one of these places is checked whole. A run deletes its older versions and checkpoints, so a missing
+older one is fine. The newest one of a finished run must be there.
 Called by `audit`. Left out: caches of other nodes, logs, pictures and the summary, which nothing rests on.
 """
 

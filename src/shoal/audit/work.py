@@ -207,7 +207,7 @@ class Walk:
         step, config = body["step"], self.config
         members = [(str(id), int(group)) for id, group in body["groups"]]
         if step != len(self.found.batches) or len(members) != config.coordinator.prompts_per_step:
-            raise ValueError(f"is no batch of step {len(self.found.batches)}")
+            raise ValueError(f"is not the batch of step {len(self.found.batches)}")
         unchecked = 0
         for id, group in members:
             one = self.found.accepted.get(id)

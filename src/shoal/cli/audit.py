@@ -18,7 +18,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     _takes_run(audit_)
     audit_.add_argument("--head", action="append", default=[], metavar="SEQ:DIGEST", help="a head that you know")
     audit_.add_argument(
-        "--unsealed", action="store_true", help="take a run that goes on, or whose coordinator was killed"
+        "--unsealed", action="store_true", help="accept a run that is still going, or whose coordinator was killed"
     )
     audit_.add_argument("--rerun", type=MOST, default=1, metavar="N", help="steps to train again (default: 1)")
     audit_.add_argument("--proofs", type=MOST, default=4, metavar="N", help="submissions to judge again for each (4)")

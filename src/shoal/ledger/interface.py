@@ -1,7 +1,8 @@
 """What the pool needs of a ledger, whichever backend stores it.
 
 Invariant: an appended entry is never changed, reordered or removed, and its position is part of what is signed.
-Called by the coordinator, which depends on this interface only. Backends: `sqlite`, `postgres`. Stakes, which may be on an EVM chain, are in `stakes`.
+Called by the coordinator, which depends on this interface only. Backends: `sqlite`, `postgres`.
+Stakes, which may be on an EVM chain, are in `stakes`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
