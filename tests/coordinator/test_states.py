@@ -103,3 +103,12 @@ def test_a_decision_on_an_old_state_is_made_again_on_the_new_one() -> None:
 
 def test_who_is_no_member_has_no_state() -> None:
     assert not states.move(table(), "stranger", "ban", "", 0.0)
+
+
+def test_a_suspension_outlives_leaving_and_returning() -> None:
+    nodes = table()
+    nodes.suspend_until("key", 100.0)
+    for event, now_s in (("suspend", 0.0), ("drain", 1.0), ("emptied", 2.0), ("return", 3.0)):
+        assert states.move(nodes, "key", event, "", now_s)
+    found = nodes.get("key")
+    assert found is not None and found.state == "suspended"
