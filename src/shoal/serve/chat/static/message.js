@@ -41,6 +41,7 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
     panel.hidden = !panel.hidden;
     badge.setAttribute("aria-expanded", String(!panel.hidden));
     if (!panel.firstChild) panel.append(...details());
+    if (!panel.hidden) panel.scrollIntoView({ block: "nearest", behavior: "smooth" });
   }
 
   function details() {
@@ -64,6 +65,7 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
       }
       check.textContent = "Recompute it";
       check.disabled = false;
+      panel.scrollIntoView({ block: "nearest", behavior: "smooth" });
     }
 
     const download = h("button.quiet", { onclick: async () => save(await (await ask(`${at}/proof`)).blob(), "reply.json") }, icon("down"), "Download the proof");
