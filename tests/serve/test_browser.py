@@ -101,7 +101,7 @@ def test_register_chat_and_verify(browser: Any, run: Running) -> None:
     reply.get_by_role("button", name="Proof").click()
     reply.get_by_role("button", name="Recompute it").click()
     reply.get_by_role("button", name="Verified").wait_for()
-    sync_api.expect(reply).to_contain_text("That does not make the text true.")
+    sync_api.expect(reply).to_contain_text("whether the text is true.")
     visit.close()
 
 
@@ -200,8 +200,8 @@ def test_two_versions_and_a_budget(browser: Any, run: Running) -> None:
     page.get_by_text("8", exact=True).click()
     visit.say("1 + 1")
     replies = visit.replies(2)
-    sync_api.expect(replies.nth(0).locator("header")).to_have_text("steps@3")
-    sync_api.expect(replies.nth(1).locator("header")).to_have_text("steps@0")
+    sync_api.expect(replies.nth(0).locator("header")).to_have_text("Version 3")
+    sync_api.expect(replies.nth(1).locator("header")).to_have_text("Before training")
     sync_api.expect(replies.nth(0).locator(".budget")).to_contain_text("of 8 tokens")
     replies.nth(0).get_by_role("button", name="Continue with this").click()
     visit.say("2 + 2")

@@ -121,6 +121,21 @@ def test_guessing_a_password_is_slowed_and_locks_nobody_out_of_a_known_browser(p
     assert victim.enter("login").status_code == 200  # the browser that the user has logged in with before
 
 
+def test_behind_a_proxy_each_client_is_counted_alone_and_elsewhere_nobody_names_an_address(
+    page: Running, tiny_folder: Path, tmp_path: Path
+) -> None:
+    def last_answer(running: Running) -> int:
+        for n in range(22):  # each with another name, and pretending another address
+            person = Person(running, f"somebody-{n}")
+            person.http.headers["X-Forwarded-For"] = f"1.2.3.4, 10.0.{n}.1"
+            status = person.enter("login").status_code
+        return status
+
+    with serving(tiny_folder, tmp_path, ready=False, secure_cookies=True, hasher=CHEAP) as proxied:
+        assert last_answer(proxied) == 401
+    assert last_answer(page) == 429
+
+
 def test_an_unknown_name_is_refused_as_a_wrong_password_is(tmp_path: Path) -> None:
     accounts = Accounts(connect(tmp_path / "db"), hasher=CHEAP)
 

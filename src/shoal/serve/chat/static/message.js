@@ -30,7 +30,9 @@ export function prose(text, { writing = false } = {}) {
 }
 
 // `at`: the message's path in the API.
-export function reply(message, { at, sentence, alternatives, onagain, onpick, onbranch }) {
+export const versionName = (version, id) => (version === null || version === undefined ? id : version === 0 ? "Before training" : `Version ${version}`);
+
+export function reply(message, { at, alternatives, onagain, onpick, onbranch }) {
   const { facts } = message;
   const panel = h("section.facts", { hidden: true, "aria-label": "How to check this reply" });
   const badge = h("button.quiet.badge", { "aria-expanded": "false", onclick: toggle }, icon("shield"), h("span", {}, "Proof"));
@@ -55,11 +57,10 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
         const verdict = await post(`${at}/verify`, {});
         badge.className = `quiet badge ${verdict.passed ? "verified" : "refused"}`;
         badge.replaceChildren(icon(verdict.passed ? "shield" : "cross"), h("span", {}, verdict.passed ? "Verified" : "Refused"));
-        const exact = verdict.exact ? "Equal to the last bit." : "Within the limits for machines that round differently.";
         outcome.replaceChildren(
           h("ul", {}, verdict.findings.map((one) => h(`li.${one.passed ? "yes" : "no"}`, {}, icon(one.passed ? "check" : "cross"),
             h("span", {}, one.question, one.detail ? h("small", {}, ` ${one.detail}`) : null)))),
-          h("p", {}, verdict.passed ? `${exact} ${sentence}` : "This is not what these weights, this prompt and this seed yield."));
+          h("p", {}, verdict.sentence));
       } catch (refused) {
         outcome.replaceChildren(h("p.error", {}, refused.message));
       }
@@ -80,7 +81,7 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
   }
 
   return h("article.reply", { "aria-label": `Reply by ${facts.model}` },
-    facts.pair ? h("header", {}, facts.model) : null,
+    facts.pair ? h("header", {}, versionName(facts.version, facts.model)) : null,
     prose(message.content),
     message.content ? null : h("p.none", {}, "The reply is empty: the model ended at once."),
     note(facts),
