@@ -228,7 +228,7 @@ def _recomputed(reply: Reply, held: Held, config: Config) -> tuple[Finding, Find
     yielded = far == 0 and beyond <= allowed and mean <= limits.sampling_margin_mean
     missed = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - missed} of {len(margins_N)} are"
-    tokens = Finding("Is every token the one that the seed yields?", yielded, detail)
+    tokens = Finding("Are the tokens those that the seed yields?", yielded, detail)
     proofs, equal = _proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
     return tokens, proofs, missed == 0 and equal
 
