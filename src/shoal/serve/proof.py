@@ -30,7 +30,6 @@ from shoal.serve.decoding.scheduler import scaled
 from shoal.serve.decoding.text import text_of
 from shoal.serve.versions import Held
 
-FORMAT = "shoal-reply/1"
 CHUNK_TOKENS = 32
 LARGEST_BYTES = 16 << 20
 MOST_TOKENS = 1 << 20
@@ -63,7 +62,7 @@ class Reply(BaseModel):
     """What the file holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["shoal-reply/1"] = FORMAT
+    format: Literal["shoal-reply/1"] = "shoal-reply/1"
     model: Annotated[str, Field(max_length=300)]
     version: int | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
