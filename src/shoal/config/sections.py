@@ -224,7 +224,7 @@ class ValidatorSection(Section):
     sampling_margin_mean: float = Field(
         default=0.02,
         gt=0,
-        description="largest mean margin in nats, over a submission's tokens; those beyond `sampling_margin` count as 0 here",
+        description="largest mean margin in nats, over a submission's tokens; one beyond `sampling_margin` counts as 0",
         json_schema_extra=MEASURED,
     )
     eos_probability: float = Field(
