@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat
 from shoal.ledger.chain import read_export, verify_chain, write_export
+from shoal.model import numerics
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 
@@ -365,6 +366,24 @@ def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path:
     assert gain(summary) >= LEAST_GAIN
 
 
+@pytest.mark.slow
+def test_a_faked_fingerprint_earns_nothing_and_is_no_lie_and_a_lie_beside_it_is_slashed(tmp_path: Path) -> None:
+    if numerics.refusal("float32"):
+        pytest.skip(f"no exact numerics here: {numerics.refusal('float32')}")
+    out = tmp_path / "run"
+    cheats = '["faked_fingerprint", "quantized_weights"]'
+    swarm = start(out, "--set", f"workers.cheat={cheats}", "--set", "model.dtype=float32", config="tiny-byzantine")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater-1"]
+    assert summary["reject_reasons"].keys() == {"inexact", EXPECTED["quantized_weights"]}
+    assert summary["accepted"]["cheater-0"] == summary["accepted"]["cheater-1"] == 0
+    assert summary["rejected"]["cheater-0"] == summary["reject_reasons"]["inexact"] >= 1
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    assert summary["exact"]["tokens"] > 0 and summary["exact"]["mismatched_tokens"] == 0
+
+
 # --- a tool ----------------------------------------------------------------------------------------------------------
 
 SFT = """
@@ -414,7 +433,7 @@ def calling_config(folder: Path) -> Path:
 
 
 def test_every_lie_is_told_in_a_run() -> None:
-    assert {*EXPECTED, "forged_tool"} == set(get_args(Cheat))
+    assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(get_args(Cheat))
 
 
 @pytest.mark.slow

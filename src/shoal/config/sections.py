@@ -20,7 +20,13 @@ from shoal.config.recipe import (
 )
 
 Cheat = Literal[
-    "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission", "forged_tool"
+    "older_weights",
+    "quantized_weights",
+    "forged_reward",
+    "wrong_temperature",
+    "replayed_submission",
+    "forged_tool",
+    "faked_fingerprint",
 ]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
