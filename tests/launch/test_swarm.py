@@ -193,7 +193,7 @@ def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
 def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
     out, printed = finished
     assert "disk: up to " in printed and "of caches freed" in printed
-    assert [path.name for path in (out / "learner" / "versions").iterdir()] == ["v000024"]
+    assert {path.name for path in (out / "learner" / "versions").iterdir()} == {"v000023", "v000024"}
     assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == ["step-000024"]
     assert not list(out.glob("*/weights")) and not (out / "relay-0" / "store").exists()
 

@@ -37,7 +37,7 @@ def remove_caches(folder: Path, config: Config) -> int:
             for name in CACHES:
                 shutil.rmtree(node / name, ignore_errors=True)
     learner = folder / "learner"
-    for old in sorted(learner.glob("versions/v*"))[:-1]:
+    for old in sorted(learner.glob("versions/v*"))[: -config.learner.keep_versions]:
         shutil.rmtree(old)
     for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
         if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
