@@ -1,8 +1,8 @@
 """Free the disk space that a stopped run no longer needs: `shoal clean DIR`, and the end of `shoal run`.
 
 Invariant: what resuming and the user need is never removed: `model/`, the newest checkpoint and those of
-`learner.keep_every`, the learner's newest `keep_versions`, the newest `relays.keep` versions at the origin with the deltas and
-anchors they need (a manifest is signed only once, and submissions of these versions may wait for a validator), the
+`learner.keep_every`, the learner's newest `keep_versions`, the newest `relays.keep` versions at the origin with the deltas
+and anchors they need (a manifest is signed only once, and submissions of these versions may wait for a validator), the
 coordinator's folder, keys, invites, logs and metrics. Called by `cli` and `swarm`.
 """
 
