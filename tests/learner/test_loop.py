@@ -276,3 +276,31 @@ def test_unchecked_logprobs_are_not_trained_on_and_no_metric_is_infinite(tiny_fo
     assert figures[0] == figures[1] and figures[0]["data/implausible"] == 0.0
     assert all(math.isfinite(value) for value in figures[0].values())
     assert versions(tmp_path / "1") == versions(tmp_path / "2")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from Linux's /proc")
+def test_what_gets_its_final_name_is_on_disk_before(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a version that has its name is whole: a restart does not write it again."""
+    done: list[str] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def renamed(path: Path, to: Path) -> Path:
+        done.append(f"rename {Path(to).relative_to(tmp_path)}")
+        return rename(path, to)
+
+    def synced(fd: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{fd}').readlink().relative_to(tmp_path)}")
+        fsync(fd)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    make_learner(tiny_folder, tmp_path, Pool(*files), steps=1).run(threading.Event())
+    for folder in ("versions/v000000", "versions/v000001", "model", "checkpoints/step-000001"):
+        final = Path(folder)
+        at = done.index(f"rename {folder}")
+        unfinished = final.with_name(f".{final.name}")
+        inside = {f"fsync {unfinished / path.name}" for path in (tmp_path / folder).iterdir()}
+        assert inside | {f"fsync {unfinished}"} <= set(done[:at]), folder
+        assert done[at + 1] == f"fsync {final.parent}", folder

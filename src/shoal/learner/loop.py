@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.files import copy_tree
+from shoal.files import commit_folder, copy_tree
 from shoal.learner import lora, metrics
 from shoal.learner.batch import micro_batches, teaching, with_own_behaviour
 from shoal.learner.checkpoint import Checkpoints, Progress
@@ -140,7 +140,8 @@ class Learner:
             self.checkpoints.finish()  # a restart stops here, too
             raise EmptyBatchError(
                 f"step {step}: no group is left to train on; {fetched.left_out} (see the log). The {skipped} steps or "
-                "updates before it were skipped, which is learner.guard.max_skips: look for a broken validator or coordinator"
+                "updates before it were skipped, which is learner.guard.max_skips: look for a broken validator or "
+                "coordinator"
             )
         log.error("step %d is skipped: no group is left to train on; %s", step, fetched.left_out)
         self.policy.skipped_in_row += 1
@@ -155,7 +156,7 @@ class Learner:
             temporary = final.with_name(f".{final.name}")
             shutil.rmtree(temporary, ignore_errors=True)
             save_model(self.policy.model, self.policy.tokenizer, temporary, tensors, self.policy.stored)
-            temporary.rename(final)
+            commit_folder(temporary, final)
         for _ in tensors:  # the other ranks take part in gathering each tensor
             pass
         section = self.config.learner.lora
@@ -176,8 +177,11 @@ class Learner:
         if self.node is None:
             return
         model = self.folder / MODEL
+        temporary = model.with_name(f".{MODEL}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        copy_tree(self.versions / version_name(progress.step), temporary)
         shutil.rmtree(model, ignore_errors=True)  # of an earlier run with fewer steps
-        copy_tree(self.versions / version_name(progress.step), model)
+        commit_folder(temporary, model)
         log.info("finished %d steps; the trained model is in %s", progress.step, model)
 
     def checkpoint(self, progress: Progress) -> None:
