@@ -343,9 +343,7 @@ class LearnerSection(Section):
         description="denominator of the ratio; validated: logprobs that the validator computed under the sampling "
         "version; recomputed: the learner's own at the start of the step",
     )
-    lora: LoraSection | None = Field(
-        default=None, description="train low-rank adapters (needs the extra `lora`); none: train all weights"
-    )
+    lora: LoraSection | None = Field(default=None, description="train low-rank adapters; none: train all weights")
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
 

@@ -173,13 +173,17 @@ class Learner:
         return metrics.sync_metrics(final, time.monotonic() - started_s)
 
     def leave_model(self, progress: Progress) -> None:
-        """Copy the last version to where the user looks for it."""
+        """Leave the last version where the user looks for it: a plain model, adapters merged."""
         if self.node is None:
             return
         model = self.folder / MODEL
         temporary = model.with_name(f".{MODEL}")
         shutil.rmtree(temporary, ignore_errors=True)
-        copy_tree(self.versions / version_name(progress.step), temporary)
+        version = self.versions / version_name(progress.step)
+        if self.config.learner.lora is None:
+            copy_tree(version, temporary)
+        else:
+            lora.merge(version, temporary)
         shutil.rmtree(model, ignore_errors=True)  # of an earlier run with fewer steps
         commit_folder(temporary, model)
         log.info("finished %d steps; the trained model is in %s", progress.step, model)
