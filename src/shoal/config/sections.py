@@ -1,6 +1,7 @@
 """The sections of a config: one model per process, and `Config`, which holds and cross-checks all of them.
 
-Defaults are INTELLECT-2's recipe; `configs/` holds settings that fit a laptop. `recipe` holds tasks, sampling and loss.
+Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `configs/` holds settings that fit a laptop.
+`recipe` holds tasks, sampling and loss.
 """
 
 from typing import Annotated, Literal
