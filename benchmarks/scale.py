@@ -45,6 +45,7 @@ from shoal.protocol.messages import Policy, Role
 HERE = Path(__file__).parent
 START_S = 60.0
 PREPARED = 12_000  # requests: signing them takes a second or two, and they are good for a minute
+AT_ONCE = 500  # registrations
 NODE_BEATS_S = 1.0
 STATS = {"doing": "generating for step 7", "tokens": 123456, "busy_s": 1234.5, "waiting_s": 67.8, "rss_bytes": 1 << 31}
 
@@ -140,14 +141,7 @@ class Pool:
                 raise RuntimeError(f"{path}: {sent.statuses}")
 
     async def of(self, count: int) -> dict[str, Any]:
-        new = identities(count - len(self.workers))
-        names = range(len(self.workers), count)
-        self.workers += new
-        joining = [
-            self._signed(key, "/v1/register", self._joining("worker", f"w{n}"))
-            for key, n in zip(new, names, strict=True)
-        ]
-        found: dict[str, Any] = {"workers": count, "register": await self._timed(joining, seconds=3600.0)}
+        found: dict[str, Any] = {"workers": count, "register": await self._register(count - len(self.workers))}
         found["idle"] = await self._timed(self._beats(wants_task=False))
         found["waiting"] = await self._timed(self._beats(wants_task=True))
         found["one_each"] = await self._timed(self._beats(wants_task=False), reuse=False)
@@ -157,6 +151,23 @@ class Pool:
         found["status"] = self._status()
         found["rss_mb"] = round(self.process.memory_info().rss / 1e6, 1)
         sys.stderr.write(json.dumps(found) + "\n")
+        return found
+
+    async def _register(self, count: int) -> dict[str, Any]:
+        """So many new workers, a few hundred at a time: a signature is good for a minute. Returns the last measurement."""
+        found: dict[str, Any] = {}
+        while count > 0:
+            new = identities(min(count, AT_ONCE))
+            names = range(len(self.workers), len(self.workers) + len(new))
+            joining = [
+                self._signed(key, "/v1/register", self._joining("worker", f"w{name}"))
+                for key, name in zip(new, names, strict=True)
+            ]
+            found = await self._timed(joining, seconds=3600.0)
+            if set(found["statuses"]) != {"200"}:
+                raise RuntimeError(f"workers could not register: {found['statuses']}")
+            self.workers += new
+            count -= len(new)
         return found
 
     def _beats(self, *, wants_task: bool, most: int = PREPARED) -> list[bytes]:

@@ -22,6 +22,7 @@ SCHEMA = [
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)""",
     "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
     "CREATE INDEX IF NOT EXISTS nodes_state ON nodes (state, seq)",
+    "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
 ]
 TOGETHER = 64  # rows in one statement
 BEAT = "(CAST(? AS TEXT), CAST(? AS DOUBLE PRECISION), CAST(? AS BIGINT), CAST(? AS TEXT))"
