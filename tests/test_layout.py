@@ -23,6 +23,7 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
+    "diloco": ["errors", "files"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -56,7 +57,7 @@ ROOMS = {
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence"]
+LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence", "diloco"]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise
