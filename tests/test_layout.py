@@ -30,6 +30,7 @@ ROOMS = {
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
+    "pretrain": ["config", "diloco", "errors", "files", "model"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
@@ -49,8 +50,8 @@ ROOMS = {
         "validator",
     ],
     "cli": [
-        "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "protocol", "roles",
-        "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "pretrain",
+        "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

@@ -18,6 +18,7 @@ from shoal.config.recipe import (
     SftSection,
     TaskSection,
 )
+from shoal.config.sites import PretrainSection, SitesSection
 
 Cheat = Literal[
     "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission", "forged_tool"
@@ -364,6 +365,8 @@ class Config(Section):
     requirements: RequirementsSection = RequirementsSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
+    pretrain: PretrainSection = PretrainSection()
+    sites: SitesSection = SitesSection()
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:

@@ -106,7 +106,7 @@ class Meeting:
             log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
             self.lost_shares, member.share = self.lost_shares + 1, None
         self._save()
-        same = greeting.round == self.round and greeting.digests == self.agreed.digests
+        same = (greeting.round or 0) == self.round and greeting.digests == self.agreed.digests
         return Welcome(round=self.round, same=same, accepted=member.accepted)
 
     def take(self, name: str) -> int:
