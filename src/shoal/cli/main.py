@@ -13,6 +13,7 @@
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
+    shoal pretrain CONFIG                training on plain text, alone
 
 Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
 unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import audit, doctor, evals, filter, grade, nodes, pool, run, sft, shardcast, stake, tools
+from shoal.cli import audit, doctor, evals, filter, grade, nodes, pool, pretrain, run, sft, shardcast, stake, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -60,6 +61,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
+    "pretrain": pretrain.run_pretrain,
     "eval": evals.run_eval,
 }
 
@@ -87,6 +89,7 @@ def command_line() -> argparse.ArgumentParser:
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
+    pretrain.pretrain_arguments(commands.add_parser("pretrain", help="train on plain text"))
     return parser
 
 

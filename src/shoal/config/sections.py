@@ -19,6 +19,7 @@ from shoal.config.recipe import (
     SftSection,
     TaskSection,
 )
+from shoal.config.sites import PretrainSection, SitesSection
 
 Cheat = Literal[
     "older_weights",
@@ -401,6 +402,8 @@ class Config(Section):
     requirements: RequirementsSection = RequirementsSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
+    pretrain: PretrainSection = PretrainSection()
+    sites: SitesSection = SitesSection()
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:
