@@ -22,7 +22,8 @@ STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
 AXE_VERSION := 4.10.3
-.PHONY: help setup sandbox servers browser run test test-slow lint lint-format lint-rules lint-types format bench clean
+WEB := src/shoal/web
+.PHONY: help setup sandbox servers browser vendor run test test-slow lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
@@ -42,6 +43,12 @@ browser: $(STAMP)  ## install what the pages' tests need: Chromium (Debian, Ubun
 	$(PIP) install --constraint constraints.txt playwright
 	@command -v npm >/dev/null && npm install --silent --prefix .browser axe-core@$(AXE_VERSION) \
 	|| echo "npm is not installed: the test by axe-core is skipped"
+
+vendor:  ## fetch the pages' vendored files again, as their lock file has them (needs npm)
+	npm ci --silent --prefix $(WEB)/vendor
+	cp $(WEB)/vendor/node_modules/katex/dist/katex.min.js $(WEB)/static/
+	cp $(WEB)/vendor/node_modules/katex/LICENSE $(WEB)/static/katex-license.txt
+	rm -r $(WEB)/vendor/node_modules
 
 run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)

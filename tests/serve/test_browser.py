@@ -26,6 +26,7 @@ PASSWORD = "correct horse battery"
 DEADLINE_MS = 60_000
 AXE = Path(__file__).parents[2] / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
 HOSTILE = (
+    "so $x^2$ and $\\href{javascript:document.title=1}{y}$\n\n"
     '<img src=x onerror="document.title=1"><script>document.title=1</script>\n\n[x](javascript:document.title=1)\n\n'
     "```html\n<svg onload=document.title=1>\n```\n<think><iframe srcdoc='<script>top.document.title=1</script>'>"
 )
@@ -124,6 +125,7 @@ def test_what_a_model_writes_never_runs(browser: Any, run: Running) -> None:
         == 0
     )
     assert visit.page.locator("a[href^=javascript]").count() == 0
+    sync_api.expect(reply.locator("math")).to_have_count(2)  # drawn, the second without its link
     visit.close()
 
 

@@ -44,6 +44,15 @@ test("lists nest and keep their numbers", () => {
   assert.equal(parse("- a\n\n- b").length, 1);
 });
 
+test("formulas are found, prices and shell variables are not", () => {
+  assert.deepEqual(inline("so \\(a_1 * b_2\\) and $x^2$.").filter((part) => part.kind === "math").map((part) => part.text), ["a_1 * b_2", "x^2"]);
+  for (const plain of ["it costs $5 and $6", "$HOME", "a $ b $ c", "\\$5", "\\( open"]) assert.ok(!inline(plain).some((part) => part.kind === "math"), plain);
+  assert.deepEqual(parse("so\n$$\na\n+b\n$$\nthen"), [
+    { kind: "p", inline: [{ kind: "text", text: "so" }] }, { kind: "math", display: true, text: "a\n+b" }, { kind: "p", inline: [{ kind: "text", text: "then" }] }]);
+  assert.deepEqual(kinds("\\[ x \\]"), ["math"]);
+  assert.deepEqual(kinds("$$ never ends"), ["p"]);
+});
+
 test("a short row of a table is filled, a long one is cut", () => {
   const [table] = parse("a|b\n-|-\n1\n");
   assert.equal(table.kind, "table");

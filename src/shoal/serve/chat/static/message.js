@@ -3,6 +3,7 @@
 import { ask, post } from "./api.js";
 import { h, icon } from "./dom.js";
 import { parse, render, thinking } from "./markdown.js";
+import { math } from "./math.js";
 
 const code = (lang, text) => {
   const copy = h("button.quiet", { "aria-label": "Copy the code" }, icon("copy"), "Copy");
@@ -23,9 +24,9 @@ export function prose(text, { writing = false } = {}) {
     const words = thought.trim().split(/\s+/).filter(Boolean).length;
     parts.push(h("details.thought", { open: open && writing },
       h("summary", {}, open && writing ? "Thinking" : `Thought for ${words} word${words === 1 ? "" : "s"}`),
-      h("div.prose", {}, render(parse(thought), h, code))));
+      h("div.prose", {}, render(parse(thought), h, code, math))));
   }
-  parts.push(h("div.prose", {}, render(parse(said), h, code)));
+  parts.push(h("div.prose", {}, render(parse(said), h, code, math)));
   return parts;
 }
 
