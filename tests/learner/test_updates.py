@@ -37,7 +37,7 @@ def learner(folder: Path, out: Path, kind: str, **changed: Any) -> Learner:
     section = FREE | {"optimizer_steps_per_step": UPDATES, "row_tokens": 64} | changed
     section["loss"] = {"kind": kind, "beta": 0.0, "entropy": 0.0}
     config = parse(
-        {"learner": section, "sampling": {"max_tokens": MAX_TOKENS}, "coordinator": {"prompts_per_step": 11}}
+        {"learner": section, "sampling": {"max_tokens": MAX_TOKENS}, "coordinator": {"prompts_per_step": 16}}
     )
     return Learner(None, config, Policy(folder, config.learner, "float32", "cpu", 1.0), out)
 

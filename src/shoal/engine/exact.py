@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from shoal.model.exact import KEYS, Step, rounded
 from shoal.model.numerics import ROW_UNIT
-from shoal.model.plain import body
+from shoal.model.rows import body
 from shoal.model.tree import Tree, forward_row, pack
 
 GROW_BY = 128  # positions by which a full cache grows

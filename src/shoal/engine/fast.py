@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from shoal.model.plain import body
+from shoal.model.rows import body
 
 GROW_BY = 64  # positions by which a full cache grows
 

@@ -55,7 +55,7 @@ def micro_batches(
     """The groups' trees in rows of `row_tokens` positions, filled by best fit.
 
     Rows are longer if a prompt and one of its completions need it: what the validator accepted can be trained on.
-    Without `packs`, each row is one completion behind its prompt (`model/plain`).
+    Without `packs`, each row is one completion behind its prompt (`model/rows`).
     """
     longest = max((len(group.prompt) + max(map(len, group.completions)) for group in groups), default=0)
     row_tokens = max(row_tokens, longest)

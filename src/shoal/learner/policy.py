@@ -23,7 +23,7 @@ from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
 from shoal.learner.loss import policy_loss
 from shoal.learner.ranks import Ranks, whole
-from shoal.model import plain
+from shoal.model import rows
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.numerics import Numerics
@@ -138,7 +138,7 @@ class Policy:
     @property
     def packs(self) -> bool:
         """Whether rows may hold several sequences."""
-        return plain.packs(self.model)
+        return rows.packs(self.model)
 
     @property
     def lr(self) -> float:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from shoal.model import adapters, attention, exact, head, plain, support
+from shoal.model import adapters, attention, exact, head, rows, support
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import Numerics
 from shoal.model.positions import limit_
@@ -38,7 +38,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
 
     It computes packed rows with these numerics where that is right for the model, and otherwise one sequence a row, slower
-    and with fast numerics, which is said once (`plain.packs`, `numerics.of`).
+    and with fast numerics, which is said once (`rows.packs`, `numerics.of`).
     Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -57,7 +57,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     if why:
         _say(f"{support.name_of(config, folder)} is computed one sequence a row, which is slower: {why}")
         model = _load(folder, config, dtype, device, None) if model is None else model
-        plain.use_(model)
+        rows.use_(model)
         known = support.reference(model, folder)
         setattr(model, head.ATTRIBUTE, known.change)
         differs = support.difference(model, known, folder)
@@ -72,7 +72,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics | None) -> Any:
     """With Shoal's attention, or transformers' own if `numerics` is None. None if the attention cannot be replaced."""
-    name = {"exact": exact.NAME, "fast": attention.NAME, None: plain.NAME}[numerics]
+    name = {"exact": exact.NAME, "fast": attention.NAME, None: rows.NAME}[numerics]
     if numerics is not None:
         AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
         AttentionMaskInterface.register(name, sdpa_mask)

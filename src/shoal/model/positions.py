@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.model.plain import body
+from shoal.model.rows import body
 
 
 class TooManyTokensError(ShoalError):

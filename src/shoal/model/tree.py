@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model import numerics, plain
+from shoal.model import numerics, rows
 from shoal.model.attention import Layout, Span
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
@@ -148,10 +148,10 @@ def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
 
     `cache`: a transformers cache, which sees each block's keys and values; for models that compute packed rows.
     """
-    if not plain.packs(model):
-        return plain.forward_row(model, packed)
+    if not rows.packs(model):
+        return rows.forward_row(model, packed)
     padding = -len(packed.tokens_T) % ROW_UNIT if numerics.of(model) == "exact" else 0
-    output = plain.body(model)(
+    output = rows.body(model)(
         input_ids=F.pad(packed.tokens_T, (0, padding))[None],
         position_ids=F.pad(packed.positions_T, (0, padding))[None],
         attention_mask=packed.tokens_T.new_empty(1, 1, 1, 1),  # unused; 4-D, so that transformers builds no mask

@@ -1,4 +1,4 @@
-"""Decoding for models on the slower path (`model/plain`): every step computes the sequences anew, without a cache.
+"""Decoding for models on the slower path (`model/rows`): every step computes the sequences anew, without a cache.
 
 Rows of one prompt have equal lengths, so they are computed together and nothing is padded.
 Invariant: a row's hidden states are those of transformers' forward of it, except for rounding. Called by the torch engine.
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model import plain
 
-
-class PlainDecoding:
+class UncachedDecoding:
     """The rows that are being decoded. `first_BH` holds the hidden states that their first tokens are drawn from."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], groups: Sequence[int], max_tokens: int) -> None:
@@ -39,6 +37,6 @@ class PlainDecoding:
         """Keep the given old rows, in this order."""
         self.rows = [self.rows[row] for row in rows]
 
-    def _last(self, rows: list[list[int]]) -> Tensor:
-        """The last position's hidden states of rows of equal length."""
-        return plain.forward(self.model, torch.tensor(rows, device=self.model.device))[:, -1]
+    def _last(self, sequences: list[list[int]]) -> Tensor:
+        """The last position's hidden states of sequences of equal length."""
+        return rows.forward(self.model, torch.tensor(sequences, device=self.model.device))[:, -1]
