@@ -41,9 +41,9 @@ class ModelSection(Section):
     )
     device: str = Field(default="cpu", description="torch device to compute on: cpu, cuda, cuda:1")
     numerics: Literal["auto", "exact", "fast"] = Field(
-        default="fast",
+        default="auto",
         description="exact: a token's results have the same bits in every batch; fast: the fastest kernels; auto: exact "
-        "on a CPU that can",
+        "where the machine can, else fast",
     )
 
 
