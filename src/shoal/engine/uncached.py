@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.model import rows
+
 
 class UncachedDecoding:
     """The rows that are being decoded. `first_BH` holds the hidden states that their first tokens are drawn from."""
