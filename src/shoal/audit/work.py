@@ -303,7 +303,7 @@ class Walk:
 
 
 def gather_step(run: Opened, found: Found, step: int) -> Fetched:
-    """A step's groups from the accepted files, exactly as the learner gathers them. Raises BatchError, StoreError."""
+    """A step's groups from the accepted files, exactly as the learner gathers them. Raises StoreError."""
     members = [BatchGroup(submission=id, group=group) for id, group in found.batches[step]]
     batch = Batch(step=step, ready=True, have=len(members), need=len(members), groups=members)
 

@@ -1,6 +1,7 @@
 """The sections of a config: one model per process, and `Config`, which holds and cross-checks all of them.
 
-Defaults are INTELLECT-2's recipe; `configs/` holds settings that fit a laptop. `recipe` holds tasks, sampling and loss.
+Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `configs/` holds settings that fit a laptop.
+`recipe` holds tasks, sampling and loss.
 """
 
 from typing import Annotated, Literal
@@ -18,9 +19,16 @@ from shoal.config.recipe import (
     SftSection,
     TaskSection,
 )
+from shoal.config.sites import PretrainSection, SitesSection
 
 Cheat = Literal[
-    "older_weights", "quantized_weights", "forged_reward", "wrong_temperature", "replayed_submission", "forged_tool"
+    "older_weights",
+    "quantized_weights",
+    "forged_reward",
+    "wrong_temperature",
+    "replayed_submission",
+    "forged_tool",
+    "faked_fingerprint",
 ]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -253,7 +261,7 @@ class ValidatorSection(Section):
     sampling_margin_mean: float = Field(
         default=0.02,
         gt=0,
-        description="largest mean margin in nats, over a submission's tokens",
+        description="largest mean margin in nats, over a submission's tokens; one beyond `sampling_margin` counts as 0",
         json_schema_extra=MEASURED,
     )
     eos_probability: float = Field(
@@ -394,6 +402,8 @@ class Config(Section):
     requirements: RequirementsSection = RequirementsSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
+    pretrain: PretrainSection = PretrainSection()
+    sites: SitesSection = SitesSection()
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from shoal.config import Config
 from shoal.coordinator import states
 from shoal.coordinator.assignments import Assignments
+from shoal.coordinator.beats import Beats
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.fitness import RETRY_S, lacks
@@ -20,9 +21,6 @@ from shoal.coordinator.tables.nodes import Node
 from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
-from shoal.shardcast.serve.rates import Rates
-
-RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest node beats once a second
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class Members:
         self.assignments = assignments
         self.classes = classes
         self.stakes = stakes
-        self._records = Rates(RECORDS_PER_S)
+        self._beats = Beats(db)
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
         """Raise PoolError unless this invite lets this key, on such a machine, in. Changes nothing."""
@@ -134,7 +132,7 @@ class Members:
         """Record that a registered node lives; give a worker that wants one its next task."""
         with self.db.transaction():
             node = self._now(key)
-            self._record(node, beat)
+            self._beats.take(node, beat)
             self.classes.report(key, beat)
             if beat.finished is not None and node.role == "worker":
                 self.assignments.finished(key, beat.finished)
@@ -173,14 +171,6 @@ class Members:
         elif node.state == "draining" and not self.db.submissions.holds_any(key):
             moved = states.move(self.db.nodes, key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
-
-    def _record(self, node: Node, beat: Heartbeat) -> None:
-        """Each record is a sync of the disk: a node that beats far too often is recorded less often than it beats."""
-        now_s = self.db.clock()
-        if self._records.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
-            return
-        self._records.charge(node.key, 1, now_s)
-        self.db.nodes.beat(node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
 
     def _state_for(self, node: Node) -> Literal["running", "finished", "evicted", "left"]:
         """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""

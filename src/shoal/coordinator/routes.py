@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config import Config
 from shoal.coordinator.admission import Admission, body_pieces, read_body
+from shoal.coordinator.costly import Costly
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.front import Front, refusal
 from shoal.coordinator.nonces import nonce_secret
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 Answer = BaseModel | bytes | web.StreamResponse
 Handler = Callable[["Request"], Awaitable[Answer]]
-READER_GRANT_S = 600.0  # renewed with each heartbeat
+READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
 MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by their URLs
 MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
@@ -92,6 +93,9 @@ class Coordinator:
         self.store = Folder(folder / "store")
         self.store.clean()
         self.tasks = folder / TASKS
+        self.status = Costly(lambda: self.pool.status().model_dump_json())
+        self.metrics = Costly(self.pool.metrics)
+        self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
         self._uploads: dict[tuple[str, str], object] = {}  # kind and submission id -> the upload in progress
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
 
@@ -148,7 +152,7 @@ class Coordinator:
         return web.json_response(text=signed.model_dump_json())
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(text=self.pool.status().model_dump_json())
+        return web.json_response(text=self.status.get())
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
@@ -157,7 +161,7 @@ class Coordinator:
         return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.pool.metrics(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return web.Response(text=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -198,8 +202,18 @@ class Coordinator:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
         if answer.state == "evicted":
             return answer
-        grant = issue(self.identity.private_key, request.key, self.run, time.time() + READER_GRANT_S)
-        return answer.model_copy(update={"reader_grant": grant})
+        return answer.model_copy(update={"reader_grant": self._reader_grant(request.key)})
+
+    def _reader_grant(self, key: str) -> str:
+        """One that is good for half of its time at least: signing is a good part of what a heartbeat costs."""
+        now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
+        if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
+            until_s, grant = (
+                now_s + READER_GRANT_S,
+                issue(self.identity.private_key, key, self.run, now_s + READER_GRANT_S),
+            )
+            self._grants[key] = until_s, grant
+        return grant
 
     async def _drain(self, request: Request) -> Answer:
         self.pool.members.drain(request.key)

@@ -127,9 +127,9 @@ async def _serve(
                 # In a thread: a tracker may wait for its own server, and members must not.
                 await asyncio.to_thread(record.take, news)
                 recorded_s = time.monotonic()
-                if reports and (status := coordinator.pool.status()).state == "finished":
+                if reports and coordinator.pool.db.is_finished(coordinator.config.run.steps):
                     _catch_up(record, coordinator)
-                    await asyncio.to_thread(_report, coordinator.config, status, record)
+                    await asyncio.to_thread(_report, coordinator.config, coordinator.pool.status(), record)
                     reports = False
     finally:
         await runner.cleanup()
