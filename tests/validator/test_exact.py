@@ -97,6 +97,16 @@ def test_a_bit_of_a_proof_is_inexact(validator: Validator, worker: Producer, row
     assert verdict.reason is not None
 
 
+def test_a_missing_proof_differs(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+    from shoal.validator.exact import exact_proofs
+
+    case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))
+    computed = validator.judge.prefill([case])[0]  # type: ignore[list-item]
+    assert validator.judge.rules is not None and exact_proofs(validator.judge.rules, computed).finding is None
+    fewer = replace(computed, rows=[replace(computed.rows[0], proofs=[]), *computed.rows[1:]])
+    assert exact_proofs(validator.judge.rules, fewer).finding is not None
+
+
 def test_a_token_within_the_limits_is_inexact(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
     """The lie that a tolerance allows: another token where two scores are close."""
     case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))

@@ -81,7 +81,7 @@ class Validator:
                 if not claims:
                     self.node.doing("submissions", waiting=True)
                     self.preload()
-                    stop.wait(IDLE_S)
+                    stop.wait(self.node.pause_s(IDLE_S))
                     continue
                 self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
                 self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
