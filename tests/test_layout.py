@@ -49,9 +49,10 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model", "plan",
         "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
