@@ -3,7 +3,7 @@
 `incomplete`   the run has not trained and evaluated all of its steps
 `audit`        `shoal audit` found a broken link
 `lost`         a validator logged that it accepted a submission, or the ledger says so, and the pool does not have it; or one
-               of its useful groups was neither trained on, nor dropped as too old, nor left over at the end
+               of its useful groups is in a batch that was not trained on
 `penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted; or suspended for longer than
                a fault was its own or another's
 
@@ -75,7 +75,7 @@ def audit(folder: Path) -> list[str]:
 
 def _incomplete(folder: Path, steps: int) -> list[str]:
     done = json.loads((folder / "summary.json").read_text())["steps"] if (folder / "summary.json").exists() else 0
-    return [] if done == steps else [f"{done} of {steps} steps"]
+    return [] if steps and done == steps else [f"{done} of {steps or 'unknown'} steps"]
 
 
 def _lost(folder: Path, database: sqlite3.Connection) -> list[str]:
