@@ -6,7 +6,7 @@
     slow      it runs 1/10 of the time, in slices of 20 ms
 
 Invariant: each pair of role and fault comes once before any comes twice; the order, the process and the length follow from
-the seed. A process has at most one fault at a time.
+the seed. A process has at most one fault at a time; the next one waits for its end.
 """
 
 import random

