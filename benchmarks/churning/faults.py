@@ -89,7 +89,7 @@ def suffer(fault: Fault, pid: Callable[[str], int | None], network: Network, now
 def in_background(
     fault: Fault, pid: Callable[[str], int | None], network: Network, now_s: Callable[[], float]
 ) -> threading.Thread:
-    thread = threading.Thread(target=suffer, args=(fault, pid, network, now_s), name=fault.name)
+    thread = threading.Thread(target=suffer, args=(fault, pid, network, now_s), name=fault.name, daemon=True)
     thread.start()
     return thread
 
