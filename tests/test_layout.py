@@ -23,12 +23,14 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
+    "diloco": ["errors", "files"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
+    "pretrain": ["config", "diloco", "errors", "files", "model"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
@@ -47,16 +49,17 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
-        "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "protocol", "roles",
-        "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence"]
+LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence", "diloco"]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise

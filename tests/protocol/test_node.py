@@ -169,10 +169,20 @@ def test_a_descriptor_that_the_inviter_did_not_sign_is_refused(
         join(coordinator, tmp_path).descriptor()
 
 
-@pytest.mark.parametrize("changed", [{"run": "run-1"}, {"protocol": VERSION + 1}])
-def test_a_descriptor_of_another_run_or_protocol_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    with pytest.raises(NodeError, match="serves run"):
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"run": "run-1"}, "serves run"), ({"protocol": VERSION + 1}, "install the same version of Shoal")],
+)
+def test_a_descriptor_of_another_run_or_protocol_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(NodeError, match=told):
         join(FakeCoordinator(**changed), tmp_path).config()
+
+
+def test_an_older_coordinator_that_cannot_read_the_registration_is_told_as_such(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator(protocol=VERSION - 1)
+    coordinator.answers["/v1/register"] = httpx.Response(400, json={"error": "protocol: extra inputs"})
+    with pytest.raises(NodeError, match=f"speaks protocol {VERSION - 1}, this node {VERSION}"):
+        join(coordinator, tmp_path)
 
 
 def test_waiting_for_a_key_names_the_role_that_did_not_come(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The coordinator's HTTP interface: a table of routes. Each route checks who asks, then calls the pool.
 
 Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
-registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite.
+registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite; `/v1/bookings` one by the
+coordinator's own key, which its operator has.
 What all routes share is in `admission` and `front`.
 Called by every node; started by `shoal coordinator`. It also serves the store's folder.
 """
@@ -28,6 +29,8 @@ from shoal.coordinator.nonces import nonce_secret
 from shoal.coordinator.opening import open_state
 from shoal.coordinator.pace import Pace
 from shoal.coordinator.pool import Pool
+from shoal.coordinator.settlement import Settlement
+from shoal.coordinator.stakes import BookedStakes, ChainStakes
 from shoal.coordinator.tables.connection import DatabaseFullError, DatabaseLostError
 from shoal.coordinator.transfers import Kind, Transfers, open_transfers
 from shoal.protocol import messages
@@ -80,7 +83,9 @@ class Coordinator:
         folder.mkdir(parents=True, exist_ok=True)
         self.lead = lead
         state = open_state(folder, identity, lead)
-        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=nonce_secret(identity))
+        stakes, secret = ChainStakes() if config.ledger.backend == "evm" else None, nonce_secret(identity)
+        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=secret, stakes=stakes)
+        self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
         self.pace = pace or Pace()
         self.front = Front(identity, self.pace)
         self.admission = Admission(run, state.nonces, self.pool.members.role, time.time, self.pace)
@@ -118,6 +123,7 @@ class Coordinator:
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
                 web.get("/v1/ledger/{after}", self._signed(self._ledger, get_args(Role))),
+                web.post("/v1/bookings", self._answering(self._book)),
                 web.post("/v1/heads", self._signed(self._head, ["validator"])),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
                 web.post(
@@ -137,7 +143,8 @@ class Coordinator:
         return web.json_response({"run": self.run, "protocol": messages.VERSION})
 
     async def _run(self, request: web.Request) -> web.Response:
-        config = self.config.model_dump(exclude={"coordinator": {"database"}})  # nobody else's matter
+        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}  # nobody else's matter
+        config = self.config.model_dump(exclude=private)
         descriptor = messages.RunDescriptor(
             protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
         )
@@ -163,10 +170,33 @@ class Coordinator:
         head = self.admission.admit(request, None, MAX_SMALL_BYTES)
         body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
         registration = messages.Registration.model_validate_json(body)
+        if registration.protocol != messages.VERSION:
+            raise PoolError(
+                f"this pool speaks protocol {messages.VERSION}, this node {registration.protocol}: install the same version "
+                "of Shoal as the pool's operator",
+                400,
+            )
         payload = open_payload(registration.invite, self.identity.public, self.run)
+        if payload.open and self.settlement:
+            await self.settlement.look(head.key, registration.payer)
         self.pool.members.may_register(head.key, payload, registration.capability)
         head.spend(self.admission.nonces)
-        return self.pool.members.register(head.key, payload, registration.url, registration.capability)
+        return self.pool.members.register(
+            head.key, payload, registration.url, registration.capability, registration.payer
+        )
+
+    async def _book(self, request: web.Request) -> Answer:
+        """By the operator, who holds this coordinator's key."""
+        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
+        stakes = self.pool.members.stakes
+        if head.key != self.identity.public:
+            raise PoolError("only the operator books stakes", 403)
+        head.spend(self.admission.nonces)
+        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
+        if not isinstance(stakes, BookedStakes):
+            raise PoolError("this pool's stakes are in a contract: see `shoal stake --help`")
+        stakes.book(messages.Booking.model_validate_json(body))
+        return messages.Ok()
 
     async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))

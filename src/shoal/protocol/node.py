@@ -29,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.files import write_file
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, IdentityError, Signed
@@ -60,8 +61,8 @@ GRACE_S = 1.0  # for a request in flight when this process is told to stop
 ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-BUSY, UNSIGNED = (429, 503), 401  # HTTP statuses; 503: another coordinator is taking over
-KEY = "identity.pem"  # in a node's folder
+BUSY, UNSIGNED, UNREADABLE = (429, 503), 401, 400  # HTTP statuses; 503: another coordinator is taking over
+KEY, PAYER = "identity.pem", "payer"  # in a node's folder
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,12 @@ class RefusedError(NodeError):
 
 class TooLargeError(NodeError):
     """An answer is larger than its caller allows."""
+
+    restart_helps = False
+
+
+class ProtocolError(NodeError):
+    """The coordinator is of another version of Shoal."""
 
     restart_helps = False
 
@@ -152,10 +159,18 @@ class Node:
             transport=transport,
             clock=clock,
         )
-        registration = Registration(invite=invite.signed.model_dump_json(), url=url, capability=capability)
+        registration = Registration(
+            invite=invite.signed.model_dump_json(),
+            url=url,
+            capability=capability,
+            protocol=VERSION,
+            payer=read_payer(folder),
+        )
         try:
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:
+            if refusal.status == UNREADABLE:
+                node.descriptor()  # an older coordinator does not know all that is in a registration
             refusal.restart_helps = refusal.status >= 500  # an invite that is refused once is refused again
             raise
         node.name = registered.name
@@ -193,8 +208,13 @@ class Node:
             descriptor = RunDescriptor.model_validate_json(signed.open(self.invite.key, domain="run"))
         except (IdentityError, ValidationError) as error:
             raise NodeError(f"{self.invite.url} is not this run's coordinator: {error}") from error
-        if descriptor.protocol != VERSION or descriptor.run != self.invite.run:
-            raise NodeError(f"{self.invite.url} serves run {descriptor.run}, protocol {descriptor.protocol}")
+        if descriptor.protocol != VERSION:
+            raise ProtocolError(
+                f"the coordinator at {self.invite.url} speaks protocol {descriptor.protocol}, this node {VERSION}: "
+                "install the same version of Shoal on both"
+            )
+        if descriptor.run != self.invite.run:
+            raise NodeError(f"{self.invite.url} serves run {descriptor.run}, not {self.invite.run}")
         return descriptor
 
     def config(self) -> Config:
@@ -407,6 +427,16 @@ class Node:
             yield
         finally:
             stopped.set()
+
+
+def read_payer(folder: Path) -> str:
+    """The account on a chain that stakes on the node in this folder; "" if `shoal stake` never named one."""
+    path = folder / PAYER
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def write_payer(folder: Path, account: str) -> None:
+    write_file(folder / PAYER, account.encode())
 
 
 def _reason(response: httpx.Response) -> str:

@@ -57,6 +57,11 @@ class Node:
         """Slashed, or evicted by the operator: no route answers it any more."""
         return self.state == "banned"
 
+    @property
+    def joined_by_stake(self) -> bool:
+        """With an open invite, whose entry names the key too."""
+        return " " in self.invite
+
 
 COLUMNS = ", ".join(field.name for field in fields(Node))
 
