@@ -4,8 +4,8 @@
 `audit`        `shoal audit` found a broken link
 `lost`         a validator logged that it accepted a submission, or the ledger says so, and the pool does not have it; or one
                of its useful groups is in a batch that was not trained on
-`penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted; or suspended for longer than
-               a fault was its own or another's
+`penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted or suspended, or its credit was
+               forfeited
 
 Read from the coordinator's database, the ledger, the logs, and the states that were seen while the run was on.
 """
@@ -110,6 +110,8 @@ def _penalised(folder: Path, database: sqlite3.Connection) -> list[str]:
     found = [f"{names[worker]}: {id} rejected ({why})" for worker, id, why in hard if why in {str(one) for one in HARD}]
     states = database.execute("SELECT name, state, reason FROM nodes WHERE state NOT IN ('active', 'left')")
     found += [f"{name}: {state} at the end ({why})" for name, state, why in states]
+    suspended = database.execute("SELECT name, suspensions FROM nodes WHERE suspensions > 0")
+    found += [f"{name}: suspended {times} times" for name, times in suspended]
     chain = open_run(folder)
     for kind in ("slashed", "dismissed", "forfeited"):
         found += [f"{names.get(str(body.get('worker')))}: {kind}" for body in chain.of(kind)]
