@@ -136,6 +136,9 @@ class Meeting:
 
     def offer(self, name: str, round: int, digest: str, data: bytes) -> None:
         member, number = self._member(name), self.terms.fragment(self.round)
+        ended = self.outcomes.get(round)
+        if ended is not None and name in {*ended.kept, *ended.left_out}:
+            return  # it counted, and only the answer was lost
         if round != self.round or self.over:
             raise ClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digests[number]:
