@@ -49,9 +49,10 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
-        "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "pretrain",
-        "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

@@ -10,6 +10,7 @@ import torch
 from shoal.adversary.cheats import (
     CHEATS,
     VERSIONS_BEHIND,
+    FakedFingerprint,
     ForgedReward,
     OlderWeights,
     QuantizedWeights,
@@ -19,6 +20,7 @@ from shoal.adversary.cheats import (
 )
 from shoal.config import Cheat
 from shoal.engine.torch_engine import TorchEngine
+from shoal.model import numerics
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_submission
 
@@ -92,6 +94,15 @@ def test_older_weights_ask_for_no_task_until_they_are_far_enough_behind(tiny_fol
     first = producer(Producer, tiny_folders[0])
     lied = produced(liar, assignment())
     assert lied == produced(first, assignment()), "it still has the weights that it loaded first"
+
+
+def test_a_faked_fingerprint_is_of_other_numerics_than_the_work(tiny_folder: Path) -> None:
+    liar = FakedFingerprint(CONFIG, RUN, ALICE, TorchEngine("float32", numerics="exact"))
+    liar.load(tiny_folder, 0)
+    assert liar.fast is not None
+    assert numerics.of(liar.engine.model) == "exact" and numerics.of(liar.fast.model) == "fast"  # type: ignore[attr-defined]
+    fast = producer(Producer, tiny_folder)
+    assert produced(liar, assignment()) == produced(fast, assignment())
 
 
 def test_a_replayed_submission_has_the_same_rollouts_for_every_task(tiny_folder: Path) -> None:

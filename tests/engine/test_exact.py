@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,47 @@ def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     two = engine.generate(PROMPTS, SEEDS, few)
     assert [c.logprobs for group in one for c in group] == [c.logprobs for group in two for c in group]
+
+
+COMPUTED = """
+import hashlib, os, sys
+import torch
+from shoal.engine.protocol import Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.model.fingerprint import fingerprint
+
+folder, dtype, threads, cores = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+if cores and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+torch.set_num_threads(threads)
+engine = TorchEngine(dtype, "cpu", "exact")
+engine.load(folder)
+made = engine.generate([[5, 9, 3], [4] * 40], [[1, 2, 3], [4, 5]], Sampling(1.0, 24, (1,)))
+flat = [one for group in made for one in group]
+digest = hashlib.sha256(repr([(one.tokens, one.logprobs) for one in flat]).encode())
+digest.update(torch.cat([one.hidden_TH for one in flat]).view(torch.int16).numpy().tobytes())
+print(fingerprint(engine.model), digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_processes_of_other_threads_cores_and_load_are_of_one_class(tiny_folder: Path, dtype: DtypeName) -> None:
+    """A machine with two threads, one bound to a core, one thread; the last two while others keep all cores busy."""
+    skip_unless_exact(dtype)
+
+    def computed(threads: int, cores: str) -> str:
+        argv = [sys.executable, "-c", COMPUTED, str(tiny_folder), dtype, str(threads), cores]
+        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600).stdout
+
+    expected = computed(2, "")
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        assert computed(1, "one") == computed(1, "") == expected
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 # ---- these tests can fail

@@ -1,5 +1,7 @@
 """The self-test passes where results do not depend on shapes, and names what differs where they do."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,22 @@ def test_a_fingerprint_is_that_of_the_computation(
     assert before != fingerprint(load_model(tiny_folder, "float32", "cpu", "fast")), "another order"
     unordered(monkeypatch)
     assert before != fingerprint(model), "a changed library"
+
+
+def test_processes_that_start_together_measure_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring, both = [], threading.Event()
+
+    def measure(*_: Any) -> list[str]:
+        measuring.append(1)
+        if len(measuring) == 2:
+            both.set()
+        both.wait(0.3)
+        return []
+
+    monkeypatch.setattr(selftest, "disagreements", measure)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda _: selftest.passes(model, "float32", "cpu"), range(2)))
+    assert len(measuring) == 1
 
 
 def test_the_fixed_tokens_are_fixed_and_within_the_vocabulary() -> None:

@@ -16,10 +16,13 @@ from typing import Any, get_args
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat
 from shoal.ledger.chain import read_export, verify_chain, write_export
+from shoal.model import numerics
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 
@@ -192,7 +195,7 @@ def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
 def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
     out, printed = finished
     assert "disk: up to " in printed and "of caches freed" in printed
-    assert [path.name for path in (out / "learner" / "versions").iterdir()] == ["v000024"]
+    assert {path.name for path in (out / "learner" / "versions").iterdir()} == {"v000023", "v000024"}
     assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == ["step-000024"]
     assert not list(out.glob("*/weights")) and not (out / "relay-0" / "store").exists()
 
@@ -365,6 +368,37 @@ def test_a_worker_that_lies_is_rejected_slashed_and_evicted(kind: str, tmp_path:
     assert gain(summary) >= LEAST_GAIN
 
 
+@pytest.mark.slow
+def test_a_faked_fingerprint_earns_nothing_and_is_no_lie_and_a_lie_beside_it_is_slashed(tmp_path: Path) -> None:
+    if numerics.refusal("float32"):
+        pytest.skip(f"no exact numerics here: {numerics.refusal('float32')}")
+    out = tmp_path / "run"
+    cheats = '["faked_fingerprint", "quantized_weights"]'
+    swarm = start(out, "--set", f"workers.cheat={cheats}", "--set", "model.dtype=float32", config="tiny-byzantine")
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert summary["slashed"] == ["cheater-1"]
+    assert summary["reject_reasons"].keys() == {"inexact", EXPECTED["quantized_weights"]}
+    assert summary["accepted"]["cheater-0"] == summary["accepted"]["cheater-1"] == 0
+    assert summary["rejected"]["cheater-0"] == summary["reject_reasons"]["inexact"] >= 1
+    assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
+    assert summary["exact"]["tokens"] > 0 and summary["exact"]["mismatched_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_leaves_a_plain_model(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    chosen = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
+    swarm = start(out, *(part for one in chosen for part in ("--set", one)))
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    trained, base = (load_file(folder / "model.safetensors") for folder in (out / "model", resolve("bundled:tiny")))
+    assert trained.keys() == base.keys()
+    changed = [name for name in base if not torch.equal(trained[name].float(), base[name].float())]
+    assert changed and all("proj" in name for name in changed)
+
+
 # --- a tool ----------------------------------------------------------------------------------------------------------
 
 SFT = """
@@ -414,7 +448,7 @@ def calling_config(folder: Path) -> Path:
 
 
 def test_every_lie_is_told_in_a_run() -> None:
-    assert {*EXPECTED, "forged_tool"} == set(get_args(Cheat))
+    assert {*EXPECTED, "forged_tool", "faked_fingerprint"} == set(get_args(Cheat))
 
 
 @pytest.mark.slow

@@ -575,6 +575,19 @@ def test_outliers_are_let_pass_while_they_are_few_and_near(
     assert (finding is not None) == found
 
 
+@pytest.mark.parametrize(("each", "tokens", "found"), [(1.5, 2, False), (0.9, 5, True)])
+def test_the_mean_margin_leaves_out_what_is_counted(
+    validator: Validator, case: Case, each: float, tokens: int, found: bool
+) -> None:
+    "Else two outliers, which honest numerics may make, would fail a small submission and pass a large one."
+    margins_N = torch.zeros(50)
+    margins_N[:tokens] = each * SETTINGS.validator.sampling_margin
+    assert validator.judge.rules is not None
+    changed = replace(case, prefill=replace(case.computed(), margins_N=margins_N))
+    assert float(margins_N.mean()) > SETTINGS.validator.sampling_margin_mean
+    assert (sampling(validator.judge.rules, changed).finding is not None) == found
+
+
 @pytest.mark.parametrize(
     ("token", "logprob", "margin", "found"),
     [

@@ -2,6 +2,7 @@
 
 `shoal run` starts one for each name in `workers.cheat`; the worker itself never imports this module. Each kind lies from
 its first submission on, so every one of its submissions must be rejected; `forged_tool` from its first call of a tool on.
+All are slashed but `faked_fingerprint`, which works for nothing.
 """
 
 import argparse
@@ -87,6 +88,22 @@ class ReplayedSubmission(Producer):
         return self.sign(assignment, [self.prompt(plan) for plan in self.plan(assignment)], self.rows)
 
 
+class FakedFingerprint(Producer):
+    """Computes with fast numerics, and reports the fingerprint of exact ones."""
+
+    fast: TorchEngine | None = None
+
+    def load(self, folder: Path, version: int) -> int | None:
+        assert isinstance(self.engine, TorchEngine)
+        self.fast = self.fast or TorchEngine(self.engine.dtype, self.engine.device, "fast")
+        self.fast.load(folder)
+        return super().load(folder, version)
+
+    def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
+        assert self.fast is not None
+        return self.fast.generate(prompts, [plan.seeds for plan in plans], self.sampling, self.responder(plans))
+
+
 CHEATS: dict[Cheat, type[Producer]] = {
     "older_weights": OlderWeights,
     "quantized_weights": QuantizedWeights,
@@ -94,6 +111,7 @@ CHEATS: dict[Cheat, type[Producer]] = {
     "wrong_temperature": WrongTemperature,
     "replayed_submission": ReplayedSubmission,
     "forged_tool": ForgedTool,
+    "faked_fingerprint": FakedFingerprint,
 }
 
 

@@ -72,11 +72,6 @@ class Tried:
     def place(self) -> tuple[int, int]:
         return self.swap.group, self.swap.number
 
-    @property
-    def cost(self) -> float:
-        """What it adds to the sum of margins; the validator counts a nat of each at most."""
-        return min(self.swap.margin, 1.0)
-
 
 class SpendsTolerance(Attack):
     """Swaps tokens within 90 % of the limits where that raises the reward."""
@@ -172,14 +167,20 @@ class SpendsTolerance(Attack):
             beyond = one.swap.margin > limits.sampling_margin
             reached = beyond or one.swap.margin <= plan.reach * limits.sampling_margin
             useful = reached and self.direction * one.gain > 0 and one.place not in taken
-            if useful and one.cost <= nats and (far if beyond else near) >= 1:
-                far, near, nats = far - beyond, near - (not beyond), nats - one.cost
+            cost = 0.0 if beyond else one.swap.margin  # the validator's mean leaves out the tokens that it counts
+            if useful and cost <= nats and (far if beyond else near) >= 1:
+                far, near, nats = far - beyond, near - (not beyond), nats - cost
                 taken[one.place] = one
         # Decoys in the completions that speak least for a choice: the worse ones, to raise the reward.
         decoys = round(plan.decoys * len(taken))
         for one in sorted(tried, key=lambda one: (self.direction * one.before, one.swap.margin)):
-            if decoys and one.gain == 0 and one.place not in taken and one.cost <= nats:
-                decoys, nats = decoys - 1, nats - one.cost
+            if (
+                decoys
+                and one.gain == 0
+                and one.place not in taken
+                and one.swap.margin <= min(nats, limits.sampling_margin)
+            ):
+                decoys, nats = decoys - 1, nats - one.swap.margin
                 taken[one.place] = one
         return list(taken.values())
 

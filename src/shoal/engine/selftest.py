@@ -8,6 +8,7 @@ is measured anew. Called by workers and validators at their first load. Left out
 try many more.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -39,14 +40,18 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which re
 
 
 def passes(model: Any, dtype: DtypeName, device: str) -> bool:
-    """Whether no shape of the sweep changes a bit; from disk if it was measured before."""
+    """Whether no shape of the sweep changes a bit; from disk if it was measured before.
+
+    Of several processes that start together one measures; the others wait for its result, or measure if it dies.
+    """
     kept = cache_dir() / "selftests" / f"{_conditions(model, dtype, device)}.json"
-    if kept.exists():
-        return not json.loads(kept.read_text())["disagreements"]
-    found = disagreements(model, dtype, device)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    write_file(kept, (json.dumps({"disagreements": found}) + "\n").encode())
-    return not found
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            found = disagreements(model, dtype, device)
+            write_file(kept, (json.dumps({"disagreements": found}) + "\n").encode())
+    return not json.loads(kept.read_text())["disagreements"]
 
 
 @torch.inference_mode()

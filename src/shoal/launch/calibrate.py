@@ -1,7 +1,8 @@
 """Measures what honest work looks like to the validator on this machine, and writes the limits that follow.
 
 Machines that compute unlike each other, dtypes for example, do not agree to the last bit on proofs and tokens. Every worker
-condition is judged under every validator condition. The limit of each statistic is its worst honest value times a margin.
+condition is judged under every validator condition, in submissions of the configured size and of one group. The limit of
+each statistic is its worst honest value times a margin.
 So the limits are for workers outside of a validator's class, and measured with fast numerics. Within a class nothing
 is tolerated; whether this machine may claim one, its self-test tells, for each dtype.
 
@@ -52,7 +53,7 @@ from shoal.validator.spending import spent
 
 RUN = "calibration"
 MARGIN = 1.5  # limit = this times the worst honest value, or the floor below if that is larger
-TAIL_MARGIN = 3.0  # the same for the mean margin, which one rare token can dominate
+TAIL_MARGIN = 3.0  # the same for the mean margin, which a few rare tokens can dominate
 LIMITS = {  # statistic -> (limit's name in [validator], floor, margin)
     "proof_exponent_mean": ("proof_exponent_mean", 4.0, MARGIN),
     "proof_mantissa_mean": ("proof_mantissa_mean", 0.5, MARGIN),
@@ -120,7 +121,8 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
             for judge in judges:
                 judge.load(folder)
             for number in range(submissions):
-                asked = offline_assignment(config, identity.public, number)
+                groups = 1 if number % 2 else None  # the mean of few tokens is noisier
+                asked = offline_assignment(config, identity.public, number, groups=groups)
                 with temporarily_on(generation.threads):
                     data = producer.submission(asked)
                 for checking, judge in zip(checkings, judges, strict=True):

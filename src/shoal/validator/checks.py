@@ -195,7 +195,7 @@ def sampling(rules: Rules, case: Case) -> Outcome:
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR * limits.sampling_margin).sum())
     share = beyond / len(margins_N)
-    mean = float(margins_N.clamp(max=1.0).mean())
+    mean = float(margins_N.where(margins_N <= limits.sampling_margin, 0.0).mean())  # those beyond it are counted above
     evidence = {
         "mismatch_frac": share,
         "margin_mean": mean,
