@@ -24,7 +24,7 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
-    "diloco": ["errors", "files"],
+    "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -50,12 +50,13 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model", "plan",
         "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
