@@ -23,7 +23,7 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
-    "diloco": ["errors", "files"],
+    "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],

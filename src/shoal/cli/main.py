@@ -14,7 +14,8 @@
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
-    shoal pretrain CONFIG                training on plain text, alone
+    shoal pretrain CONFIG                training on plain text, alone or as one of several sites
+    shoal meet CONFIG --dir DIR          where these sites meet
 
 Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
 unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
@@ -81,6 +82,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "filter": filter.run_filter,
     "sft": sft.run_sft,
     "pretrain": pretrain.run_pretrain,
+    "meet": pretrain.run_meet,
     "eval": evals.run_eval,
 }
 
@@ -109,6 +111,7 @@ def command_line() -> argparse.ArgumentParser:
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
     pretrain.pretrain_arguments(commands.add_parser("pretrain", help="train on plain text"))
+    pretrain.meet_arguments(commands.add_parser("meet", help="where the sites of one pretraining meet"))
     return parser
 
 
