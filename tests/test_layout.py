@@ -52,8 +52,8 @@ ROOMS = {
     "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model", "plan",
-        "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "diloco", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "plan", "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
