@@ -56,8 +56,9 @@ ROOMS = {
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model", "plan",
-        "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "diloco", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator",
+        "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

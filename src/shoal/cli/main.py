@@ -2,7 +2,7 @@
 
     shoal run CONFIG                     everything on this machine; `prepare` and `clean` go with it
     shoal pool init CONFIG --dir DIR     a pool of several machines: the coordinator's folder and all invites
-    shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`
+    shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`, `backup`
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal doctor [ROLE]                  whether this machine will do, and what to do if not
@@ -31,6 +31,7 @@ from collections.abc import Callable
 from shoal import __version__
 from shoal.cli import (
     audit,
+    backup,
     doctor,
     evals,
     filter,
@@ -65,6 +66,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "drain": pool.drain,
     "readmit": pool.readmit,
     "status": pool.status,
+    "backup": backup.backup,
     **dict.fromkeys(ROLES, nodes.node),
     "origin": nodes.origin,
     "relay": nodes.relay,
@@ -108,7 +110,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, plan):
+    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, plan, backup):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
