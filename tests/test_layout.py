@@ -51,7 +51,7 @@ ROOMS = {
     ],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "audit", "config", "coordinator", "diloco", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
         "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
