@@ -49,10 +49,11 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
         "audit", "config", "coordinator", "diloco", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
-        "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "plan", "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
