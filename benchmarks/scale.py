@@ -40,7 +40,7 @@ from scaling.requests import Sent, body_of, identities, request, send
 from shoal import config as config_module
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
-from shoal.protocol.messages import Policy, Role
+from shoal.protocol.messages import VERSION, Policy, Role
 
 HERE = Path(__file__).parent
 START_S = 60.0
@@ -204,7 +204,7 @@ class Pool:
         expires_s = int(time.time()) + 3600
         invite = make_invite(self.coordinator, url=self.url, run=self.run, role=role, name=name, expires_s=expires_s)
         url = "http://127.0.0.1:9" if role == "origin" else None
-        return body_of({"invite": invite.signed.model_dump_json(), "url": url})
+        return body_of({"protocol": VERSION, "invite": invite.signed.model_dump_json(), "url": url})
 
     def _signed(self, key: Identity, path: str, body: bytes) -> bytes:
         return request(key, self.run, self.url.removeprefix("http://"), path, body)
