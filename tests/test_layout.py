@@ -23,7 +23,7 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
-    "diloco": ["errors", "files"],
+    "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -49,9 +49,10 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
+        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model", "plan",
         "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
