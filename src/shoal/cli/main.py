@@ -7,6 +7,7 @@
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
+    shoal dashboard FOLDER|URL           watch a run in a browser; `shoal report FOLDER` writes it as one HTML file
     shoal grade CONFIG COMPLETIONS       score completions as a run would
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import audit, evals, filter, grade, nodes, pool, run, sft, shardcast, tools
+from shoal.cli import audit, dashboard, evals, filter, grade, nodes, pool, run, sft, shardcast, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -53,6 +54,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "plot": tools.plot,
     "audit": audit.audit,
     "ledger": audit.ledger,
+    "dashboard": dashboard.dashboard,
+    "report": dashboard.report,
     "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
@@ -79,7 +82,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, grade, evals, filter):
+    for family in (run, pool, nodes, tools, audit, dashboard, grade, evals, filter):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
