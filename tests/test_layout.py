@@ -16,6 +16,7 @@ ROOMS = {
     "config": ["errors"],
     "toploc": [],
     "evidence": [],
+    "web": [],
     "sandbox": [],
     "shardcast": ["errors", "files"],
     "model": ["errors"],
@@ -47,16 +48,19 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "serve": [
+        "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
+    ],
     "cli": [
         "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "protocol", "roles",
-        "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence"]
+LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence", "web"]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise
@@ -175,7 +179,7 @@ def test_a_process_reaches_no_other_process(process: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_reaches_no_process(library: str) -> None:
-    processes = {*PROCESSES, "evals", "roles", "launch", "audit", "cli", "adversary"}
+    processes = {*PROCESSES, "evals", "roles", "launch", "audit", "serve", "cli", "adversary"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 

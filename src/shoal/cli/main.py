@@ -9,6 +9,7 @@
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
     shoal dashboard FOLDER|URL           watch a run in a browser; `shoal report FOLDER` writes it as one HTML file
     shoal grade CONFIG COMPLETIONS       score completions as a run would
+    shoal serve RUN|MODEL                an OpenAI-compatible endpoint and a chat page; `verify-reply` recomputes a reply
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import audit, dashboard, evals, filter, grade, nodes, pool, run, sft, shardcast, tools
+from shoal.cli import audit, dashboard, evals, filter, grade, nodes, pool, run, serve, sft, shardcast, tools
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -60,6 +61,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "filter": filter.run_filter,
     "sft": sft.run_sft,
     "eval": evals.run_eval,
+    "serve": serve.serve,
+    "verify-reply": serve.verify_reply,
 }
 
 
@@ -82,7 +85,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, dashboard, grade, evals, filter):
+    for family in (run, pool, nodes, tools, audit, dashboard, grade, evals, filter, serve):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))

@@ -1,6 +1,6 @@
 // Charts in SVG. A chart is drawn again whenever its data or its size changes; arrows, pointer and touch read its values.
 
-import { el, replace, svg } from "./dom.js";
+import { el, replace, svg } from "./elements.js";
 import { bandPath, brief, linear, nearest, path, range, ticks, wholeTicks } from "./figures.js";
 
 const EDGE = { left: 40, right: 10, top: 8, bottom: 20 };

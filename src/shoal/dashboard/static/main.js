@@ -1,6 +1,7 @@
 // The page: opens the run, follows it, and shows one view at a time.
 
-import { el, replace } from "./dom.js";
+import { icon } from "./dom.js";
+import { el, replace } from "./elements.js";
 import { duration } from "./figures.js";
 import { Nodes } from "./nodes.js";
 import { Overview } from "./overview.js";
@@ -13,11 +14,12 @@ const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Time
 const byId = (id) => document.getElementById(id);
 let shown = null;
 
-theme(read("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+const named = () => byId("theme").setAttribute("aria-label", `Change to the ${document.documentElement.dataset.theme === "dark" ? "light" : "dark"} theme`);
+named();
+byId("theme").append(icon("theme"));
 byId("theme").addEventListener("click", () => {
-  const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  theme(next);
-  try { localStorage.setItem("theme", next); } catch { /* a browser that keeps nothing */ }
+  globalThis.toggleTheme();
+  named();
 });
 open();
 
@@ -71,17 +73,7 @@ function head(overview) {
   replace(byId("progress"), el("span", {}, `step ${overview.trained} of ${overview.steps}`), el("span", { class: "track", role: "progressbar", "aria-label": "Steps trained", "aria-valuenow": overview.trained, "aria-valuemax": overview.steps }, el("i", { "width%": Math.min(share, 100) })), el("span", { class: "eta" }, left));
 }
 
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  byId("theme").textContent = name === "dark" ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-label", `Change to the ${name === "dark" ? "light" : "dark"} theme`);
-}
-
 function trouble(words) {
   byId("trouble").hidden = !words;
   byId("trouble").textContent = words;
-}
-
-function read(name) {
-  try { return localStorage.getItem(name); } catch { return null; }
 }

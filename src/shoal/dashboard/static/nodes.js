@@ -1,6 +1,6 @@
 // The table of nodes, and how weights spread.
 
-import { el, replace } from "./dom.js";
+import { el, replace } from "./elements.js";
 import { brief, bytes, count, duration, percent } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -35,7 +35,7 @@ export class Nodes {
     this.note = el("span", { class: "muted" });
     this.table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of nodes" });
     this.tree = el("div", { class: "scroll" });
-    this.root = el("div", { class: "page" }, el("h1", { class: "skip" }, "Nodes"),
+    this.root = el("div", { class: "page" }, el("h1", { class: "unseen" }, "Nodes"),
       el("section", { class: "card" }, el("header", {}, el("h2", {}, "Nodes"), this.note), el("div", { class: "filters bar" }, el("label", {}, "Find", search)), this.table),
       el("section", { class: "card" }, el("header", {}, el("h2", {}, "How weights spread")), el("p", { class: "muted" }, "Each node under the one that sent it most of the newest version, with the rate of every sender."), this.tree));
   }

@@ -1,7 +1,7 @@
 // The first screen: three answers and six charts.
 
 import { Chart, legend } from "./chart.js";
-import { el, replace } from "./dom.js";
+import { el, replace } from "./elements.js";
 import { brief, count, last, number, percent, smooth } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -20,7 +20,7 @@ export class Overview {
     this.verdicts = card("Verdicts", "Submissions per step by verdict");
     this.nodes = { root: el("section", { class: "card" }), title: el("h2", {}, "Nodes"), figure: el("span", { class: "figure" }), body: el("div") };
     this.nodes.root.append(el("header", {}, this.nodes.title, this.nodes.figure), this.nodes.body);
-    this.root = el("div", {}, el("h1", { class: "skip" }, "Overview"), this.answers, el("div", { class: "charts" }, this.reward.root, this.policy.root, this.waste.root, this.age.root, this.verdicts.root, this.nodes.root));
+    this.root = el("div", {}, el("h1", { class: "unseen" }, "Overview"), this.answers, el("div", { class: "charts" }, this.reward.root, this.policy.root, this.waste.root, this.age.root, this.verdicts.root, this.nodes.root));
   }
 
   start() {

@@ -1,6 +1,6 @@
 // The rollout browser: groups by filter, one group side by side, and why a submission was rejected.
 
-import { el, replace } from "./dom.js";
+import { el, replace } from "./elements.js";
 import { brief, clock, count, number, percent } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -22,7 +22,7 @@ export class Rollouts {
     this.table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Groups" });
     this.more = el("button", { type: "button", class: "quiet", onclick: () => this.look(true) }, "More");
     this.shown = el("section", { class: "card" }, el("p", { class: "muted" }, "Choose a group to see its completions side by side."));
-    this.root = el("div", { class: "page" }, el("h1", { class: "skip" }, "Rollouts"),
+    this.root = el("div", { class: "page" }, el("h1", { class: "unseen" }, "Rollouts"),
       el("section", { class: "card" }, el("header", {}, el("h2", {}, "Groups and rejected submissions"), el("button", { type: "button", class: "quiet figure", onclick: () => this.filter() }, "Newest")),
         el("div", { class: "filters bar" }, field("Verdict", this.verdict), field("Worker", this.worker), field("Source", this.source), field("Task", this.task), field("Reward from", this.least), field("to", this.most), field("Version", this.version)), this.table, this.more),
       this.shown);

@@ -1,6 +1,6 @@
 // Who did what when: one lane each for the learner, workers and validators. Bars carry the version they belong to.
 
-import { el, replace, svg } from "./dom.js";
+import { el, replace, svg } from "./elements.js";
 import { brief, clock, duration, linear } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -18,7 +18,7 @@ export class Timeline {
     this.told = el("p", { class: "muted", role: "status" }, "Choose a bar to see what it is.");
     this.spans = SPANS.map((span) => el("button", { type: "button", class: "quiet", onclick: () => this.zoom(span) }, duration(span)));
     const move = (words, share, label) => el("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, words);
-    this.root = el("div", { class: "page" }, el("h1", { class: "skip" }, "Timeline"), el("section", { class: "card" },
+    this.root = el("div", { class: "page" }, el("h1", { class: "unseen" }, "Timeline"), el("section", { class: "card" },
       el("header", {}, el("h2", {}, "Who does what while the learner trains")),
       el("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version."),
       el("div", { class: "bar" }, move("‹", -0.5, "Earlier"), move("›", 0.5, "Later"), el("button", { type: "button", class: "quiet", onclick: () => { this.end = null; this.look(true); } }, "Newest"), this.spans, legend()),

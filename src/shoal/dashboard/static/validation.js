@@ -1,6 +1,6 @@
 // The validators' queue, why submissions were rejected, and the ledger's newest entries.
 
-import { el, replace } from "./dom.js";
+import { el, replace } from "./elements.js";
 import { brief, clock, count } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -18,11 +18,11 @@ export class Validation {
     this.feed = el("ul", { class: "feed" });
     this.more = el("button", { type: "button", class: "quiet", onclick: () => this.older() }, "Older entries");
     const kinds = el("select", { onchange: (event) => { this.kind = event.target.value; this.entries = []; this.look(true); } }, KINDS.map((kind) => el("option", { value: kind }, kind || "all kinds")));
-    this.root = el("div", { class: "page two" }, el("h1", { class: "skip" }, "Validation"),
+    this.root = el("div", { class: "page two" }, el("h1", { class: "unseen" }, "Validation"),
       el("div", { class: "page" },
         el("section", { class: "card" }, el("header", {}, el("h2", {}, "Submissions")), this.stats, this.queue),
         el("section", { class: "card" }, el("header", {}, el("h2", {}, "Why work was rejected")), this.reasons)),
-      el("section", { class: "card" }, el("header", {}, el("h2", {}, "Ledger"), el("label", { class: "figure" }, el("span", { class: "skip" }, "Kind of entry"), kinds)), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ledger entries" }, this.feed, this.more)));
+      el("section", { class: "card" }, el("header", {}, el("h2", {}, "Ledger"), el("label", { class: "figure" }, el("span", { class: "unseen" }, "Kind of entry"), kinds)), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ledger entries" }, this.feed, this.more)));
     this.entries = [];
   }
 
