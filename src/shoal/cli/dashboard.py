@@ -20,7 +20,9 @@ PORT = 8600
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     dashboard_ = commands.add_parser("dashboard", help="watch a live or finished run in a browser")
-    dashboard_.add_argument("run", metavar="FOLDER|URL", help="the folder of a run or coordinator, or a coordinator's URL")
+    dashboard_.add_argument(
+        "run", metavar="FOLDER|URL", help="the folder of a run or coordinator, or a coordinator's URL"
+    )
     dashboard_.add_argument(
         "--compare", action="append", default=[], metavar="FOLDER", help="draw this run's curves too; may be repeated"
     )
@@ -46,7 +48,9 @@ def dashboard(arguments: argparse.Namespace) -> None:
     from shoal.dashboard.server import LOOPBACK, Dashboard, serve
     from shoal.dashboard.watched import watch
 
-    page = Dashboard(watch(arguments.run), [_looked(watch(other)) for other in arguments.compare], public=arguments.public)
+    page = Dashboard(
+        watch(arguments.run), [_looked(watch(other)) for other in arguments.compare], public=arguments.public
+    )
     if arguments.socket is not None:
         listener = socket.socket(fileno=arguments.socket)
     else:

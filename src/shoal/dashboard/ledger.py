@@ -18,7 +18,9 @@ def ledger_feed(queries: Queries, *, before: int | None, kind: str, limit: int) 
     rows = queries.entries(before, kind, limit)
     names = queries.names()
     bodies = [json.loads(body) for _, _, _, body in rows]
-    numbers = queries.submission_numbers([body["submission"] for body in bodies if isinstance(body.get("submission"), str)])
+    numbers = queries.submission_numbers(
+        [body["submission"] for body in bodies if isinstance(body.get("submission"), str)]
+    )
     return [
         {
             "seq": seq,

@@ -103,7 +103,9 @@ def _learning(history: RunHistory) -> Answer:
         if b[1] < a[0]:
             return Answer(question, "No, it got worse", "bad", f"{change}; the 95 % intervals do not overlap.")
     if len(rewards) < LEAST_STEPS:
-        return Answer(question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {LEAST_STEPS}.")
+        return Answer(
+            question, "Too early to say", "none", f"{len(rewards)} steps so far; a trend needs {LEAST_STEPS}."
+        )
     first, last, error = _ends(rewards)
     change = f"Reward {number(first)} → {number(last)} over {len(rewards)} steps"
     if last - first > CLEAR * error:
@@ -147,7 +149,9 @@ def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
     if status.slashed:
         names = ", ".join(clean(name) for name in status.slashed[:STATED])
         why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())
-        return Answer(question, "Caught", "bad", f"Slashed: {names}{f' ({why})' if why else ''}. Nothing of it was trained on.")
+        return Answer(
+            question, "Caught", "bad", f"Slashed: {names}{f' ({why})' if why else ''}. Nothing of it was trained on."
+        )
     if hard:
         why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())
         return Answer(question, "Suspected", "bad", f"{sum(hard.values())} submissions are provably false: {why}.")
@@ -200,5 +204,8 @@ def _ends(rewards: Sequence[float]) -> tuple[float, float, float]:
     size = len(rewards) // 3
     first, last = rewards[:size], rewards[-size:]
     means = [sum(part) / size for part in (first, last)]
-    spread = [sum((value - mean) ** 2 for value in part) / max(size - 1, 1) for part, mean in zip((first, last), means, strict=True)]
+    spread = [
+        sum((value - mean) ** 2 for value in part) / max(size - 1, 1)
+        for part, mean in zip((first, last), means, strict=True)
+    ]
     return means[0], means[1], (sum(spread) / size) ** 0.5

@@ -53,7 +53,25 @@ def group_list(queries: Queries, wanted: Wanted, limit: int) -> dict[str, Any]:
 
 
 def _row(row: Sequence[Any], samples: dict[str, str]) -> dict[str, Any]:
-    seq, id_, group, worker, step, version, state, reason, groups, reward, useful, stale, batch, tokens, task, source, *rest = row
+    (
+        seq,
+        id_,
+        group,
+        worker,
+        step,
+        version,
+        state,
+        reason,
+        groups,
+        reward,
+        useful,
+        stale,
+        batch,
+        tokens,
+        task,
+        source,
+        *rest,
+    ) = row
     target, judged_s = rest
     sample = json.loads(samples[f"{id_}/{group}"]) if f"{id_}/{group}" in samples else None
     fate = "rejected" if state == "rejected" else _fate(bool(useful), bool(stale), batch)
@@ -103,7 +121,22 @@ class Rollouts:
         row = self.queries.submission(seq)
         if row is None:
             raise NoRolloutsError(f"there is no submission {seq}")
-        _, worker, validator, step, version, state, reason, verdict, *_, groups, full, assigned_s, uploaded_s, judged_s = row
+        (
+            _,
+            worker,
+            validator,
+            step,
+            version,
+            state,
+            reason,
+            verdict,
+            *_,
+            groups,
+            full,
+            assigned_s,
+            uploaded_s,
+            judged_s,
+        ) = row
         told = json.loads(verdict) if verdict else {}
         return {
             "submission": seq,
@@ -231,4 +264,3 @@ class Rollouts:
                     self._tokenizer = Tokenizer.from_file(str(path))
                     break
         return self._tokenizer
-

@@ -2,11 +2,13 @@
 
 This is the figure of asynchrony in the paper (INTELLECT-2, section 2): workers generate with one version while the learner
 trains the next. Invariant: every bar comes from times that the coordinator recorded, except the learner's, which follow from
-its own report of when a step ended and how long it computed and waited. At most MOST bars are told; `cut` says from when
+its own report of when a step ended and how long it computed and waited. A validator that holds several claims is shown at the
+one that it judged next. At most MOST bars are told; `cut` says from when
 on they are complete. Called by the server and the report.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shoal.config import Config
@@ -30,6 +32,9 @@ def timeline(
             lanes.setdefault(("worker", clean(worker)), []).append(bar)
         if validator is not None and (bar := _check(row, to_s, config.coordinator.claim_lease_s)) is not None:
             lanes.setdefault(("validator", clean(validator)), []).append(bar)
+    for (role, _), bars in lanes.items():
+        if role == "validator":
+            _one_by_one(bars)
     order = {"learner": 0, "worker": 1, "validator": 2}
     names = sorted(lanes, key=lambda lane: (order[lane[0]], -len(lanes[lane]), lane[1]))
     kept = [name for name in names if name[0] != "worker"]
@@ -42,7 +47,8 @@ def timeline(
         "left_out": len(names) - len(kept),
         "lanes": [{"role": role, "name": name, "bars": lanes[role, name]} for role, name in kept],
         "published": [
-            {"version": version, "at_s": at_s, "bytes": size} for version, at_s, size in queries.published(from_s, to_s, MOST)
+            {"version": version, "at_s": at_s, "bytes": size}
+            for version, at_s, size in queries.published(from_s, to_s, MOST)
         ],
     }
 
@@ -96,3 +102,10 @@ def _check(row: Sequence[Any], now_s: float, claim_lease_s: float) -> Bar | None
         "reason": reason,
         "worker": clean(worker),
     }
+
+
+def _one_by_one(checks: list[Bar]) -> None:
+    """Claims are taken together and judged one after another: each bar begins when the one before it ended."""
+    checks.sort(key=lambda bar: float(bar["to_s"]))
+    for earlier, bar in pairwise(checks):
+        bar["from_s"] = min(max(bar["from_s"], earlier["to_s"]), bar["to_s"])

@@ -22,7 +22,7 @@ const COLUMNS = [
   ["evidence", "Evidence against", (node) => (node.role === "worker" && node.limit ? `${brief(Math.max(node.evidence, 0))} of ${brief(node.limit)}` : "–"), "n"],
   ["seen_s", "Seen", (node) => `${duration(node.seen_s)} ago`, "n"],
   ["memory", "Memory", (node) => bytes(node.memory), "n"],
-  ["doing", "Doing (as it says)", (node) => el("span", { class: "muted" }, node.doing)],
+  ["doing", "Doing (as it says)", (node) => el("span", { class: "muted" }, node.doing), "wrap"],
 ];
 
 export class Nodes {

@@ -7,7 +7,7 @@ import { ask } from "./run.js";
 
 const MANY = 9; // nodes from which on they are cells instead of rows
 const EVERY_MS = 4000;
-const FLOW = [["useful", "trained or waiting", "c-accent"], ["filtered", "no signal", "c-soft"], ["stale", "too old", "c-faint"], ["late", "too late", "c-muted"], ["rejected", "rejected", "c-bad"]];
+const FLOW = [["useful", "useful", "c-soft"], ["filtered", "no signal", "c-idle"], ["stale", "too old", "c-warn"], ["late", "too late", "c-muted"], ["rejected", "rejected", "c-bad"]];
 
 export class Overview {
   constructor(run) {

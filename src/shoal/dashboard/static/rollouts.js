@@ -70,7 +70,7 @@ export class Rollouts {
       const name = row.group === null ? `#${row.submission}` : `#${row.submission}.${row.group}`;
       const chosen = this.chosen === name;
       return el("tr", { class: "pick", "aria-selected": chosen ? "true" : null, onclick: open },
-        el("td", {}, el("a", { href: row.group === null ? `#rollouts/${row.submission}` : `#rollouts/${row.submission}/${row.group}` }, name)),
+        el("td", { class: "first" }, el("a", { href: row.group === null ? `#rollouts/${row.submission}` : `#rollouts/${row.submission}/${row.group}` }, name)),
         el("td", { class: "n" }, number(row.reward, 2)),
         el("td", { class: "mono" }, el("div", { class: "snip" }, row.prompt ?? (row.task === null ? "" : `${row.source} ${row.task}`))),
         el("td", { class: "mono" }, el("div", { class: "snip" }, row.completion ?? "")),

@@ -5,7 +5,8 @@ import { brief, clock, duration, linear } from "./figures.js";
 import { ask } from "./run.js";
 
 const EVERY_MS = 2500;
-const LANE = 30;
+const LANE = 32; // pixels, where there are many
+const FEW = 8; // lanes that get more room
 const LEFT = 104;
 const SPANS = [30, 60, 120, 300, 900, 3600];
 
@@ -14,7 +15,7 @@ export class Timeline {
     this.run = run;
     this.span = 60;
     this.end = null; // null: now
-    this.plot = el("div", { class: "plot", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
+    this.plot = el("div", { class: "plot time", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
     this.told = el("p", { class: "muted", role: "status" }, "Choose a bar to see what it is.");
     this.spans = SPANS.map((span) => el("button", { type: "button", class: "quiet", onclick: () => this.zoom(span) }, duration(span)));
     const move = (words, share, label) => el("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, words);
@@ -27,7 +28,7 @@ export class Timeline {
   }
 
   start() {
-    if (!this.found) this.span = SPANS.find((span) => span >= 0.45 * Math.min(this.run.overview.elapsed_s, 600)) ?? 300;
+    if (!this.found) this.span = SPANS.find((span) => span >= 0.3 * Math.min(this.run.overview.elapsed_s, 600)) ?? 300;
     this.look(true);
     this.timer = setInterval(() => this.look(false), EVERY_MS);
   }
@@ -71,31 +72,43 @@ export class Timeline {
     const width = this.plot.clientWidth;
     if (!found || !width) return;
     const left = width < 500 ? 74 : LEFT;
-    const height = found.lanes.length * LANE + 48;
+    const tall = found.lanes.length > FEW ? LANE : 48;
+    const height = found.lanes.length * tall + 48;
     const x = linear([found.from_s, found.to_s], [left, width - 8]);
     const parts = [];
+    let labelled = Infinity;
     for (const { version, at_s } of found.published) {
       const at = x(at_s);
       if (at < left) continue;
       parts.push(svg("path", { class: "published", d: `M${at.toFixed(1)} 16V${height - 24}` }));
-      if (width / Math.max(found.published.length, 1) > 34) parts.push(svg("text", { x: at, y: 11, "text-anchor": "middle" }, `v${version}`));
+      if (labelled - at < 26) continue;
+      labelled = at;
+      parts.push(svg("text", { x: at, y: 11, "text-anchor": "middle" }, `v${version}`));
     }
     found.lanes.forEach((lane, row) => {
-      const y = 22 + row * LANE;
-      parts.push(svg("text", { class: "lane", x: 0, y: y + 15 }, lane.name.length > 15 ? `${lane.name.slice(0, 14)}…` : lane.name));
-      parts.push(svg("path", { class: "grid", d: `M${left} ${y + 24.5}H${width}` }));
-      for (const bar of lane.bars) parts.push(...this.bar(bar, lane, x, y, left, width));
+      const y = 22 + row * tall;
+      parts.push(svg("text", { class: "lane", x: 0, y: y + (tall - 10) / 2 + 4 }, lane.name.length > 15 ? `${lane.name.slice(0, 14)}…` : lane.name));
+      parts.push(svg("path", { class: "grid", d: `M${left} ${y + tall - 5.5}H${width}` }));
+      for (const bar of lane.bars) parts.push(...this.queued(bar, x, y, left, tall - 11));
+      for (const bar of lane.bars) parts.push(...this.bar(bar, lane, x, y, left, width, tall - 11));
     });
-    for (let index = 0; index <= 4; index += 1) {
-      const at = found.from_s + ((found.to_s - found.from_s) * index) / 4;
-      parts.push(svg("text", { x: x(at), y: height - 6, "text-anchor": index === 0 ? "start" : index === 4 ? "end" : "middle" }, clock(at)));
+    const marks = width < 500 ? 2 : 4;
+    for (let index = 0; index <= marks; index += 1) {
+      const at = found.from_s + ((found.to_s - found.from_s) * index) / marks;
+      parts.push(svg("text", { x: x(at), y: height - 6, "text-anchor": index === 0 ? "start" : index === marks ? "end" : "middle" }, clock(at)));
     }
     this.plot.style.height = `${height}px`;
     replace(this.plot, svg("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": "Lanes of learner, workers and validators" }, parts));
     if (found.cut_s) this.told.textContent = `Too much happened to show all of it: complete from ${clock(found.cut_s)}.`;
   }
 
-  bar(bar, lane, x, y, left, width) {
+  queued(bar, x, y, left, tall) {
+    const from = Math.max(x(bar.queued_s ?? bar.from_s), left);
+    const wide = x(bar.from_s) - from;
+    return wide > 1 ? [svg("rect", { class: "b-queued", x: from, y: y + tall / 2 - 1, width: wide, height: 4 })] : [];
+  }
+
+  bar(bar, lane, x, y, left, width, tall) {
     const from = Math.max(x(bar.from_s), left);
     const to = Math.min(x(bar.to_s), width - 8);
     if (to < left || from > width - 8) return [];
@@ -105,13 +118,9 @@ export class Timeline {
     const words = sentence(bar, lane);
     const tell = () => { this.told.textContent = words; };
     const parts = [];
-    if (bar.queued_s && bar.queued_s < bar.from_s) {
-      const start = Math.max(x(bar.queued_s), left);
-      if (from > start) parts.push(svg("rect", { class: "b-queued", x: start, y: y + 9, width: from - start, height: 4 }));
-    }
     const thin = bar.kind === "wait";
-    parts.push(svg("rect", { class: kind, x: from + 0.5, y: thin ? y + 8 : y + 1, width: Math.max(wide - 1, 0.8), height: thin ? 6 : 20, rx: 3, tabindex: wide > 6 ? "0" : null, role: "img", "aria-label": words, onpointerenter: tell, onfocus: tell }, svg("title", {}, words)));
-    if (!thin && wide > 22) parts.push(svg("text", { class: `in${bar.kind === "generate" && !bad ? " dark" : ""}`, x: from + wide / 2, y: y + 15, "text-anchor": "middle" }, String(bar.version)));
+    parts.push(svg("rect", { class: kind, x: from + 0.5, y: thin ? y + tall / 2 - 2 : y + 1, width: Math.max(wide - 1, 0.8), height: thin ? 6 : tall, rx: 3, tabindex: wide > 6 ? "0" : null, role: "img", "aria-label": words, onpointerenter: tell, onfocus: tell }, svg("title", {}, words)));
+    if (!thin && wide > 22) parts.push(svg("text", { class: `in${bar.kind === "generate" && !bad ? " dark" : ""}`, x: from + wide / 2, y: y + tall / 2 + 5, "text-anchor": "middle" }, String(bar.version)));
     return parts;
   }
 }
