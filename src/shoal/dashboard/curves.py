@@ -44,23 +44,23 @@ def point(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def curves(history: Sequence[Mapping[str, float]], most: int = MOST) -> Curve:
     """All curves: `x`, `t`, and for each name its values, with `low` and `high` where steps were put together."""
-    points = [point(step) for step in history]
-    names = [name for name in NAMES if any(name in step for step in points)]
-    spans = buckets(len(points), most)
-    together = len(spans) < len(points)
+    names = {name: key for name, key in NAMES.items() if any(key in step for step in history)}
+    spans = buckets(len(history), most)
+    together = len(spans) < len(history)
+    ends = [point(history[last - 1]) for _, last in spans]
     found: Curve = {
-        "x": [points[last - 1]["x"] for _, last in spans],
-        "t": [points[last - 1]["t"] for _, last in spans],
+        "x": [end["x"] for end in ends],
+        "t": [end["t"] for end in ends],
         "values": {},
         "low": {},
         "high": {},
     }
-    for name in names:
-        parts = [[step[name] for step in points[first:last] if name in step] for first, last in spans]
+    for name, key in names.items():
+        parts = [[step[key] for step in history[first:last] if key in step] for first, last in spans]
         found["values"][name] = [short(sum(part) / len(part)) if part else None for part in parts]
         if together:
-            found["low"][name] = [min(part) if part else None for part in parts]
-            found["high"][name] = [max(part) if part else None for part in parts]
+            found["low"][name] = [short(min(part)) if part else None for part in parts]
+            found["high"][name] = [short(max(part)) if part else None for part in parts]
     return found
 
 

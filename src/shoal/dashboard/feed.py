@@ -1,7 +1,7 @@
 """What is new in a run, to every open page at once.
 
-Invariant: while nobody watches, nothing is read. While somebody does, the run is looked at once for all of them, never for more
-than SHARE of the time, and each page gets every step and evaluation after the last one it has seen, in order (`Seen`).
+Invariant: while nobody watches, nothing is read. While somebody does, the run is looked at once for all of them, never for
+more than SHARE of the time, and each page gets every step and evaluation after the last one it has seen, in order (`Seen`).
 Called by the server. One thread of its own reads the run.
 """
 

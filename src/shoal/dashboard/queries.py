@@ -1,7 +1,7 @@
 """Every SQL statement of the dashboard, over the coordinator's tables.
 
-Invariant: it reads only. What grows with the run is grouped or limited in SQL, so an answer's size is bounded. A submission is
-named by its sequence number: its id holds a part of a worker's key. Called by the rest of this room, in one thread.
+Invariant: it reads only. What grows with the run is grouped or limited in SQL, so an answer's size is bounded. A submission
+is named by its sequence number: its id holds a part of a worker's key. Called by the rest of this room, in one thread.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The rollout browser: groups and rejected submissions, and what the model wrote in them, token by token.
 
-Invariant: an accepted group is shown from the file that a validator signed, a rejected one from the worker's own, decoded in a
-child process because such a file may be made to crash its reader. Text is only ever text. Called by the server, one at a
-time. Left out: files in a bucket.
+Invariant: an accepted group is shown from the file that a validator signed, a rejected one from the worker's own, decoded
+in a child process because such a file may be made to crash its reader. Text is only ever text. Called by the server, one at
+a time. Left out: files in a bucket.
 """
 
 import json

@@ -2,9 +2,9 @@
 
 This is the figure of asynchrony in the paper (INTELLECT-2, section 2): workers generate with one version while the learner
 trains the next. Invariant: every bar comes from times that the coordinator recorded, except the learner's, which follow from
-its own report of when a step ended and how long it computed and waited. A validator that holds several claims is shown at the
-one that it judged next. At most MOST bars are told; `cut` says from when
-on they are complete. Called by the server and the report.
+its own report of when a step ended and how long it computed and waited. A validator that holds several claims is shown at
+the one that it judged next. At most MOST submissions are told; `cut_s` says from when on they are complete.
+Called by the server and the report.
 """
 
 from collections.abc import Mapping, Sequence

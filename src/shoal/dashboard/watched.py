@@ -68,7 +68,8 @@ class WatchedFolder:
         # One thread at a time uses it; which one may change.
         sqlite = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
         self.connection = SqliteConnection(sqlite)
-        self.db = Database(self.connection, UnwrittenLedger(), self.now_s, create=False)
+        self._now_s = 0.0  # of the newest look
+        self.db = Database(self.connection, UnwrittenLedger(), lambda: self._now_s, create=False)
         self.queries: Queries | None = Queries(self.connection)
         self.config: Config | None = self._config()
         self.history = RunHistory()
@@ -87,6 +88,7 @@ class WatchedFolder:
 
     def look(self) -> Status:
         assert self.config is not None
+        self._now_s = self.now_s()
         log = HistoryLog(self.db)
         while self.history.add(log.after(self.history.cursor)):
             pass
