@@ -150,7 +150,10 @@ def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
         names = ", ".join(clean(name) for name in status.slashed[:STATED])
         why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())
         return Answer(
-            question, "Caught", "bad", f"Slashed: {names}{f' ({why})' if why else ''}. Nothing of it was trained on."
+            question,
+            "Caught",
+            "bad",
+            f"Slashed: {names}{f' ({why})' if why else ''}. What was rejected is never trained on.",
         )
     if hard:
         why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())

@@ -110,13 +110,11 @@ def _charts(history: RunHistory, queries: Queries, limit: int) -> Iterable[str]:
         lines.append(Line(f"held-out, {kind}", [a for a, _ in dots], [b for _, b in dots], look, dots=True))
     yield line_chart("Reward and held-out accuracy", lines)
     yield line_chart("Entropy", [Line("", x, values.get("entropy", []), "accent")] if "entropy" in values else [])
-    kls = (("mismatch", "accent"), ("kl", "soft-line"))
+    kls = (("mismatch", "to the sampling policy", "accent"), ("kl", "to the reference", "soft-line"))
+    yield line_chart("KL", [Line(name, x, values[key], look) for key, name, look in kls if key in values])
+    clips = (("clip_low", "low", "accent"), ("clip_high", "high", "soft-line"))
     yield line_chart(
-        "KL: to the sampling policy, to the reference", [Line(n, x, values[n], c) for n, c in kls if n in values]
-    )
-    clips = (("clip_low", "accent"), ("clip_high", "soft-line"))
-    yield line_chart(
-        "Share of clipped tokens, low and high", [Line(n, x, values[n], c) for n, c in clips if n in values]
+        "Clipped tokens, share", [Line(name, x, values[key], look) for key, name, look in clips if key in values]
     )
     ages = (("stale_mean", "mean", "accent"), ("stale_max", "oldest", "soft-line"))
     age_lines = [Line(name, x, values[key], look) for key, name, look in ages if key in values]
