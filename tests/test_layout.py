@@ -51,8 +51,11 @@ ROOMS = {
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
+    "dashboard": [
+        "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
+    ],
     "cli": [
-        "audit", "config", "coordinator", "engine", "errors", "evals", "launch", "ledger", "model", "protocol", "roles",
+        "audit", "config", "coordinator", "dashboard", "engine", "errors", "evals", "launch", "ledger", "model", "protocol", "roles",
         "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
