@@ -76,7 +76,7 @@ def measure(folder: Path) -> dict[str, object]:
     assert status is not None and queries is not None and config is not None
     timed("unchanged look", feed.refresh)
     rows = {"state": "stopped", "alpha": config.evidence.alpha}
-    timed("nodes", lambda: [node_table(status, Pace(), queries, **rows), broadcast(status)])
+    timed("table of nodes", lambda: [node_table(status, Pace(), queries, **rows), broadcast(status)])
     end_s = queries.newest_s()
     timed("timeline of 5 minutes", lambda: timeline(queries, run.history.metrics, config, end_s - 300, end_s))
     timed("validation", lambda: validation(queries))
@@ -125,8 +125,8 @@ def record_step(
         worker, rejected = keys[draw.randrange(10, len(keys))], draw.random() < 0.002
         id_ = f"{worker[:16]}-{number:06d}"
         connection.change(
-            "INSERT INTO submissions (id, worker, number, step, version, digest, groups, deadline_s, state, nonce, assigned_s,"
-            " validator, full_check, lease_s, uploaded_s, judged_s, reason, verdict, tokens, credit)"
+            "INSERT INTO submissions (id, worker, number, step, version, digest, groups, deadline_s, state, nonce,"
+            " assigned_s, validator, full_check, lease_s, uploaded_s, judged_s, reason, verdict, tokens, credit)"
             " VALUES (?, ?, ?, ?, ?, '', ?, ?, ?, '', ?, ?, TRUE, ?, ?, ?, ?, ?, 5000, 'credited')",
             *(id_, worker, number, step, max(step - 1, 0), GROUPS, now_s + 60),
             *("rejected" if rejected else "accepted", now_s, keys[1 + index], now_s + 305, now_s + 4, now_s + 7),
