@@ -39,6 +39,7 @@ from shoal.coordinator.service import invite_from
 from shoal.protocol.address import FILE
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
+from shoal.protocol.messages import VERSION
 from shoal.protocol.signing import sign_request
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
@@ -86,9 +87,12 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
     """Every attack by its name."""
     stranger = Identity.generate()
     forged = site.request(stranger, "POST", "/v1/heartbeat", b"{}", signature=f"shoal=:{'A' * 86}==:")
-    registration = json.dumps({"invite": site.invite.signed.model_dump_json()}).encode()
+    registration = json.dumps({"protocol": VERSION, "invite": site.invite.signed.model_dump_json()}).encode()
     fake = json.dumps(
-        {"invite": site.invite.signed.model_copy(update={"signature": "0" * 128}).model_dump_json()}
+        {
+            "protocol": VERSION,
+            "invite": site.invite.signed.model_copy(update={"signature": "0" * 128}).model_dump_json(),
+        }
     ).encode()
 
     def attack(
@@ -220,7 +224,11 @@ async def attack_in_a_process(site: Site, seconds: float, attack: str) -> dict[s
     command = [sys.executable, __file__, "--attack", attack, "--seconds", str(seconds)]
     pipe = asyncio.subprocess.PIPE
     attacker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    known = {"invite": site.invite.encode(), "key": site.insider.private_key.private_bytes_raw().hex()}
+    known = {
+        "protocol": VERSION,
+        "invite": site.invite.encode(),
+        "key": site.insider.private_key.private_bytes_raw().hex(),
+    }
     answer, _ = await attacker.communicate(json.dumps(known).encode())
     found: dict[str, int] = json.loads(answer)
     return found
@@ -235,7 +243,7 @@ def attack_here(name: str, seconds: float) -> None:
 
 async def join(site: Site, folder: Path, identity: Identity, name: str) -> Invite:
     invite = await asyncio.to_thread(invite_from, folder, "worker", name, None, 1.0)
-    body = json.dumps({"invite": invite.signed.model_dump_json()}).encode()
+    body = json.dumps({"protocol": VERSION, "invite": invite.signed.model_dump_json()}).encode()
     reader, writer = await asyncio.open_connection(site.host, site.port)
     writer.write(site.request(identity, "POST", "/v1/register", body))
     line = await asyncio.wait_for(reader.readline(), TIMEOUT_S)

@@ -24,12 +24,14 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
+    "diloco": ["errors", "files"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "errors", "files", "learner", "model", "tasks"],
+    "pretrain": ["config", "diloco", "errors", "files", "model"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
@@ -48,6 +50,7 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "doctor": ["config", "model", "protocol", "sandbox"],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
@@ -55,15 +58,28 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "dashboard", "engine", "errors", "evals", "launch", "ledger", "model", "protocol",
-        "roles", "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "dashboard", "doctor", "engine", "errors", "evals", "launch",
+        "ledger", "model", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
+        "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence", "web"]
+LIBRARIES = [
+    "model",
+    "toploc",
+    "shardcast",
+    "store",
+    "tasks",
+    "ledger",
+    "engine",
+    "sandbox",
+    "evidence",
+    "diloco",
+    "web",
+]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise

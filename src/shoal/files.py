@@ -103,6 +103,15 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Gives a folder its final name once all that is in it is on disk. Raises OSError, also if the name is taken."""
+    for path in sorted(temporary.rglob("*"), reverse=True):
+        fsync(path)
+    fsync(temporary)
+    temporary.rename(final)
+    fsync(final.parent)
+
+
 def copy_tree(source: Path, target: Path) -> None:
     """Copy a folder of files that never change. Both share the bytes where the file system has hard links."""
     shutil.copytree(source, target, copy_function=_link)

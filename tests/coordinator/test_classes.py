@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.coordinator.doubts import MISMATCHES
+from shoal.coordinator.doubts import MISMATCHES, WINDOW_S
 from shoal.protocol.messages import Reason, Replay
 
 from .support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
@@ -47,6 +47,10 @@ def claimable(harness: Harness, validator: str) -> list[str]:
 def inexact(harness: Harness, validator: str, id: str) -> None:
     assert claimable(harness, validator) == [id]
     harness.judge(id, Reason.INEXACT, validator=validator, confirmed=False, replay=INEXACT)
+
+
+def confirmed(harness: Harness) -> int:
+    return harness.pool.db.fingerprints.mismatches(ALICE, 0.0, confirmed=True)
 
 
 # --- routing ---------------------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ def test_a_second_validator_that_accepts_makes_the_first_one_the_odd_one(harness
     assert harness.beat(VALIDATOR, fingerprint=ONE, renews=False).renewals == 1, "its bit flipped, not the worker's"
     assert harness.beat(ALICE, fingerprint=ONE, renews=False).renewals == 0
     assert any("validator-e" in notice for notice in harness.pool.status().notices)
-    assert harness.pool.db.fingerprints.renewal(ALICE).mismatches == 0
+    assert confirmed(harness) == 0
     exact = harness.pool.status().exact
     assert (exact.submissions, exact.tokens, exact.mismatched_tokens) == (1, 100, 0)
 
@@ -155,7 +159,7 @@ def test_without_a_second_validator_of_the_class_inexact_work_is_unpaid_and_noth
         id = uploaded(harness)
         inexact(harness, VALIDATOR, id)
         assert harness.state(id) == "rejected"
-    assert harness.pool.db.fingerprints.renewal(ALICE).mismatches == 0
+    assert confirmed(harness) == 0
     assert harness.beat(fingerprint=ONE).assignment is not None, "it is not suspended"
 
 
@@ -165,7 +169,7 @@ def test_if_the_second_validator_dies_the_first_one_judges_alone(harness: Harnes
     harness.clock.now_s += 31
     harness.beat(VALIDATOR, fingerprint=ONE)
     inexact(harness, VALIDATOR, id)
-    assert harness.state(id) == "rejected" and harness.pool.db.fingerprints.renewal(ALICE).mismatches == 0
+    assert harness.state(id) == "rejected" and confirmed(harness) == 0
 
 
 def test_a_second_validator_that_cannot_replay_exactly_does_not_clear_what_the_first_found(harness: Harness) -> None:
@@ -175,7 +179,7 @@ def test_a_second_validator_that_cannot_replay_exactly_does_not_clear_what_the_f
     harness.judge(id, validator=OTHER_VALIDATOR, replay=None)
     assert harness.state(id) == "rejected"
     assert harness.beat(OTHER_VALIDATOR, fingerprint=ONE, renews=False).renewals == 1
-    assert harness.pool.db.fingerprints.renewal(ALICE).mismatches == 0, "one opinion"
+    assert confirmed(harness) == 0, "one opinion"
 
 
 def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
@@ -226,25 +230,61 @@ def test_after_a_mismatch_a_worker_gets_no_task_until_it_has_renewed_its_fingerp
     assert harness.beat(fingerprint=ONE).assignment is not None
 
 
-def test_another_fingerprint_puts_it_into_another_class_and_nothing_is_held_against_it(harness: Harness) -> None:
+def test_another_fingerprint_puts_it_into_another_class_and_its_work_is_taken(harness: Harness) -> None:
     """Its library was updated, or it moved to other cores: within the limits its work is as good as ever."""
     for _ in range(MISMATCHES - 1):
         mismatch(harness)
     harness.beat(fingerprint=TWO)
-    assert harness.pool.db.fingerprints.renewal(ALICE).mismatches == 0
     assert harness.pool.members.classes.peers(ALICE) == []
     uploaded(harness, fingerprint=TWO)
     [claim] = harness.claims(VALIDATOR, 8)
     assert claim.fingerprint == TWO
 
 
-def test_repeated_mismatches_under_an_unchanged_fingerprint_suspend(harness: Harness) -> None:
+@pytest.mark.parametrize("between", [ONE, TWO], ids=["the same fingerprint", "another one in between"])
+def test_repeated_mismatches_suspend(harness: Harness, between: str) -> None:
     for _ in range(MISMATCHES):
+        harness.beat(wants=False, fingerprint=between)
         assert harness.beat(fingerprint=ONE).assignment is not None
         mismatch(harness)
     refused = harness.beat(fingerprint=ONE)
     assert refused.assignment is None and "inexact" in refused.waiting_for and refused.state == "running"
     assert "slashed" not in harness.kinds()
+
+
+def test_mismatches_long_ago_do_not_suspend(harness: Harness) -> None:
+    for _ in range(MISMATCHES + 1):
+        mismatch(harness)
+        for _ in range(200):  # of 20 s, as nodes beat
+            harness.clock.now_s += 20
+            for key in (VALIDATOR, OTHER_VALIDATOR):
+                harness.beat(key, wants=False, fingerprint=ONE)
+        assert harness.beat(wants=False, fingerprint=ONE).waiting_for == ""
+    assert harness.beat(fingerprint=ONE).assignment is not None
+
+
+@pytest.mark.parametrize("taken", ["any", "exact"])
+def test_mismatches_that_nobody_can_confirm_put_it_into_no_class_for_a_while(taken: str) -> None:
+    """So the only validator computes its work once; honest work of a machine that differs is judged by the limits."""
+    harness = open_pool(validator={"classes": taken}, prompts_per_step=64)
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+    for _ in range(MISMATCHES):
+        inexact(harness, VALIDATOR, uploaded(harness))
+    answer = harness.beat(fingerprint=ONE)
+    if taken == "exact":
+        assert answer.assignment is None and "differed too often" in answer.waiting_for
+    else:
+        assert answer.assignment is not None
+        harness.pool.submissions.uploaded(ALICE, answer.assignment.id, "9" * 64)
+        [claim] = harness.claims(VALIDATOR, 8)
+        assert claim.fingerprint == ""
+    harness.clock.now_s += WINDOW_S
+    harness.beat(VALIDATOR, wants=False, fingerprint=ONE)
+    harness.beat(wants=False, fingerprint=ONE)
+    assert harness.pool.members.classes.peers(ALICE) == [VALIDATOR]
 
 
 def test_what_was_uploaded_before_it_could_renew_counts_once(harness: Harness) -> None:
@@ -255,7 +295,7 @@ def test_what_was_uploaded_before_it_could_renew_counts_once(harness: Harness) -
         for id in ids:
             harness.judge(id, Reason.INEXACT, validator=validator, confirmed=False, replay=INEXACT)
     assert all(harness.state(id) == "rejected" for id in ids)
-    assert harness.pool.db.fingerprints.renewal(ALICE).mismatches == 1
+    assert confirmed(harness) == 1
     assert harness.beat(fingerprint=ONE).assignment is not None
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.coordinator.beats import RECORDS_PER_S
 from shoal.coordinator.database import PoolError
-from shoal.coordinator.members import RECORDS_PER_S
 from shoal.coordinator.pace import AT_ONCE, LONGEST_HOLD_S, MEMBER_RATE, OPEN_RATE, REFUSED_RATE, Pace
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.identity import Identity

@@ -20,7 +20,7 @@ from shoal.coordinator.routes import Coordinator
 from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
-from shoal.protocol.messages import LARGEST, HeartbeatAnswer, Role, RunDescriptor, Status
+from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status
 from shoal.protocol.signing import SignedAuth, sign_request
 
 from .support import metrics_of
@@ -57,7 +57,9 @@ class Site:
         self.identities[name] = Identity.generate()
         client = self.client(self.identities[name])
         made = make_invite(self.identity, **fields)
-        client.post("/v1/register", json={"invite": made.signed.model_dump_json()}).raise_for_status()
+        client.post(
+            "/v1/register", json={"protocol": VERSION, "invite": made.signed.model_dump_json()}
+        ).raise_for_status()
         return client
 
 
@@ -115,9 +117,28 @@ def test_the_run_is_described_under_the_coordinators_key(site: Site) -> None:
 
 
 def test_health_and_status_are_open(site: Site) -> None:
-    assert ANYONE.get(f"{site.url}/healthz").json() == {"run": RUN, "protocol": 1}
+    assert ANYONE.get(f"{site.url}/healthz").json() == {"run": RUN, "protocol": VERSION}
     status = Status.model_validate_json(ANYONE.get(f"{site.url}/v1/status").content)
     assert status.run == RUN and len(status.nodes) >= len(ROLES)
+
+
+def test_a_node_of_another_version_is_told_so(site: Site) -> None:
+    made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="old", expires_s=int(time.time()) + 60)
+    for said in ({}, {"protocol": VERSION + 1}):
+        body = said | {"invite": made.signed.model_dump_json()}
+        refused(site.client(Identity.generate()).post("/v1/register", json=body), 400, "install the same version")
+
+
+def test_only_the_operator_books_stakes(site: Site) -> None:
+    key = "c" * 64
+    deposit = {"kind": "stake", "key": key, "amount": 70}
+    for client in (site.clients["worker"], site.clients["learner"], site.client(Identity.generate())):
+        refused(client.post("/v1/bookings", json=deposit), 403, "only the operator")
+    operator = site.client(site.identity)
+    operator.post("/v1/bookings", json=deposit).raise_for_status()
+    refused(operator.post("/v1/bookings", json=deposit | {"kind": "unstake"}), 409, "not registered")
+    entries = site.clients["validator"].get("/v1/ledger/0").text
+    assert json.dumps({"amount": 70, "key": key}, separators=(",", ":")).replace('"', '\\"') in entries
 
 
 # --- who asks --------------------------------------------------------------------------------------------------------
@@ -125,6 +146,7 @@ def test_health_and_status_are_open(site: Site) -> None:
 OPEN = {("GET", "/healthz"), ("GET", "/v1/run"), ("GET", "/v1/status"), ("GET", "/v1/history"), ("GET", "/metrics")}
 ALLOWED = {
     ("POST", "/v1/register"): {*ROLES, "stranger"},
+    ("POST", "/v1/bookings"): set(),  # the operator
     ("POST", "/v1/heartbeat"): set(ROLES),
     ("POST", "/v1/drain"): {"worker"},
     ("GET", "/v1/ledger/{after}"): set(ROLES),
@@ -181,7 +203,7 @@ def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
         forged = make_invite(Identity.generate(), url=site.url, run=RUN, role="worker", name="x", expires_s=1 << 40)
         spent = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="spent", expires_s=2_000_000_000)
         for invite, status in ((forged, 403), (spent, 200), (spent, 403)):
-            registration = {"invite": invite.signed.model_dump_json()}
+            registration = {"protocol": VERSION, "invite": invite.signed.model_dump_json()}
             answer = site.client(Identity.generate()).post("/v1/register", json=registration)
             assert answer.status_code == status
         site.client(Identity.generate()).post("/v1/heartbeat", json={})
@@ -215,13 +237,15 @@ def test_a_request_for_another_run_or_from_the_past_is_refused(site: Site) -> No
 
 def test_an_invite_of_another_coordinator_is_refused(site: Site) -> None:
     forged = make_invite(Identity.generate(), url=site.url, run=RUN, role="learner", name="me", expires_s=2_000_000_000)
-    answer = site.client(Identity.generate()).post("/v1/register", json={"invite": forged.signed.model_dump_json()})
+    answer = site.client(Identity.generate()).post(
+        "/v1/register", json={"protocol": VERSION, "invite": forged.signed.model_dump_json()}
+    )
     refused(answer, 403, "not signed by this coordinator")
 
 
 def test_a_spent_invite_is_refused(site: Site) -> None:
     made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="once", expires_s=2_000_000_000)
-    registration = {"invite": made.signed.model_dump_json()}
+    registration = {"protocol": VERSION, "invite": made.signed.model_dump_json()}
     first = site.client(Identity.generate())
     assert first.post("/v1/register", json=registration).json() == {"name": "once", "role": "worker"}
     assert first.post("/v1/register", json=registration).status_code == 200, "a restart"

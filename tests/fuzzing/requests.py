@@ -16,7 +16,7 @@ from typing import Any, get_args
 from urllib.parse import quote
 
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.messages import Role
+from shoal.protocol.messages import VERSION, Role
 from shoal.protocol.signing import sign_request
 
 from .damage import VALUES, damaged
@@ -59,7 +59,7 @@ class Site:
         """Register one node of each role and publish the first version."""
         for role in get_args(Role):
             self.members[role] = Identity.generate()
-            body = {"invite": self.invite(role), "url": None}
+            body = {"protocol": VERSION, "invite": self.invite(role), "url": None}
             await self.honest(role, "POST", "/v1/register", body)
         await self.honest("origin", "POST", "/v1/policies", {"version": 0, "digest": "d" * 64, "size_bytes": 1})
 
@@ -135,7 +135,11 @@ class Site:
         id = self.random.choice(self.ids)
         group = {"reward_mean": 0.5, "useful": True, "tokens": 3}
         bodies: dict[str, Callable[[], dict[str, Any]]] = {
-            "/v1/register": lambda: {"invite": self.invite(self.random.choice(get_args(Role))), "url": "http://x:1"},
+            "/v1/register": lambda: {
+                "protocol": VERSION,
+                "invite": self.invite(self.random.choice(get_args(Role))),
+                "url": "http://x:1",
+            },
             "/v1/heartbeat": lambda: {"policy_version": 0, "wants_task": True, "stats": {"doing": "x", "tokens": 5}},
             "/v1/claims": lambda: {"most": 2},
             "/v1/verdicts": lambda: {

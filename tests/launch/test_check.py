@@ -128,9 +128,8 @@ def test_missing_certificates_are_named() -> None:
 
 def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    lines = found(model={"name": "bundled:tiny"}, run={"tracker": "wandb"}, learner={"lora": {}})
+    lines = found(model={"name": "bundled:tiny"}, run={"tracker": "wandb"})
     assert [line for line in lines if "pip install 'shoal[wandb]'" in line]
-    assert [line for line in lines if "pip install 'shoal[lora]'" in line]
 
 
 def test_more_threads_than_cores_are_refused() -> None:

@@ -16,6 +16,8 @@ from typing import Any, get_args
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat
@@ -193,7 +195,7 @@ def test_what_a_person_finds_in_the_folder(finished: tuple[Path, str]) -> None:
 def test_a_finished_run_keeps_what_the_user_and_resuming_need_and_no_caches(finished: tuple[Path, str]) -> None:
     out, printed = finished
     assert "disk: up to " in printed and "of caches freed" in printed
-    assert [path.name for path in (out / "learner" / "versions").iterdir()] == ["v000024"]
+    assert {path.name for path in (out / "learner" / "versions").iterdir()} == {"v000023", "v000024"}
     assert [path.name for path in (out / "learner" / "checkpoints").iterdir()] == ["step-000024"]
     assert not list(out.glob("*/weights")) and not (out / "relay-0" / "store").exists()
 
@@ -382,6 +384,19 @@ def test_a_faked_fingerprint_earns_nothing_and_is_no_lie_and_a_lie_beside_it_is_
     assert summary["rejected"]["cheater-0"] == summary["reject_reasons"]["inexact"] >= 1
     assert summary["rejected"]["worker-0"] == summary["rejected"]["worker-1"] == 0
     assert summary["exact"]["tokens"] > 0 and summary["exact"]["mismatched_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_leaves_a_plain_model(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    chosen = ("learner.lora.rank=4", "learner.lr=1e-3", "run.steps=3", "evaluator.n=16")
+    swarm = start(out, *(part for one in chosen for part in ("--set", one)))
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    trained, base = (load_file(folder / "model.safetensors") for folder in (out / "model", resolve("bundled:tiny")))
+    assert trained.keys() == base.keys()
+    changed = [name for name in base if not torch.equal(trained[name].float(), base[name].float())]
+    assert changed and all("proj" in name for name in changed)
 
 
 # --- a tool ----------------------------------------------------------------------------------------------------------

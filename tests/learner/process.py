@@ -25,7 +25,7 @@ from .support import Pool, make_learner
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.start(timeout_s=240)
+    ranks = Ranks.start(timeout_s=240, leader_timeout_s=240)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["out"])
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]

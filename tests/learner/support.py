@@ -91,7 +91,12 @@ def rollouts(groups: int = 3, size: int = 2) -> list[AcceptedRollout]:
 
 
 def accepted(
-    *, version: int = 4, run: str = "run", rows: list[AcceptedRollout] | None = None, by: Identity = VALIDATOR
+    *,
+    version: int = 4,
+    run: str = "run",
+    rows: list[AcceptedRollout] | None = None,
+    by: Identity = VALIDATOR,
+    prefilled: bool = True,
 ) -> bytes:
     header = Header(
         schema_version=SCHEMA_VERSION,
@@ -103,6 +108,7 @@ def accepted(
         submission=0,
         nonce="0" * 32,
         signer=by.public,
+        prefilled=prefilled,
     )
     return write_accepted(header, rollouts() if rows is None else rows, by)
 

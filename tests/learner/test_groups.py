@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.config import parse
-from shoal.learner.groups import BatchError, Fetched, Group, decode, encode, fetch
+from shoal.learner.groups import Fetched, Group, decode, encode, fetch
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.rollouts import AcceptedRollout
 
@@ -77,12 +77,21 @@ def test_groups_come_as_the_batch_names_them(quarantine: Path) -> None:
         (accepted(rows=rollouts()[1:]), "has no whole group 2"),
         (accepted(rows=rollouts(2)), "has no whole group 2"),
         (accepted(rows=[*rollouts()[:-1], AcceptedRollout(2, "1+1", [9], [1], [0.0], 1.0)]), "no whole group 2"),
+        (accepted(rows=[replace(row, tokens=[], logprobs=[]) for row in rollouts()]), "a completion is empty"),
+        (accepted(rows=[replace(row, prompt=[]) for row in rollouts()]), "a prompt or a completion is empty"),
     ],
-    ids=["a worker's", "other run", "future", "cut off", "shifted", "missing", "two prompts"],
+    ids=[
+        *("a worker's", "other run", "future", "cut off", "shifted", "missing", "two prompts"),
+        *("no completion", "no prompt"),
+    ],
 )
-def test_a_file_that_must_not_be_trained_on_is_refused(data: bytes, message: str, quarantine: Path) -> None:
-    with pytest.raises(BatchError, match=message):
-        fetched(Store(data), quarantine, (0, 2))
+def test_a_file_that_must_not_be_trained_on_is_left_out_and_does_not_stop_the_learner(
+    data: bytes, message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same batch comes again at each restart. A validator that was evicted since has files in it, too."""
+    found = fetched(Store(data, accepted()), quarantine, (0, 2), (1, 0))
+    assert ([group.submission for group in found.groups], found.foreign) == ([submission(1)], 1)
+    assert re.search(message, caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +119,8 @@ def test_a_file_that_breaks_the_schema_is_quarantined_and_the_others_are_taken(
 
 
 def test_where_every_file_breaks_the_schema_nothing_is_trained_on(quarantine: Path) -> None:
-    with pytest.raises(
-        BatchError, match=f"step 4: no group is left to train on; .* 2 are in files moved to {quarantine}"
-    ):
-        fetched(Store(b"", b"PAR1"), quarantine, (0, 0), (1, 0))
+    found = fetched(Store(b"", b"PAR1"), quarantine, (0, 0), (1, 0))
+    assert not found.groups and "2 are in files moved to quarantine" in found.left_out
     assert len(list(quarantine.iterdir())) == 2
 
 
@@ -134,6 +141,13 @@ def test_a_group_with_an_impossible_logprob_is_counted_and_left_out(
     assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
     [line] = caplog.messages
     assert line == f"group 1 of {submission(0)} is left out: a logprob of {logprob:g} is outside [-50, 0]"
+
+
+def test_logprobs_that_nobody_checked_may_have_any_value_because_none_is_used(quarantine: Path) -> None:
+    """Otherwise a worker could empty the batch with them."""
+    rows = [replace(row, logprobs=[-9999.0, float("nan")]) for row in rollouts()]
+    found = fetched(Store(accepted(rows=rows, prefilled=False)), quarantine, (0, 0), (0, 1))
+    assert [group.checked for group in found.groups] == [False, False] and found.implausible == 0
 
 
 @pytest.mark.parametrize("logprob", [-50.0, 0.0, 0.0009765625])
@@ -158,14 +172,9 @@ def test_a_group_with_an_impossible_reward_is_counted_and_left_out(reward: float
     assert (len(found.groups), found.implausible) == (1, 1)
 
 
-def test_a_batch_of_only_old_groups_is_refused(quarantine: Path) -> None:
-    with pytest.raises(BatchError, match="step 4: no group is left to train on; 2 are older than 2 versions"):
-        fetched(Store(accepted(version=1)), quarantine, (0, 0), (0, 1))
-
-
-def test_a_batch_of_no_groups_is_refused(quarantine: Path) -> None:
-    with pytest.raises(BatchError):
-        fetched(Store(), quarantine)
+def test_a_batch_of_only_old_groups_has_nothing_to_train_on(quarantine: Path) -> None:
+    found = fetched(Store(accepted(version=1)), quarantine, (0, 0), (0, 1))
+    assert not found.groups and found.left_out.startswith("2 are too old")
 
 
 def test_groups_survive_the_way_to_other_ranks_exactly() -> None:

@@ -18,15 +18,16 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from shoal.learner.groups import BatchError
+from shoal.learner.loop import EmptyBatchError
 
-from .support import VALIDATOR, Pool, accepted, equal, make_learner, rollouts, step_file, submission
+from .support import STRANGER, VALIDATOR, Pool, accepted, equal, make_learner, rollouts, step_file, submission
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
 CHANGED = {"checkpoint_every": 2}
+FILE = rollouts(5, 4)
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +240,67 @@ def test_a_step_of_equal_rewards_changes_no_weight_and_is_reported(tiny_folder: 
     assert before == after
 
 
-def test_a_step_with_nothing_left_ends_the_run_and_names_the_folder(tiny_folder: Path, tmp_path: Path) -> None:
-    learner = make_learner(tiny_folder, tmp_path, Pool(b"broken"), steps=1)
-    with pytest.raises(BatchError, match=str(tmp_path / "quarantine")):
-        learner.run(threading.Event())
-    assert names(tmp_path / "versions") == ["v000000"]
+def test_a_step_with_nothing_left_is_skipped_and_reported(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes]
+) -> None:
+    pool = Pool(files[0], b"broken", accepted(version=2, rows=rollouts(5, 4), by=STRANGER), files[3])
+    assert make_learner(tiny_folder, tmp_path, pool, steps=4).run(threading.Event()) == "finished"
+    found = versions(tmp_path)
+    assert found["v000001"] == found["v000002"] == found["v000003"] != found["v000004"]
+    assert [report.metrics["optim/skipped"] for report in pool.reports] == [0.0, 1.0, 1.0, 0.0]
+    assert (pool.reports[1].metrics["data/quarantined"], pool.reports[2].metrics["data/foreign"]) == (5.0, 5.0)
+    assert not pool.reports[1].trained
+
+
+def test_nothing_to_train_on_several_times_in_a_row_stops_the_run_and_says_why(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes]
+) -> None:
+    pool = Pool(files[0], b"broken", b"broken", b"broken")
+    for _ in range(2):  # and after a restart
+        with pytest.raises(
+            EmptyBatchError, match=r"step 3: .*5 are in files moved to quarantine.*learner\.guard\.max_skips"
+        ):
+            make_learner(tiny_folder, tmp_path, pool, steps=4, guard={"max_skips": 2}).run(threading.Event())
+    assert len(pool.reports) == 3
+
+
+def test_unchecked_logprobs_are_not_trained_on_and_no_metric_is_infinite(tiny_folder: Path, tmp_path: Path) -> None:
+    """8 of 20 completions claim logprobs that nothing has: with the validator's, or the learner's own, all stays finite."""
+    spoilt = [replace(row, logprobs=[-9999.0] * len(row.logprobs)) if i % 5 < 2 else row for i, row in enumerate(FILE)]
+    pools = []
+    for rows in (spoilt, FILE):
+        pools.append(Pool(accepted(version=0, rows=rows, prefilled=False)))
+        make_learner(tiny_folder, tmp_path / str(len(pools)), pools[-1], steps=1).run(threading.Event())
+    training = ("policy/", "loss", "optim/", "data/")
+    figures = [{k: v for k, v in pool.reports[0].metrics.items() if k.startswith(training)} for pool in pools]
+    assert figures[0] == figures[1] and figures[0]["data/implausible"] == 0.0
+    assert all(math.isfinite(value) for value in figures[0].values())
+    assert versions(tmp_path / "1") == versions(tmp_path / "2")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from Linux's /proc")
+def test_what_gets_its_final_name_is_on_disk_before(
+    tiny_folder: Path, tmp_path: Path, files: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a version that has its name is whole: a restart does not write it again."""
+    done: list[str] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def renamed(path: Path, to: Path) -> Path:
+        done.append(f"rename {Path(to).relative_to(tmp_path)}")
+        return rename(path, to)
+
+    def synced(fd: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{fd}').readlink().relative_to(tmp_path)}")
+        fsync(fd)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    make_learner(tiny_folder, tmp_path, Pool(*files), steps=1).run(threading.Event())
+    for folder in ("versions/v000000", "versions/v000001", "model", "checkpoints/step-000001"):
+        final = Path(folder)
+        at = done.index(f"rename {folder}")
+        unfinished = final.with_name(f".{final.name}")
+        inside = {f"fsync {unfinished / path.name}" for path in (tmp_path / folder).iterdir()}
+        assert inside | {f"fsync {unfinished}"} <= set(done[:at]), folder
+        assert done[at + 1] == f"fsync {final.parent}", folder

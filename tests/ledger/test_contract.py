@@ -45,6 +45,12 @@ def test_nobody_but_the_operator_and_the_payer_moves_anything() -> None:
 
     chain.evm.set_balance(STRANGER, 10**20)
     other = EvmStakes(Stranger(), address)
+    other.deposit("c3" * 32, 5)
+    stakes.deposit("c3" * 32, 7)
+    stakes.register("c3" * 32, "worker")
+    assert (stakes.account("c3" * 32).stake, other.deposited("c3" * 32)) == (7, 5), "the registered payer's only"  # type: ignore[union-attr]
+    stakes.slash("c3" * 32, "w-9", "cd" * 32)
+    other.reclaim("c3" * 32)
     for act in (
         lambda: other.register("b2" * 32, "worker"),
         lambda: other.stake(A, 1),
@@ -57,6 +63,6 @@ def test_nobody_but_the_operator_and_the_payer_moves_anything() -> None:
     ):
         with pytest.raises(LedgerError):
             act()
-    assert stakes.pool() == 100
-    assert chain.evm.get_balance(address) == 100, "slashed stake stays in the contract"
-    assert chain.evm.get_balance(ACCOUNT) == operator_before, "the slasher gets nothing"
+    assert stakes.pool() == 107
+    assert chain.evm.get_balance(address) == 107, "slashed stake stays in the contract"
+    assert chain.evm.get_balance(ACCOUNT) == operator_before - 7, "the slasher gets nothing"

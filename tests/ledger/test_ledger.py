@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.ledger import sqlite as sqlite_module
+from shoal.ledger import table as table_module
 from shoal.ledger.chain import (
     GENESIS,
     canonical_json,
@@ -83,7 +83,7 @@ def test_entries_since_and_of_a_kind() -> None:
 
 
 def test_entries_read_across_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_module, "PAGE_ROWS", 2)
+    monkeypatch.setattr(table_module, "PAGE_ROWS", 2)
     ledger, _ = open_ledger()
     for _ in range(5):
         ledger.append("accepted", {})

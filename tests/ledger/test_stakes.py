@@ -1,13 +1,16 @@
 """One suite for every backend of the accounts: SQLite, the contract on an EVM in this process, the contract on anvil."""
 
+import sqlite3
 from collections.abc import Iterator
 
 import pytest
 
 from shoal.ledger.interface import LedgerError
-from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, Stakes, mirror
+from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, LedgerStakes, Stakes
+from shoal.protocol.identity import Identity
 
-from .stakes_support import BACKENDS, Backend, on_pyrevm, on_sqlite
+from .stakes_support import BACKENDS, Backend
 
 A, B, DIGEST = "a1" * 32, "b2" * 32, "cd" * 32
 
@@ -157,14 +160,48 @@ def test_events_come_after_a_cursor_in_order(backend: Backend) -> None:
     assert list(stakes.events(after=cursors[-1])) == []
 
 
-def test_what_is_mirrored_to_a_chain_is_the_same_there() -> None:
-    with on_sqlite() as (source, _), on_pyrevm() as (target, _):
-        source.register(A, "worker")
-        source.stake(A, 10)
-        source.credit(A, "w-1", 3)
-        assert mirror(source, target) == 3
-        source.slash(A, "w-1", DIGEST)
-        assert mirror(source, target) == 1
-        assert mirror(source, target) == 0
-        assert target.account(A) == source.account(A)
-        assert (target.pool(), source.pool()) == (10, 10)
+def test_a_deposit_waits_for_registration_and_can_be_taken_back_until_then(backend: Backend) -> None:
+    stakes, _ = backend
+    stakes.deposit(A, 40)
+    stakes.deposit(A, 60)
+    stakes.deposit(B, 7)
+    assert (stakes.deposited(A), stakes.deposited(B), stakes.account(A), stakes.pool()) == (100, 7, None, 0)
+    stakes.reclaim(B)
+    for act in (lambda: stakes.reclaim(B), lambda: stakes.deposit(B, 0), lambda: stakes.slash(A, "w-1", DIGEST)):
+        with pytest.raises(LedgerError):
+            act()
+    stakes.register(A, "worker")
+    assert (stakes.deposited(A), known(stakes).stake) == (0, 100)
+    for act in (lambda: stakes.reclaim(A), lambda: stakes.deposit(A, 5)):
+        with pytest.raises(LedgerError):
+            act()
+    stakes.slash(A, "w-1", DIGEST)
+    assert stakes.pool() == 100
+    found = [(event.kind, event.key, event.amount) for event in stakes.events()]
+    assert found == [
+        ("deposited", A, 40),
+        ("deposited", A, 60),
+        ("deposited", B, 7),
+        ("reclaimed", B, 7),
+        ("registered", A, 100),
+        ("slashed", A, 100),
+    ]
+
+
+def test_the_accounts_follow_a_ledger_whose_transaction_was_undone() -> None:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    ledger = SqliteLedger(connection, Identity.generate(), clock=lambda: 5)
+    stakes = LedgerStakes(ledger, lambda: 5)
+    stakes.register(A, "worker")
+    stakes.stake(A, 10)
+    connection.execute("BEGIN")
+    stakes.stake(A, 90)
+    assert known(stakes).stake == 100
+    connection.execute("ROLLBACK")
+    assert known(stakes).stake == 10
+    connection.execute("BEGIN")
+    ledger.append("staked", {"key": A, "amount": 90})
+    assert known(stakes).stake == 100
+    connection.execute("ROLLBACK")
+    ledger.append("staked", {"key": A, "amount": 3})
+    assert known(stakes).stake == 13

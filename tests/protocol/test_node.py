@@ -21,7 +21,7 @@ from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
-from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError, TooLargeError
+from shoal.protocol.node import ASKING, Node, NodeError, RefusedError, StoppedError, TooLargeError
 from shoal.protocol.signing import split_target, verify_request
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
@@ -169,10 +169,20 @@ def test_a_descriptor_that_the_inviter_did_not_sign_is_refused(
         join(coordinator, tmp_path).descriptor()
 
 
-@pytest.mark.parametrize("changed", [{"run": "run-1"}, {"protocol": VERSION + 1}])
-def test_a_descriptor_of_another_run_or_protocol_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    with pytest.raises(NodeError, match="serves run"):
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"run": "run-1"}, "serves run"), ({"protocol": VERSION + 1}, "install the same version of Shoal")],
+)
+def test_a_descriptor_of_another_run_or_protocol_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(NodeError, match=told):
         join(FakeCoordinator(**changed), tmp_path).config()
+
+
+def test_an_older_coordinator_that_cannot_read_the_registration_is_told_as_such(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator(protocol=VERSION - 1)
+    coordinator.answers["/v1/register"] = httpx.Response(400, json={"error": "protocol: extra inputs"})
+    with pytest.raises(NodeError, match=f"speaks protocol {VERSION - 1}, this node {VERSION}"):
+        join(coordinator, tmp_path)
 
 
 def test_waiting_for_a_key_names_the_role_that_did_not_come(tmp_path: Path) -> None:
@@ -327,6 +337,23 @@ def test_a_node_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> None
 
     node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(first_busy))
     assert node.post("/v1/steps", None, Ok).ok and stop.pauses == pytest.approx([0.1, 0.2])
+
+
+def test_the_longer_answers_take_the_less_often_a_node_asks_again(tmp_path: Path) -> None:
+    """So that a coordinator with more members than it can answer at their pace is not asked ever more."""
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    node.answered_in_s = 0.0
+    assert node.pause_s(0.1) == 0.1
+    quick = coordinator.__call__
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        time.sleep(0.2)
+        return quick(request)
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(slow))
+    node.beat()
+    assert node.pause_s(0.1) >= 0.2 * (1 - ASKING) / ASKING
 
 
 def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ class ScriptedNode(FakeNode):
         self.said: list[str] = []
         self.asked_with: list[int | None] = []
 
+    def pause_s(self, least_s: float) -> float:
+        return least_s
+
     def doing(self, what: str, *, waiting: bool = False) -> None:
         self.said.append(("waiting for " if waiting else "") + what)
 

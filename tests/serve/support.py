@@ -54,11 +54,10 @@ def serving(
     service = Service(found, Settings(folder=folder, keys=keys, **settings), new_engine)
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-    loop.run_until_complete(runner.setup())
-    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
+        asyncio.run_coroutine_threadsafe(_listen(runner), loop).result(DEADLINE_S)
         running = Running(f"http://127.0.0.1:{runner.addresses[0][1]}", service, found.name)
         if ready:
             until(lambda: service.versions.newest is not None)
@@ -68,6 +67,11 @@ def serving(
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def _listen(runner: web.AppRunner) -> None:
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
 
 
 def until(true: Any) -> None:

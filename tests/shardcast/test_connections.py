@@ -6,6 +6,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +15,14 @@ import aiohttp
 import pytest
 
 from shoal.shardcast.serve import open_files
-from shoal.shardcast.serve.connections import PATIENCE, Connection, Listener
+from shoal.shardcast.serve.connections import PATIENCE, Connection, Listener, Patience
 
 
 class Door:
     """A listener, and strangers who connect to it."""
 
-    def __init__(self, total: int) -> None:
-        self.listener = Listener("127.0.0.1", 0, PATIENCE, per_address=100, total=total)
+    def __init__(self, total: int, patience: Patience = PATIENCE) -> None:
+        self.listener = Listener("127.0.0.1", 0, patience, per_address=100, total=total)
         self.listener.listen()
         self.strangers: list[socket.socket] = []
 
@@ -70,6 +71,32 @@ def test_a_closed_connection_leaves_its_place(door: Door) -> None:
     for _ in range(10):
         door.connect().close()
     assert not door.listener.open and door.listener.cut == 0
+
+
+def test_whoever_could_not_be_read_is_not_cut_for_it() -> None:
+    """A coordinator that was frozen, or is overloaded, must not drop the requests that wait for it."""
+    patience = Patience(headers_s=0.5)
+
+    async def freeze() -> tuple[bool, bool]:
+        door = Door(total=3, patience=patience)
+        watching = door.listener.watching(None)
+        await anext(watching)
+        try:
+            connection = door.connect()
+            await asyncio.sleep(0)
+            time.sleep(2 * patience.headers_s)  # noqa: ASYNC251 - nothing is read meanwhile
+            await asyncio.sleep(0.1)
+            kept = connection in door.listener.open.values()
+            async with asyncio.timeout(60):
+                while connection in door.listener.open.values():
+                    await asyncio.sleep(0.1)
+            return kept, door.listener.cut == 1
+        finally:
+            await anext(watching, None)
+            door.close()
+
+    kept, cut_later = asyncio.run(freeze())
+    assert kept and cut_later, "its own time counts all the same"
 
 
 # --- open files ------------------------------------------------------------------------------------------------------

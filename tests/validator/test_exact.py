@@ -17,7 +17,7 @@ from shoal.model.fingerprint import fingerprint
 from shoal.protocol.messages import HARD, Claim, Fingerprint, Reason, Verdict
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
-from shoal.validator.service import Validator
+from shoal.validator.service import RELOADING, Validator
 
 from ..workers import ALICE, RUN, produced, signed
 from .support import ASKED, ValidatorsNode, claim, config
@@ -95,6 +95,38 @@ def test_a_bit_of_a_proof_is_inexact(validator: Validator, worker: Producer, row
     verdict = judged(validator, worker, [changed, *rows[1:]])
     assert verdict.reason in (Reason.INEXACT, Reason.PROOF)
     assert verdict.reason is not None
+
+
+def test_inexact_work_makes_a_validator_load_its_weights_anew_only_now_and_then(
+    validator: Validator, worker: Producer, rows: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker stops all checks of large models: each of its submissions would cost a load."""
+    clock, loads = [1000.0], []
+    monkeypatch.setattr("shoal.validator.service.time.monotonic", lambda: clock[0])
+
+    def reload() -> None:
+        loads.append(clock[0])
+        clock[0] += 60.0
+
+    monkeypatch.setattr(validator, "reload", reload)
+    changed = replace(rows[3], logprobs=[next_float(rows[3].logprobs[0]), *rows[3].logprobs[1:]])
+    for wait_s in (0.0, 0.0, 60.0 / RELOADING - 61.0, 2.0):
+        clock[0] += wait_s
+        assert judged(validator, worker, [*rows[:3], changed, *rows[4:]]).reason is Reason.INEXACT
+    assert loads == [1000.0, 1000.0 + 60.0 / RELOADING + 1.0]
+    lie = replace(rows[3], logprobs=[logprob - 9.0 for logprob in rows[3].logprobs])
+    assert judged(validator, worker, [*rows[:3], lie, *rows[4:]]).reason is Reason.LOGPROBS
+    assert len(loads) == 3, "for a lie it always does"
+
+
+def test_a_missing_proof_differs(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:
+    from shoal.validator.exact import exact_proofs
+
+    case = validator.judge.open(ASKED, ALICE.public, signed(worker, ASKED, rows))
+    computed = validator.judge.prefill([case])[0]  # type: ignore[list-item]
+    assert validator.judge.rules is not None and exact_proofs(validator.judge.rules, computed).finding is None
+    fewer = replace(computed, rows=[replace(computed.rows[0], proofs=[]), *computed.rows[1:]])
+    assert exact_proofs(validator.judge.rules, fewer).finding is not None
 
 
 def test_a_token_within_the_limits_is_inexact(validator: Validator, worker: Producer, rows: list[Rollout]) -> None:

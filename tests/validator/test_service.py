@@ -216,6 +216,9 @@ class ScriptedNode(ValidatorsNode):
     said: list[Verdict]
     refusal: RefusedError | None = None
 
+    def pause_s(self, least_s: float) -> float:
+        return least_s
+
     def renewal(self) -> int | None:
         return None
 

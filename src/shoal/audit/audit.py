@@ -13,6 +13,7 @@ from shoal.audit.chain import check_end, check_heads
 from shoal.audit.contribution import by_node, by_step
 from shoal.audit.files import check_files
 from shoal.audit.opened import Opened, open_run
+from shoal.audit.settled import check_settled
 from shoal.audit.work import Found, Walk
 
 Say = Callable[[str], None]
@@ -25,6 +26,7 @@ class Asked:
     export: Path | None = None  # the ledger as JSON lines, instead of the database
     unsealed: bool = False  # accept a ledger whose coordinator still runs or was killed
     rerun: int = 1  # steps to run again
+    rpc: str = ""  # a node of the chain that holds the run's contract; "": the one that its config names
     proofs: int = 4  # submissions to judge again for each of these steps
 
 
@@ -42,6 +44,8 @@ def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
         f"submissions: {len(found.accepted)} accepted, {len(found.rejected)} rejected; every file signed and as recorded"
     )
     say(f"steps: {len(found.records)} trained, each on exactly the groups of its batch")
+    if line := check_settled(run, asked.rpc):
+        say(line)
     for line in check_files(run, found):
         say(line)
     _again(run, found, asked, random, say)

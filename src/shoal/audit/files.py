@@ -32,7 +32,7 @@ from shoal.shardcast.format.manifest import Manifest
 from shoal.shardcast.format.names import parse_version
 from shoal.shardcast.format.stream_files import StreamFiles
 from shoal.shardcast.store import Store
-from shoal.store.folder import HASH
+from shoal.store.folder import HASH, Folder
 from shoal.tasks.compiled.table import Manifest as TaskManifest
 
 WEIGHTS = "model.safetensors"
@@ -51,16 +51,23 @@ def check_files(run: Opened, found: Found) -> list[str]:
 
 
 def _store(run: Opened) -> str:
-    files = sorted(run.store.root.glob("*/*.parquet"))
+    """In a folder, every file that is there; in a bucket, every file that the tables name."""
+    folder = run.store if isinstance(run.store, Folder) else None
+    files = sorted(folder.root.glob("*/*.parquet")) if folder else []
     for path in files:
         with naming(f"store file {path.parent.name}/{path.stem[:16]}"):
             run.store.get(path.parent.name, path.stem)
-    if run.connection is not None:
-        for id, file, accepted in Submissions(run.connection).files():
-            for kind, name in (("submissions", file), ("accepted", accepted)):
-                if name is not None and not run.store.path(kind, name).is_file():
-                    raise BrokenError(f"{kind.removesuffix('s')} file of {id}", "missing")
-    return f"store: {len(files)} files"
+    named = 0
+    for id, file, accepted in Submissions(run.connection).files() if run.connection else []:
+        for kind, name in (("submissions", file), ("accepted", accepted)):
+            link = f"{kind.removesuffix('s')} file of {id}"
+            if name is not None and folder and not folder.path(kind, name).is_file():
+                raise BrokenError(link, "missing")
+            if name is not None and not folder:
+                named += 1
+                with naming(link):
+                    run.store.get(kind, name)
+    return f"store: {len(files) if folder else named} files"
 
 
 def _tasks(run: Opened) -> str:

@@ -1,5 +1,8 @@
 """A run's folder, opened for an audit: the ledger, whose key signs it, the config, the store, the database.
 
+The ledger and the tables are in the folder, or in the PostgreSQL that its config names; rollout files in the folder, or in a
+bucket.
+
 Invariant: nothing is changed. The run's id ends in its coordinator's key, so a ledger under another key is another run's;
 `--key` names the key that the auditor got elsewhere.
 Called by `audit` and `shoal ledger`.
@@ -13,15 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.config import Config, ConfigError, parse
+from shoal.config import Config, ConfigError, load, parse
+from shoal.config.sections import StoreSection
 from shoal.coordinator.tables.connection import Connection, SqliteConnection
 from shoal.errors import ShoalError
 from shoal.ledger.chain import read_export, verify_chain
 from shoal.ledger.interface import JSON, Entry, LedgerError
-from shoal.ledger.sqlite import read_all
+from shoal.ledger.table import read_all
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Role
-from shoal.store.folder import Folder
+from shoal.store.folder import Folder, Store
 
 DATABASE = "pool.sqlite"
 
@@ -44,7 +48,7 @@ class Opened:
     key: str
     run: str
     config: Config
-    store: Folder
+    store: Store
     connection: Connection | None  # None: the ledger came as an export
     keys: dict[Role, set[str]] = field(default_factory=dict)  # of all that ever registered
 
@@ -69,8 +73,8 @@ def coordinator_folder(folder: Path) -> Path:
 def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Opened:
     """Verifies the chain. `export`: the ledger as JSON lines, instead of the database. Raises BrokenError."""
     coordinator = coordinator_folder(folder)
-    connection = None if export else _connect(coordinator / DATABASE)
-    chain = read_ledger(export or coordinator / DATABASE, connection)
+    connection = None if export else _connect(folder)
+    chain = read_ledger(export, connection)
     first = json.loads(chain[0].body) if chain else {}
     if not chain or chain[0].kind != "started":
         raise BrokenError("ledger entry 1", "missing, or not the start of a run (or the run is of an earlier version)")
@@ -91,17 +95,29 @@ def open_run(folder: Path, *, key: str = "", export: Path | None = None) -> Open
         bodies=bodies,
         key=key,
         run=str(first["run"]),
-        config=read_config(str(last["config"]), "ledger entry 1"),
-        store=Folder(coordinator / "store"),
-        connection=SqliteConnection(connection) if connection else None,
+        config=(config := read_config(str(last["config"]), "ledger entry 1")),
+        store=_bucket(config.store) if config.store.url else Folder(coordinator / "store"),
+        connection=connection,
         keys=keys,
     )
 
 
-def read_ledger(path: Path, connection: sqlite3.Connection | None) -> list[Entry]:
+def read_ledger(export: Path | None, connection: Connection | None) -> list[Entry]:
     """The entries of an export, or of an open database; unverified. Raises BrokenError."""
     with naming("ledger"):
-        return list(read_export(path) if connection is None else read_all(connection))
+        if connection is None:
+            assert export is not None
+            return list(read_export(export))
+        rows = connection.rows
+        return list(read_all(lambda sql, arguments: rows(sql, *arguments)))
+
+
+def settings_of(folder: Path) -> Config:
+    """The config in a run's folder or its coordinator's; the defaults where there is none. Raises ConfigError."""
+    for path in (folder / "config.toml", coordinator_folder(folder) / "config.toml"):
+        if path.is_file():
+            return load(path)
+    return Config()
 
 
 def read_config(text: str, link: str) -> Config:
@@ -129,12 +145,33 @@ def first_of(values: Iterable[str]) -> str:
     return ", ".join(sorted(values)[:3])
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    if not path.is_file():
+def _connect(folder: Path) -> Connection:
+    path = coordinator_folder(folder) / DATABASE
+    if path.is_file():
+        return _open_sqlite(path)
+    with naming("config.toml"):
+        database = settings_of(folder).coordinator.database
+    if not database:
         raise BrokenError(str(path), "missing: name a run's folder, or a coordinator's")
+    from shoal.coordinator.tables.postgres import open_postgres  # needs the extra `postgres`
+
+    with naming("database"):
+        connection = open_postgres(database)
+        connection.change("SET default_transaction_read_only = on")
+    return connection
+
+
+def _open_sqlite(path: Path) -> Connection:
     with naming(path.name):
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
         found = connection.execute("PRAGMA quick_check").fetchone()
         if found != ("ok",):
             raise BrokenError(path.name, f"damaged: {found}")
-        return connection
+        return SqliteConnection(connection)
+
+
+def _bucket(section: StoreSection) -> Store:
+    from shoal.store.bucket import Bucket, Place  # needs the extra `s3`
+
+    with naming("store"):
+        return Bucket(Place.of(section.url, section.endpoint, section.region))

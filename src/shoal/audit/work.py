@@ -4,6 +4,7 @@
     policy       one digest a version               batch       accepted groups, whole, young enough, in one batch only
     rejected     the file; slashed after it         trained     the learner's record: exactly the batch's groups and rows
     credited     what was accepted, once, covered by later checks or the run's end; or forfeited
+    staked, ...  as the rules of the accounts allow (`ledger.stakes.Book`)
 
 Invariant: a walk without an error means that every group which was trained on came from a file that its worker signed, a
 registered validator accepted and counted, and the learner named.
@@ -22,6 +23,7 @@ from shoal.coordinator.batches import most_unchecked
 from shoal.coordinator.curriculum import recomputed
 from shoal.learner.groups import Fetched, gather
 from shoal.learner.record import DOMAIN
+from shoal.ledger.stakes import Book, read_event
 from shoal.model.turns import model_tokens
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import HARD, Batch, BatchGroup, StepRecord
@@ -78,6 +80,7 @@ class Walk:
     def __init__(self, run: Opened) -> None:
         self.run = run
         self.found = Found()
+        self.book = Book()  # the accounts, as far as this ledger says
         self.config = run.config  # in force at the entry that is being read
         self._steps: dict[str, Callable[[dict[str, Any]], None]] = {
             "started": self.started,
@@ -96,9 +99,11 @@ class Walk:
     def walk(self) -> Found:
         """Raises BrokenError, which names the first entry that is impossible, or the first file that is not its."""
         for entry, body in zip(self.run.chain, self.run.bodies, strict=True):
-            if take := self._steps.get(entry.kind):
-                with naming(f"ledger entry {entry.seq}"):
+            with naming(f"ledger entry {entry.seq}"):
+                if take := self._steps.get(entry.kind):
                     take(body)
+                if event := read_event(entry):
+                    self.book.take(event, entry.time_s)
         self.pages()
         return self.found
 
@@ -298,7 +303,7 @@ class Walk:
 
 
 def gather_step(run: Opened, found: Found, step: int) -> Fetched:
-    """A step's groups from the accepted files, exactly as the learner gathers them. Raises BatchError, StoreError."""
+    """A step's groups from the accepted files, exactly as the learner gathers them. Raises StoreError."""
     members = [BatchGroup(submission=id, group=group) for id, group in found.batches[step]]
     batch = Batch(step=step, ready=True, have=len(members), need=len(members), groups=members)
 

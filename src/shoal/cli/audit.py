@@ -22,6 +22,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     audit_.add_argument("--rerun", type=MOST, default=1, metavar="N", help="steps to train again (default: 1)")
     audit_.add_argument("--proofs", type=MOST, default=4, metavar="N", help="submissions to judge again for each (4)")
+    audit_.add_argument(
+        "--rpc",
+        default="",
+        metavar="URL",
+        help="a node of the chain that holds the run's contract (default: the run's)",
+    )
     audit_.add_argument("--seed", type=int, help="draw the steps and submissions by this number (default: by chance)")
 
     ledger_ = commands.add_parser("ledger", help="verify and show a run's ledger")
@@ -51,6 +57,7 @@ def audit(arguments: argparse.Namespace) -> int:
         unsealed=arguments.unsealed,
         rerun=arguments.rerun,
         proofs=arguments.proofs,
+        rpc=arguments.rpc,
     )
     random = SystemRandom() if arguments.seed is None else Random(arguments.seed)
     try:

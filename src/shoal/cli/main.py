@@ -5,14 +5,17 @@
     shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
+    shoal doctor [ROLE]                  whether this machine will do, and what to do if not
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
+    shoal stake ACTION                   stake on a worker; an operator's contract on a chain
     shoal dashboard FOLDER|URL           watch a run in a browser; `shoal report FOLDER` writes it as one HTML file
     shoal grade CONFIG COMPLETIONS       score completions as a run would
     shoal serve RUN|MODEL                an OpenAI-compatible endpoint and a chat page; `verify-reply` recomputes a reply
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
+    shoal pretrain CONFIG                training on plain text, alone
 
 Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
 unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
@@ -25,7 +28,23 @@ import sys
 from collections.abc import Callable
 
 from shoal import __version__
-from shoal.cli import audit, dashboard, evals, filter, grade, nodes, pool, run, serve, sft, shardcast, tools
+from shoal.cli import (
+    audit,
+    dashboard,
+    doctor,
+    evals,
+    filter,
+    grade,
+    nodes,
+    pool,
+    pretrain,
+    run,
+    serve,
+    sft,
+    shardcast,
+    stake,
+    tools,
+)
 from shoal.cli.arguments import USAGE, Parser, UsageError
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
@@ -49,17 +68,20 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "origin": nodes.origin,
     "relay": nodes.relay,
     "fetch": shardcast.run_fetch,
+    "doctor": doctor.doctor,
     "config": tools.config,
     "verify": tools.verify,
     "calibrate": tools.calibrate,
     "plot": tools.plot,
     "audit": audit.audit,
     "ledger": audit.ledger,
+    "stake": stake.stake,
     "dashboard": dashboard.dashboard,
     "report": dashboard.report,
     "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
+    "pretrain": pretrain.run_pretrain,
     "eval": evals.run_eval,
     "serve": serve.serve,
     "verify-reply": serve.verify_reply,
@@ -85,10 +107,11 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, dashboard, grade, evals, filter, serve):
+    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, dashboard):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
+    pretrain.pretrain_arguments(commands.add_parser("pretrain", help="train on plain text"))
     return parser
 
 

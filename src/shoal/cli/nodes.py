@@ -19,6 +19,7 @@ from shoal.cli.arguments import Commands, UsageError, need, takes_threads
 if TYPE_CHECKING:
     from shoal.protocol.invite import Invite
     from shoal.protocol.messages import Role
+    from shoal.roles.serving import Listen
 
 EVICTED = 3
 ROLES: dict[Role, str] = {
@@ -100,6 +101,12 @@ def _checked_invite(role: Role, arguments: argparse.Namespace) -> Invite:
     return invite
 
 
+def _listen(arguments: argparse.Namespace) -> Listen:
+    from shoal.roles.serving import Listen
+
+    return Listen(arguments.host, arguments.port, arguments.url)
+
+
 def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threading.Event) -> str:
     """Returns how the run ended. Only the role's own modules are imported."""
     folder: Path = arguments.dir
@@ -111,11 +118,11 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
         case "origin":
             from shoal.roles.origin import run_origin
 
-            return run_origin(invite, folder, arguments.watch, stop)
+            return run_origin(invite, folder, arguments.watch, stop, _listen(arguments))
         case "relay":
             from shoal.roles.relay import run_relay
 
-            return run_relay(invite, folder, stop)
+            return run_relay(invite, folder, stop, _listen(arguments))
         case "worker":
             from shoal.roles.worker import run_worker
 

@@ -50,11 +50,12 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
     takes_threads(coordinator_)
 
-    invite_ = commands.add_parser("invite", help="make an invite for one node")
+    invite_ = commands.add_parser("invite", help="make an invite for one node, or for strangers")
     invite_.add_argument("dir", type=Path, help="the coordinator's folder")
     invite_.add_argument("--role", required=True, choices=list(ROLES))
     invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
     invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
+    invite_.add_argument("--open", action="store_true", help="for any worker that has staked what the run requires")
     invite_.add_argument("--days", type=days, default=7.0, help="until the invite expires (default: 7)")
     invite_.add_argument(
         "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
@@ -147,7 +148,9 @@ def invite(arguments: argparse.Namespace) -> None:
 
     if arguments.out and arguments.out.exists():
         raise UsageError(f"{arguments.out} exists; choose another file, so that no invite is lost")
-    made = invite_from(arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days)
+    made = invite_from(
+        arguments.dir, arguments.role, arguments.name, arguments.url, arguments.days, open=arguments.open
+    )
     if arguments.out:
         made.save(arguments.out)
     else:

@@ -39,7 +39,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         help="answer only requests for this host name",
     )
     serve_.add_argument("--keys", type=Path, help="API keys, one `NAME KEY` a line (default: one made in --dir)")
-    serve_.add_argument("--versions", type=whole(1, 100), default=3, help="versions kept in memory (default: 3)")
+    serve_.add_argument("--versions", type=whole(2, 100), default=3, help="versions kept in memory (default: 3)")
     serve_.add_argument("--rows", type=whole(1, 4096), default=64, help="completions decoded at once (default: 64)")
     serve_.add_argument(
         "--waiting", type=whole(0, 100_000), default=128, help="completions that may wait (default: 128)"

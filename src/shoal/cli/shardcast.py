@@ -149,8 +149,14 @@ def _store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", type=Path, default=Path("shardcast"), help="folder of published versions; must lie outside of PATH"
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=port, default=0)
+    parser.add_argument(
+        "--host",
+        help="address to listen on and to announce (default: 127.0.0.1; with --join: as the run's config says)",
+    )
+    parser.add_argument(
+        "--port", type=port, help="port to listen on; 0: a free one (default: 0, or the run's config's)"
+    )
+    parser.add_argument("--url", default="", help="with --join: the URL to announce, if a proxy stands in front")
     parser.add_argument("--tls-cert", type=Path, help="certificate (chain) in PEM: serve https")
     parser.add_argument("--tls-key", type=Path, help="private key of the certificate")
     parser.add_argument(
@@ -169,7 +175,9 @@ def _address(arguments: argparse.Namespace) -> Address:
     from shoal.shardcast.alone import Address
     from shoal.shardcast.tls import server_context
 
-    return Address(arguments.host, arguments.port, server_context(arguments.tls_cert, arguments.tls_key))
+    return Address(
+        arguments.host or "127.0.0.1", arguments.port or 0, server_context(arguments.tls_cert, arguments.tls_key)
+    )
 
 
 def _urls(text: str) -> list[str]:

@@ -16,6 +16,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 # Where a default is from; a field without a source has Shoal's own default.
 PAPER: JsonDict = {"source": "INTELLECT-2 (arXiv 2505.07291)"}
 MEASURED: JsonDict = {"source": "measured by `shoal calibrate`, see docs/trust.md"}
+DR_GRPO: JsonDict = {"source": "Dr. GRPO (arXiv 2503.20783)"}
 GSPO: JsonDict = {"source": "GSPO (arXiv 2507.18071)"}
 SCALE_RL: JsonDict = {"source": "ScaleRL (arXiv 2510.13786)"}
 PRIME_RL: JsonDict = {"source": "PRIME-RL"}
@@ -191,7 +192,7 @@ class TaskSection(Section):
 class SamplingSection(Section):
     """How workers sample completions."""
 
-    temperature: float = Field(default=1.0, gt=0, description="sampling temperature", json_schema_extra=PAPER)
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
     max_tokens: int = Field(
         default=32768,
         ge=1,
@@ -261,7 +262,7 @@ class LossSection(Section):
     normalize_std: bool = Field(
         default=False,
         description="divide advantages by the group's standard deviation of rewards",
-        json_schema_extra=PAPER,
+        json_schema_extra=DR_GRPO,
     )
 
     @model_validator(mode="after")
@@ -342,9 +343,7 @@ class LearnerSection(Section):
         description="denominator of the ratio; validated: logprobs that the validator computed under the sampling "
         "version; recomputed: the learner's own at the start of the step",
     )
-    lora: LoraSection | None = Field(
-        default=None, description="train low-rank adapters (needs the extra `lora`); none: train all weights"
-    )
+    lora: LoraSection | None = Field(default=None, description="train low-rank adapters; none: train all weights")
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
 

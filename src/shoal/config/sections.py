@@ -1,6 +1,7 @@
 """The sections of a config: one model per process, and `Config`, which holds and cross-checks all of them.
 
-Defaults are INTELLECT-2's recipe; `configs/` holds settings that fit a laptop. `recipe` holds tasks, sampling and loss.
+Defaults with the source INTELLECT-2 are that paper's, all others Shoal's own; `configs/` holds settings that fit a laptop.
+`recipe` holds tasks, sampling and loss.
 """
 
 from typing import Annotated, Literal
@@ -18,6 +19,7 @@ from shoal.config.recipe import (
     SftSection,
     TaskSection,
 )
+from shoal.config.sites import PretrainSection, SitesSection
 
 Cheat = Literal[
     "older_weights",
@@ -121,6 +123,35 @@ class StoreSection(Section):
         description="where the bucket's S3 server is, as nodes reach it; empty: AWS",
     )
     region: str = Field(default="us-east-1", description="of the bucket")
+
+
+class LedgerSection(Section):
+    """Where stakes are kept. The log of the pool's work is always in the coordinator's database."""
+
+    backend: Literal["database", "evm"] = Field(
+        default="database",
+        description="database: the operator books stakes (`shoal stake book`); evm: a contract holds them, and what the "
+        "ledger says of accounts is repeated there",
+    )
+    rpc: str = Field(
+        default="",
+        pattern=r"^(https?://[^\s#@]+)?$",
+        description="of the chain's node, for the coordinator; nobody else is told",
+    )
+    contract: str = Field(
+        default="", pattern="^(0x[0-9a-fA-F]{40})?$", description="its address; `shoal stake deploy` makes one"
+    )
+    key_file: str = Field(
+        default="",
+        description="file of the private key of the contract's operator, in hex, on the coordinator's machine; empty: the "
+        "chain's node signs with its own first account",
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> "LedgerSection":
+        if self.backend == "evm" and not self.contract:
+            raise ValueError('backend = "evm" needs a contract: `shoal stake deploy` makes one')
+        return self
 
 
 class OriginSection(Section):
@@ -361,6 +392,7 @@ class Config(Section):
     sampling: SamplingSection = SamplingSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     store: StoreSection = StoreSection()
+    ledger: LedgerSection = LedgerSection()
     learner: LearnerSection = LearnerSection()
     origin: OriginSection = OriginSection()
     relays: RelaySection = RelaySection()
@@ -370,6 +402,8 @@ class Config(Section):
     requirements: RequirementsSection = RequirementsSection()
     evaluator: EvaluatorSection = EvaluatorSection()
     sft: SftSection = SftSection()
+    pretrain: PretrainSection = PretrainSection()
+    sites: SitesSection = SitesSection()
 
     @property
     def reach(self) -> Literal["local", "private", "public"]:

@@ -33,16 +33,26 @@ HALF = 0.5
 SHARE_WEIGHT = 1 / 8  # of one task in the share
 TIME_WEIGHT = 1 / 4  # of one task in a worker's time
 MOST_REST_S = 600.0
+MANY, AGAIN_S = 256, 1.0  # of so many times, one more or less changes no median: they are read again after so long
 
 
 class Arrivals:
     def __init__(self, db: Database, config: Config) -> None:
         self.db = db
         self.config = config
+        self._read: list[float] = []  # the workers' times, and when they were read
+        self._read_s = 0.0
+
+    def _times(self) -> list[float]:
+        """The workers' times, in order. Of a large pool they are read again once a second, not for each task."""
+        now_s = self.db.clock()
+        if len(self._read) <= MANY or not 0 <= now_s - self._read_s < AGAIN_S:
+            self._read, self._read_s = self.db.nodes.times_taken(), now_s
+        return self._read
 
     def groups_open(self, seen_since_s: float) -> tuple[int, int]:
         """Groups in open tasks that are neither late nor silent: of proven workers, and of young keys."""
-        times = self.db.nodes.times_taken()
+        times = self._times()
         median_s = statistics.median(times) if times else None
         new_s = START_S if median_s is None else times[(9 * len(times)) // 10]
         most_s = new_s if median_s is None else SLOWEST * median_s
@@ -80,7 +90,7 @@ class Arrivals:
 
     def _fit(self, node: Node, size: int, took_s: float, *, only_smaller: bool = False) -> float:
         """Give a worker tasks of the size that fits its time. Returns how long one of the new size probably takes."""
-        times = self.db.nodes.times_taken()
+        times = self._times()
         if not times:
             return took_s
         fitting = sizes.fitting(size, took_s, statistics.median(times), self.config)
@@ -99,7 +109,7 @@ class Arrivals:
         in_a_row = node.missed_in_a_row + 1
         share = _share(node)
         share += SHARE_WEIGHT * (1 - share)
-        times = self.db.nodes.times_taken()
+        times = self._times()
         median_s = statistics.median(times) if times else START_S
         rest_s = min(median_s * 2.0 ** min(in_a_row - 1 + 8 * share, 60), MOST_REST_S)
         self.db.nodes.set_record(

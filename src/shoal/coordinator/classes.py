@@ -34,16 +34,15 @@ class Classes:
         if renewal.done < beat.renewals <= renewal.asked:
             table.set_done(key, beat.renewals, self.db.clock())
         if found is None:
-            if known:
-                table.forget(key)
-                table.set_mismatches(key, 0)
+            table.forget(key)
+            return
+        if self.db.clock() < renewal.outside_s:
             return
         if known.get(found.version) == found.value or self.db.policies.digest(found.version) is None:
             return
         if found.version in known:  # the machine, its libraries or its memory changed: it is in another class now
             log.info("%s has another fingerprint for version %d than before", key[:16], found.version)
             table.forget(key)
-            table.set_mismatches(key, 0)
         table.put(key, found.version, found.value)
 
     def renewals(self, key: str) -> int:
@@ -52,8 +51,12 @@ class Classes:
 
     def why_no_task(self, worker: str) -> str:
         """What a worker has to wait for before it gets a task; "" if nothing."""
-        if self.db.fingerprints.renewal(worker).pending:
+        renewal = self.db.fingerprints.renewal(worker)
+        if renewal.pending:
             return "this worker to load its weights anew and to report a new fingerprint"
+        left_s = renewal.outside_s - self.db.clock()
+        if self.config.validator.classes == "exact" and left_s > 0:
+            return f"{left_s:.0f} s: its work differed too often from that of the class that it reported"
         if self.config.validator.classes == "exact" and not self.peers(worker):
             return (
                 'a validator whose fingerprint is this worker\'s: with validator.classes = "exact" only machines that '

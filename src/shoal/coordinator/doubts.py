@@ -6,11 +6,12 @@ had loaded its weights anew before it gave it.
 
     both reject           hard: slashed, as ever. inexact: no pay, and the mismatch is counted
     the second accepts    the first validator is the odd one: it is asked for a new fingerprint; the worker is paid
-    nobody to confirm     inexact: no pay, and nothing is counted
+    nobody to confirm     inexact: no pay
 
 Every worker with an inexact submission is asked to load its weights anew and to report a new fingerprint. If it is another
-one, the worker is in another class from then on. MISMATCHES confirmed ones under an unchanged fingerprint suspend it. What
-was uploaded before a worker could renew counts once.
+one, the worker is in another class from then on. MISMATCHES confirmed ones within WINDOW_S suspend it. As many that nobody
+could confirm put it into no class for WINDOW_S: its work is judged by the limits, which costs it nothing, and costs the
+validator no second prefill. What was uploaded before a worker could renew counts once.
 
 Invariant: a flipped bit, in whichever machine, costs at most the pay of submissions that it made inexact.
 Called by `submissions`. docs/trust.md says why a false verdict of one validator is doubted, though validators are trusted.
@@ -25,7 +26,7 @@ from shoal.coordinator.suspension import suspend
 from shoal.coordinator.tables.submissions import Submission
 from shoal.protocol.messages import HARD, Reason, Verdict
 
-MISMATCHES = 3  # confirmed, under an unchanged fingerprint
+MISMATCHES, WINDOW_S = 3, 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -85,19 +86,22 @@ class Doubts:
         renewal, uploaded_s = self.db.fingerprints.renewal(found.worker), self.db.submissions.uploaded_s(found.id)
         if not renewal.pending:
             self.db.fingerprints.ask(found.worker)
+        name, now_s = self._name(found.worker), self.db.clock()
         if not confirmed:
-            self.notify(
-                f"{found.id} by {self._name(found.worker)} is inexact, and no second validator could confirm it"
-            )
-            return
+            self.notify(f"{found.id} by {name} is inexact, and no second validator could confirm it")
         if renewal.pending or uploaded_s <= renewal.done_s:
             return  # the same cause as the mismatch for which it was asked to renew
-        self.db.fingerprints.set_mismatches(found.worker, renewal.mismatches + 1)
-        if renewal.mismatches + 1 >= MISMATCHES:
-            suspend(
-                self.db, found.worker, f"{renewal.mismatches + 1} inexact submissions under an unchanged fingerprint"
+        self.db.fingerprints.add_mismatch(found.worker, now_s, confirmed=confirmed)
+        if self.db.fingerprints.mismatches(found.worker, now_s - WINDOW_S, confirmed=confirmed) < MISMATCHES:
+            return
+        if confirmed:
+            suspend(self.db, found.worker, f"{MISMATCHES} inexact submissions within {WINDOW_S:.0f} s")
+            self.db.fingerprints.forgive(found.worker)
+        else:
+            self.db.fingerprints.set_outside(found.worker, now_s + WINDOW_S)
+            self.notify(
+                f"{name} is in no exactness class for {WINDOW_S:.0f} s: a second validator would tell whose fault it is"
             )
-            self.db.fingerprints.set_mismatches(found.worker, 0)
 
     def _renew(self, validator: str, why: str) -> None:
         if not self.db.fingerprints.renewal(validator).pending:

@@ -1,30 +1,26 @@
 """Membership: registration with an invite, and heartbeats, by which nodes stay live and workers get tasks.
 
 Invariant: an invite makes one key a member, once, with one role and one name; an open invite makes every key a worker, once,
-that has staked what the run requires.
+that has staked what the run requires, and gets tasks while that is at risk.
 Called by the coordinator's routes. What a member may do is in `states`.
 """
 
 import logging
-from collections.abc import Callable
 from typing import Literal
 from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.coordinator import states
 from shoal.coordinator.assignments import Assignments
+from shoal.coordinator.beats import Beats
 from shoal.coordinator.classes import Classes
 from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.fitness import RETRY_S, lacks
+from shoal.coordinator.stakes import StakeView
 from shoal.coordinator.tables.nodes import Node
 from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
-from shoal.shardcast.serve.rates import Rates
-
-RECORDS_PER_S = 4.0  # of one node's heartbeats, with a burst of 10 s; an honest node beats once a second
-
-StakeOf = Callable[[str], int]  # what a key has staked, in the ledger's unit
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +32,14 @@ class Members:
         config: Config,
         assignments: Assignments,
         classes: Classes,
-        stake_of: StakeOf | None = None,
+        stakes: StakeView,
     ) -> None:
-        """`stake_of`: what a key has staked in the ledger; None: nobody is let in by stake."""
         self.db = db
         self.config = config
         self.assignments = assignments
         self.classes = classes
-        self.stake_of = stake_of
-        self._records = Rates(RECORDS_PER_S)
+        self.stakes = stakes
+        self._beats = Beats(db)
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
         """Raise PoolError unless this invite lets this key, on such a machine, in. Changes nothing."""
@@ -63,18 +58,33 @@ class Members:
             self._check_stake(key)
 
     def _check_stake(self, key: str) -> None:
-        if self.stake_of is None:
-            raise PoolError("this pool's ledger holds no stake: ask its operator for an invite of your own", 403)
-        staked, least = self.stake_of(key), self.config.requirements.stake
+        staked, least = self.stakes.offered(key), self._least_stake()
         if staked < least:
             raise PoolError(
                 f"this key has staked {staked}, an open invite needs {least}: stake more and join again", 403
             )
 
+    def _least_stake(self) -> int:
+        return max(1, self.config.requirements.stake)
+
+    def _why_no_stake(self, node: Node) -> str:
+        """What a worker that joined by stake has to wait for before it gets a task; "" if nothing."""
+        if not node.joined_by_stake or (staked := self.stakes.at_risk(node.key)) >= self._least_stake():
+            return ""
+        return f"stake: {staked} is at risk on this key, and this run requires {self._least_stake()}"
+
     def register(
-        self, key: str, invite: InvitePayload, url: str | None, capability: Capability | None = None
+        self,
+        key: str,
+        invite: InvitePayload,
+        url: str | None,
+        capability: Capability | None = None,
+        payer: str = "",
     ) -> Registered:
-        """Spend an invite. The same key may repeat the same invite (a restart), with a new address."""
+        """Spend an invite. The same key may repeat the same invite (a restart), with a new address.
+
+        `payer`: the account on a chain that stakes on this key; the first one that it names stays.
+        """
         if url is not None:
             self._check_url(url)
         with self.db.transaction():
@@ -88,7 +98,8 @@ class Members:
             name, entry = _entry(key, invite)
             self.db.nodes.add(key, name, invite.role, url, entry, self.db.clock())
             self._report(key, capability)
-            self.db.ledger.append("registered", {"key": key, "name": name, "role": invite.role})
+            paid_by = {"payer": payer} if payer else {}
+            self.db.ledger.append("registered", {"key": key, "name": name, "role": invite.role} | paid_by)
         log.info("%s joined as %s, key %s", name, invite.role, key[:16])
         return Registered(name=name, role=invite.role)
 
@@ -121,7 +132,7 @@ class Members:
         """Record that a registered node lives; give a worker that wants one its next task."""
         with self.db.transaction():
             node = self._now(key)
-            self._record(node, beat)
+            self._beats.take(node, beat)
             self.classes.report(key, beat)
             if beat.finished is not None and node.role == "worker":
                 self.assignments.finished(key, beat.finished)
@@ -134,7 +145,7 @@ class Members:
             )
             if not beat.wants_task or answer.state != "running" or node.role != "worker":
                 return answer
-            if why := self.classes.why_no_task(key):
+            if why := self._why_no_stake(node) or self.classes.why_no_task(key):
                 return answer.model_copy(update={"waiting_for": why})
             outcome = self.assignments.assign(
                 key, beat.policy_version, beat.finished.submission if beat.finished else ""
@@ -160,14 +171,6 @@ class Members:
         elif node.state == "draining" and not self.db.submissions.holds_any(key):
             moved = states.move(self.db.nodes, key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
-
-    def _record(self, node: Node, beat: Heartbeat) -> None:
-        """Each record is a sync of the disk: a node that beats far too often is recorded less often than it beats."""
-        now_s = self.db.clock()
-        if self._records.wait_s(node.key, now_s) > 0 and beat.policy_version == node.version:
-            return
-        self._records.charge(node.key, 1, now_s)
-        self.db.nodes.beat(node.key, now_s, beat.policy_version, beat.stats.model_dump_json())
 
     def _state_for(self, node: Node) -> Literal["running", "finished", "evicted", "left"]:
         """Workers, validators and the learner finish at the last version; roles that serve or evaluate it, after that."""

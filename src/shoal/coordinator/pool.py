@@ -20,9 +20,10 @@ from shoal.coordinator.escrow import Escrow
 from shoal.coordinator.fitness import Fitness
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.learning import Learning
-from shoal.coordinator.members import Members, StakeOf
+from shoal.coordinator.members import Members
 from shoal.coordinator.metrics import read_metrics
 from shoal.coordinator.spending import Spending
+from shoal.coordinator.stakes import BookedStakes, StakeView
 from shoal.coordinator.status import read_status
 from shoal.coordinator.submissions import Submissions
 from shoal.coordinator.tables.connection import Connection
@@ -44,10 +45,10 @@ class Pool:
         clock: Callable[[], float],
         *,
         secret: bytes,
-        stake_of: StakeOf | None = None,
+        stakes: StakeView | None = None,
     ) -> None:
-        """`secret`: what the assignments' nonces are made with (`nonces.nonce_secret`). `stake_of`: what a key has staked;
-        None: nobody is let in by stake."""
+        """`secret`: what the assignments' nonces are made with (`nonces.nonce_secret`). `stakes`: None: those that the
+        operator books in the ledger."""
         self.config = config
         self.run = run
         self.db = Database(connection, ledger, clock)
@@ -55,7 +56,7 @@ class Pool:
         arrivals = Arrivals(self.db, config)
         assignments = Assignments(self.db, config, self.curriculum, arrivals, run=run, secret=secret)
         classes = Classes(self.db, config)
-        self.members = Members(self.db, config, assignments, classes, stake_of)
+        self.members = Members(self.db, config, assignments, classes, stakes or BookedStakes(self.db))
         self.batches = Batches(self.db, config)
         trust = Trust(self.db, config, random.SystemRandom().random)
         self.history = HistoryLog(self.db)

@@ -1,7 +1,8 @@
 """The coordinator's HTTP interface: a table of routes. Each route checks who asks, then calls the pool.
 
 Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
-registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite.
+registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite; `/v1/bookings` one by the
+coordinator's own key, which its operator has.
 What all routes share is in `admission` and `front`.
 Called by every node; started by `shoal coordinator`. It also serves the store's folder.
 """
@@ -21,12 +22,15 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config import Config
 from shoal.coordinator.admission import Admission, body_pieces, read_body
+from shoal.coordinator.costly import Costly
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.front import Front, refusal
 from shoal.coordinator.nonces import nonce_secret
 from shoal.coordinator.opening import open_state
 from shoal.coordinator.pace import Pace
 from shoal.coordinator.pool import Pool
+from shoal.coordinator.settlement import Settlement
+from shoal.coordinator.stakes import BookedStakes, ChainStakes
 from shoal.coordinator.tables.connection import DatabaseFullError, DatabaseLostError
 from shoal.coordinator.transfers import Kind, Transfers, open_transfers
 from shoal.protocol import messages
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 Answer = BaseModel | bytes | web.StreamResponse
 Handler = Callable[["Request"], Awaitable[Answer]]
-READER_GRANT_S = 600.0  # renewed with each heartbeat
+READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
 MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by their URLs
 MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
@@ -79,7 +83,9 @@ class Coordinator:
         folder.mkdir(parents=True, exist_ok=True)
         self.lead = lead
         state = open_state(folder, identity, lead)
-        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=nonce_secret(identity))
+        stakes, secret = ChainStakes() if config.ledger.backend == "evm" else None, nonce_secret(identity)
+        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=secret, stakes=stakes)
+        self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
         self.pace = pace or Pace()
         self.front = Front(identity, self.pace)
         self.admission = Admission(run, state.nonces, self.pool.members.role, time.time, self.pace)
@@ -87,6 +93,9 @@ class Coordinator:
         self.store = Folder(folder / "store")
         self.store.clean()
         self.tasks = folder / TASKS
+        self.status = Costly(lambda: self.pool.status().model_dump_json())
+        self.metrics = Costly(self.pool.metrics)
+        self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
         self._uploads: dict[tuple[str, str], object] = {}  # kind and submission id -> the upload in progress
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
 
@@ -114,6 +123,7 @@ class Coordinator:
                 web.post("/v1/verdicts", self._signed(self._judge, ["validator"], verdict_bytes)),
                 web.post("/v1/policies", self._signed(_report(m.Policy, pool.learning.published), ["origin"])),
                 web.get("/v1/ledger/{after}", self._signed(self._ledger, get_args(Role))),
+                web.post("/v1/bookings", self._answering(self._book)),
                 web.post("/v1/heads", self._signed(self._head, ["validator"])),
                 web.get("/v1/batches/{step}", self._signed(self._batch, ["learner"])),
                 web.post(
@@ -133,7 +143,8 @@ class Coordinator:
         return web.json_response({"run": self.run, "protocol": messages.VERSION})
 
     async def _run(self, request: web.Request) -> web.Response:
-        config = self.config.model_dump(exclude={"coordinator": {"database"}})  # nobody else's matter
+        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}  # nobody else's matter
+        config = self.config.model_dump(exclude=private)
         descriptor = messages.RunDescriptor(
             protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
         )
@@ -141,7 +152,7 @@ class Coordinator:
         return web.json_response(text=signed.model_dump_json())
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(text=self.pool.status().model_dump_json())
+        return web.json_response(text=self.status.get())
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
@@ -150,7 +161,7 @@ class Coordinator:
         return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.pool.metrics(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return web.Response(text=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -159,17 +170,50 @@ class Coordinator:
         head = self.admission.admit(request, None, MAX_SMALL_BYTES)
         body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
         registration = messages.Registration.model_validate_json(body)
+        if registration.protocol != messages.VERSION:
+            raise PoolError(
+                f"this pool speaks protocol {messages.VERSION}, this node {registration.protocol}: install the same version "
+                "of Shoal as the pool's operator",
+                400,
+            )
         payload = open_payload(registration.invite, self.identity.public, self.run)
+        if payload.open and self.settlement:
+            await self.settlement.look(head.key, registration.payer)
         self.pool.members.may_register(head.key, payload, registration.capability)
         head.spend(self.admission.nonces)
-        return self.pool.members.register(head.key, payload, registration.url, registration.capability)
+        return self.pool.members.register(
+            head.key, payload, registration.url, registration.capability, registration.payer
+        )
+
+    async def _book(self, request: web.Request) -> Answer:
+        """By the operator, who holds this coordinator's key."""
+        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
+        stakes = self.pool.members.stakes
+        if head.key != self.identity.public:
+            raise PoolError("only the operator books stakes", 403)
+        head.spend(self.admission.nonces)
+        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
+        if not isinstance(stakes, BookedStakes):
+            raise PoolError("this pool's stakes are in a contract: see `shoal stake --help`")
+        stakes.book(messages.Booking.model_validate_json(body))
+        return messages.Ok()
 
     async def _heartbeat(self, request: Request) -> Answer:
         answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
         if answer.state == "evicted":
             return answer
-        grant = issue(self.identity.private_key, request.key, self.run, time.time() + READER_GRANT_S)
-        return answer.model_copy(update={"reader_grant": grant})
+        return answer.model_copy(update={"reader_grant": self._reader_grant(request.key)})
+
+    def _reader_grant(self, key: str) -> str:
+        """One that is good for half of its time at least: signing is a good part of what a heartbeat costs."""
+        now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
+        if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
+            until_s, grant = (
+                now_s + READER_GRANT_S,
+                issue(self.identity.private_key, key, self.run, now_s + READER_GRANT_S),
+            )
+            self._grants[key] = until_s, grant
+        return grant
 
     async def _drain(self, request: Request) -> Answer:
         self.pool.members.drain(request.key)

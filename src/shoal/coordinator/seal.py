@@ -31,7 +31,8 @@ def start(db: Database, run: str, key: str, config: Config) -> None:
 def config_text(config: Config) -> str:
     """The config as TOML, without what is nobody else's matter: members read the ledger."""
     section = config.coordinator.model_copy(update={"database": ""})
-    return config_module.dumps(config.model_copy(update={"coordinator": section}))
+    ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
+    return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))
 
 
 def seal(db: Database) -> None:

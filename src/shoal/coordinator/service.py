@@ -76,6 +76,8 @@ def serve_forever(
         asyncio.run(_serve(coordinator, folder, port, stop, record, url, reports=reports))
     finally:
         if lead is None or not lead.is_lost:
+            if coordinator.settlement:
+                coordinator.settlement.finish()
             _catch_up(record, coordinator)
             seal(coordinator.pool.db)
         record.close()
@@ -113,8 +115,11 @@ async def _serve(
         address.write(folder)
         log.info("run %s: listening at %s", coordinator.run, address.url)
         recorded_s = 0.0
+        settling = asyncio.create_task(coordinator.settlement.run()) if coordinator.settlement else None
         while not stop.is_set():
             await asyncio.sleep(POLL_S)
+            if settling and settling.done():
+                settling.result()  # raises what ended it
             if coordinator.lead:
                 coordinator.lead.live_on()
             if time.monotonic() - recorded_s >= RECORD_S:
@@ -122,9 +127,9 @@ async def _serve(
                 # In a thread: a tracker may wait for its own server, and members must not.
                 await asyncio.to_thread(record.take, news)
                 recorded_s = time.monotonic()
-                if reports and (status := coordinator.pool.status()).state == "finished":
+                if reports and coordinator.pool.db.is_finished(coordinator.config.run.steps):
                     _catch_up(record, coordinator)
-                    await asyncio.to_thread(_report, coordinator.config, status, record)
+                    await asyncio.to_thread(_report, coordinator.config, coordinator.pool.status(), record)
                     reports = False
     finally:
         await runner.cleanup()
@@ -145,8 +150,8 @@ def _catch_up(record: Record, coordinator: Coordinator) -> None:
         pass
 
 
-def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float) -> Invite:
-    """An invite by the coordinator that uses this folder. Raises InviteError."""
+def invite_from(folder: Path, role: Role, name: str, url: str | None, days: float, *, open: bool = False) -> Invite:
+    """An invite by the coordinator that uses this folder; an `open` one is for strangers with stake. Raises InviteError."""
     try:
         address, identity = Address.read(folder), Identity.load(folder / KEY)
     except (AddressError, IdentityError) as error:
@@ -155,6 +160,10 @@ def invite_from(folder: Path, role: Role, name: str, url: str | None, days: floa
         ) from error
     expires_s = int(time.time() + days * 86_400)
     try:
-        return make_invite(identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s)
+        return make_invite(
+            identity, url=url or address.url, run=address.run, role=role, name=name, expires_s=expires_s, open=open
+        )
     except ValidationError as error:
+        if open and role != "worker":
+            raise InviteError(f"an open invite is for workers, not for the role {role}") from error
         raise InviteError(f"{name[:60]!r} is not a node's name: use a to z, 0 to 9 and -, at most 40") from error

@@ -114,8 +114,6 @@ def _packages(config: Config) -> Iterator[str]:
     tracker = config.run.tracker
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         yield f"run.tracker = \"{tracker}\" needs a package: pip install 'shoal[{tracker}]'"
-    if config.learner.lora is not None and importlib.util.find_spec("peft") is None:
-        yield "learner.lora needs a package: pip install 'shoal[lora]'"
 
 
 def _cores(config: Config) -> Iterator[str]:

@@ -115,6 +115,10 @@ class Children:
         """Process ids by name of the children that were started (they may have ended since)."""
         return {child.name: child.process.pid for child in self.all if child.process and child.process.pid}
 
+    def has_ended(self, name: str) -> bool:
+        """Whether the child of this name is done, as intended."""
+        return any(child.ended for child in self.all if child.name == name)
+
     def restarts(self) -> dict[str, int]:
         return {child.name: child.restarts for child in self.all}
 

@@ -1,8 +1,8 @@
 """Free the disk space that a stopped run no longer needs: `shoal clean DIR`, and the end of `shoal run`.
 
 Invariant: what resuming and the user need is never removed: `model/`, the newest checkpoint and those of
-`learner.keep_every`, the learner's newest version, the newest `relays.keep` versions at the origin with the deltas and
-anchors they need (a manifest is signed only once, and submissions of these versions may wait for a validator), the
+`learner.keep_every`, the learner's newest `keep_versions`, the newest `relays.keep` versions at the origin with the deltas
+and anchors they need (a manifest is signed only once, and submissions of these versions may wait for a validator), the
 coordinator's folder, keys, invites, logs and metrics. Called by `cli` and `swarm`.
 """
 
@@ -37,7 +37,7 @@ def remove_caches(folder: Path, config: Config) -> int:
             for name in CACHES:
                 shutil.rmtree(node / name, ignore_errors=True)
     learner = folder / "learner"
-    for old in sorted(learner.glob("versions/v*"))[:-1]:
+    for old in sorted(learner.glob("versions/v*"))[: -config.learner.keep_versions]:
         shutil.rmtree(old)
     for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
         if not keep_every or int(old.name.removeprefix("step-")) % keep_every:

@@ -197,14 +197,15 @@ class Swarm:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Show the state, restart processes that died, and measure, until the last version is evaluated."""
+        """Show the state, restart processes that died, and measure, until the last version is evaluated and the learner
+        has left its model."""
         with self.view:
             while True:
                 status = self.watch.look()
                 if status is not None:
                     self.status = status
                     self.view.update(status, self.pool.history)
-                    if status.state == "finished":
+                    if status.state == "finished" and self.children.has_ended("learner"):
                         return
                 self._measure()
                 self.children.revive(self._say)
@@ -256,7 +257,7 @@ class Swarm:
         """The trained model, the report and the table; then free what is no longer needed."""
         assert self.status is not None
         shutil.rmtree(self.out / MODEL, ignore_errors=True)  # of a run that is resumed with more steps
-        copy_tree(sorted((self.out / "learner" / "versions").glob("v*"))[-1], self.out / MODEL)
+        copy_tree(self.out / "learner" / MODEL, self.out / MODEL)
         legs = total(self.legs)
         summary = write_report(
             self.out,

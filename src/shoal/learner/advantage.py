@@ -1,6 +1,6 @@
 """Group advantages: a pure function of rewards.
 
-Source: GRPO (arXiv 2402.03300); without the division by std as in Dr. GRPO (arXiv 2503.20783) and INTELLECT-2.
+Source: GRPO (arXiv 2402.03300); without the division by std as in Dr. GRPO (arXiv 2503.20783).
 """
 
 from torch import Tensor

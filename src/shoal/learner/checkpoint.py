@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shoal.config.recipe import LearnerSection
-from shoal.files import fsync
+from shoal.files import commit_folder
 from shoal.learner.policy import Policy
 
 PROGRESS = "progress.json"
@@ -123,10 +123,7 @@ class Checkpoints:
             return
         (temporary / PROGRESS).write_text(json.dumps(asdict(progress)))
         self.sign(temporary, progress.step)
-        for path in [*temporary.iterdir(), temporary]:
-            fsync(path)
-        temporary.rename(self.folder / _name(progress.step))
-        fsync(self.folder)
+        commit_folder(temporary, self.folder / _name(progress.step))
         for old in self._surplus():
             shutil.rmtree(old)
 

@@ -1,8 +1,9 @@
 """The groups of one step: accepted files, downloaded and verified again. The learner trusts no other process.
 
 Invariant: every row is signed by a registered validator, is within the async level, and holds possible values. A file that
-breaks the schema is quarantined under its name, and groups that are too old or implausible are left out and counted; the
-step continues without them.
+breaks the schema is quarantined under its name. Groups of it, of a file that is not this run's, too old or implausible ones
+are left out and counted. A full batch never changes, so whatever is in it must not stop the learner: it would be stopped by
+the same batch at each restart.
 Called by the learner's loop on the leading rank. `encode` and `decode` carry groups to the other ranks.
 """
 
@@ -14,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import fit, model_tokens
@@ -29,10 +29,6 @@ LARGEST_REWARD = 1e6
 LONGEST_PROMPT = 1 << 17  # tokens; bounds what reading an accepted file may allocate
 
 log = logging.getLogger(__name__)
-
-
-class BatchError(ShoalError):
-    """A batch that must not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +64,20 @@ class Fetched:
     contents: dict[str, str] = field(default_factory=dict)  # by submission: the digest of its accepted file's rows
     refused: int = 0  # older than the async level
     quarantined: int = 0  # in files that break the schema
+    foreign: int = 0  # in files of no validator of this run (any more), of another run or version, or not whole
     implausible: int = 0  # with a logprob, reward or turns that cannot be true
+
+    @property
+    def left_out(self) -> str:
+        """For a person: how many groups were left out, and why."""
+        return (
+            f"{self.refused} are too old, {self.foreign} are not this run's, {self.implausible} hold impossible values, "
+            f"{self.quarantined} are in files moved to quarantine"
+        )
 
 
 def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched:
-    """Download and verify a full batch. Raises BatchError if a file is not of this run, or if no group is left."""
+    """Download and verify a full batch. Raises NodeError if a file cannot be had."""
     limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
 
     def download(submission: str) -> bytes:
@@ -85,9 +90,9 @@ def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched
 def gather(
     batch: Batch, read: Callable[[str], bytes], *, validators: set[str], run: str, config: Config, quarantine: Path
 ) -> Fetched:
-    """Verify a full batch; `read` gives the accepted file of a submission. Raises BatchError likewise."""
+    """Verify a full batch; `read` gives the accepted file of a submission."""
     files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
-    groups, refused, quarantined, implausible = [], 0, 0, 0
+    groups, refused, quarantined, foreign, implausible = [], 0, 0, 0, 0
     for member in batch.groups:
         if member.submission not in files:
             files[member.submission] = _read(read(member.submission), member.submission, config, quarantine)
@@ -95,7 +100,12 @@ def gather(
         if file is None:
             quarantined += 1
             continue
-        _check_origin(validators, run, batch.step, member.submission, file)
+        if problem := _origin_fault(validators, run, batch.step, file) or _group_fault(
+            file, member.group, config.sampling.group_size
+        ):
+            foreign += 1
+            log.error("group %d of %s is left out: %s", member.group, member.submission, problem)
+            continue
         if batch.step - file.header.policy_version > config.coordinator.async_level:
             refused += 1
             continue
@@ -105,20 +115,15 @@ def gather(
             log.error("group %d of %s is left out: %s", member.group, member.submission, problem)
             continue
         groups.append(group)
-    if not groups:
-        raise BatchError(
-            f"step {batch.step}: no group is left to train on; {refused} are older than {config.coordinator.async_level} "
-            f"versions, {implausible} hold impossible values (see the log), {quarantined} are in files moved to {quarantine}"
-        )
     contents = {name: file.header.content for name, file in files.items() if file is not None}
-    return Fetched(groups, contents, refused, quarantined, implausible)
+    return Fetched(groups, contents, refused, quarantined, foreign, implausible)
 
 
 def implausible_value(group: Group) -> str:
     """What cannot be true of a group's logprobs, rewards and turns; empty if everything can.
 
-    One such value would dominate the batch or make a metric infinite. Logprobs of submissions that were accepted without a
-    prefill are the worker's own.
+    One such value would dominate the batch or make a metric infinite. Logprobs that nobody checked are the worker's own and
+    are not used, so they may have any value.
     """
     for turns, tokens in zip(group.turns, group.completions, strict=bool(group.turns)):
         if not fit(turns, len(tokens)):
@@ -126,7 +131,7 @@ def implausible_value(group: Group) -> str:
     for logprobs, trained in zip(group.behaviour, group.trained, strict=True):
         if len(logprobs) != trained:
             return f"there are {len(logprobs)} logprobs for {trained} sampled tokens"
-        for value in logprobs:
+        for value in logprobs if group.checked else ():
             if not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:  # not for NaN either
                 return f"a logprob of {value:g} is outside [{LOWEST_LOGPROB:g}, 0]"
     for value in group.rewards:
@@ -147,20 +152,27 @@ def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> Rol
         return None
 
 
-def _check_origin(
-    validators: set[str], run: str, step: int, submission: str, file: RolloutFile[AcceptedRollout]
-) -> None:
+def _origin_fault(validators: set[str], run: str, step: int, file: RolloutFile[AcceptedRollout]) -> str:
+    """Why the file must not be trained on; empty if it may."""
     header = file.header
     if header.signer not in validators:
-        raise BatchError(f"{submission} is signed by {header.signer[:16]}, which is not a validator of this run")
+        return f"it is signed by {header.signer[:16]}, which is not a validator of this run"
     if header.run != run or header.policy_version > step:
-        raise BatchError(f"{submission} is of run {header.run}, version {header.policy_version}")
+        return f"it is of run {header.run}, version {header.policy_version}"
+    return ""
+
+
+def _group_fault(file: RolloutFile[AcceptedRollout], number: int, size: int) -> str:
+    rows = file.rows[number * size : (number + 1) * size]
+    if len(rows) != size or any(row.group != number or row.prompt != rows[0].prompt for row in rows):
+        return f"its file has no whole group {number}"
+    if not all(row.tokens for row in rows) or not rows[0].prompt:
+        return "a prompt or a completion is empty"
+    return ""
 
 
 def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, size: int) -> Group:
     rows = file.rows[number * size : (number + 1) * size]
-    if len(rows) != size or any(row.group != number or row.prompt != rows[0].prompt for row in rows):
-        raise BatchError(f"{submission} has no whole group {number}")
     return Group(
         submission=submission,
         policy_version=file.header.policy_version,

@@ -11,12 +11,12 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from statistics import fmean
 
 from blake3 import blake3
 
 from shoal.config import Config
-from shoal.files import copy_tree
+from shoal.errors import ShoalError
+from shoal.files import commit_folder, copy_tree
 from shoal.learner import lora, metrics
 from shoal.learner.batch import micro_batches, teaching, with_own_behaviour
 from shoal.learner.checkpoint import Checkpoints, Progress
@@ -34,6 +34,10 @@ POLL_S = 0.1
 MODEL = "model"  # folder of the trained model, once the run has finished
 
 log = logging.getLogger(__name__)
+
+
+class EmptyBatchError(ShoalError):
+    """Several batches in a row held nothing to train on."""
 
 
 class Learner:
@@ -61,7 +65,7 @@ class Learner:
             if fetched is None:
                 self.checkpoints.finish()
                 return "stopped"
-            figures = self.train(fetched.groups)
+            figures = self.train(fetched.groups) if fetched.groups else self.skip(progress.step, fetched)
             before = progress.version_digest
             progress.advance(group.submission for group in fetched.groups)
             figures |= self.publish(progress)
@@ -126,6 +130,23 @@ class Learner:
             updates.append((computed, self.policy.update(rows, over)))
         return metrics.update_metrics(updates) | {"perf/train_s": time.monotonic() - started_s}
 
+    def skip(self, step: int, fetched: Fetched) -> dict[str, float]:
+        """A step whose batch holds nothing to train on: the next version has the same weights.
+
+        Raises EmptyBatchError once more steps in a row than `learner.guard.max_skips` were skipped.
+        """
+        skipped, most = self.policy.skipped_in_row, self.config.learner.guard.max_skips
+        if skipped >= most:
+            self.checkpoints.finish()  # a restart stops here, too
+            raise EmptyBatchError(
+                f"step {step}: no group is left to train on; {fetched.left_out} (see the log). The {skipped} steps or "
+                "updates before it were skipped, which is learner.guard.max_skips: look for a broken validator or "
+                "coordinator"
+            )
+        log.error("step %d is skipped: no group is left to train on; %s", step, fetched.left_out)
+        self.policy.skipped_in_row += 1
+        return {"optim/skipped": 1.0}
+
     def publish(self, progress: Progress) -> dict[str, float]:
         """Write the current version for the origin, unless it is published already. Returns size and seconds."""
         started_s = time.monotonic()
@@ -135,7 +156,7 @@ class Learner:
             temporary = final.with_name(f".{final.name}")
             shutil.rmtree(temporary, ignore_errors=True)
             save_model(self.policy.model, self.policy.tokenizer, temporary, tensors, self.policy.stored)
-            temporary.rename(final)
+            commit_folder(temporary, final)
         for _ in tensors:  # the other ranks take part in gathering each tensor
             pass
         section = self.config.learner.lora
@@ -152,12 +173,19 @@ class Learner:
         return metrics.sync_metrics(final, time.monotonic() - started_s)
 
     def leave_model(self, progress: Progress) -> None:
-        """Copy the last version to where the user looks for it."""
+        """Leave the last version where the user looks for it: a plain model, adapters merged."""
         if self.node is None:
             return
         model = self.folder / MODEL
+        temporary = model.with_name(f".{MODEL}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        version = self.versions / version_name(progress.step)
+        if self.config.learner.lora is None:
+            copy_tree(version, temporary)
+        else:
+            lora.merge(version, temporary)
         shutil.rmtree(model, ignore_errors=True)  # of an earlier run with fewer steps
-        copy_tree(self.versions / version_name(progress.step), model)
+        commit_folder(temporary, model)
         log.info("finished %d steps; the trained model is in %s", progress.step, model)
 
     def checkpoint(self, progress: Progress) -> None:
@@ -184,14 +212,15 @@ class Learner:
             return
         step = progress.step - 1
         figures |= metrics.batch_metrics(fetched, step, max_tokens=self.config.sampling.max_tokens)
-        figures |= metrics.speed_metrics(
-            n_tokens=sum(group.n_tokens for group in fetched.groups),
-            flops=self._flops(fetched.groups) / self.ranks.size,
-            train_s=figures.pop("perf/train_s"),
-            busy_s=busy_s,
-            waiting_s=waiting_s,
-            peak_gflops=self.peak_gflops,
-        )
+        if fetched.groups:
+            figures |= metrics.speed_metrics(
+                n_tokens=sum(group.n_tokens for group in fetched.groups),
+                flops=self._flops(fetched.groups) / self.ranks.size,
+                train_s=figures.pop("perf/train_s"),
+                busy_s=busy_s,
+                waiting_s=waiting_s,
+                peak_gflops=self.peak_gflops,
+            )
         figures |= metrics.memory_metrics(str(self.policy.device))
         trained = [group.submission for group in fetched.groups]
         record = signed_record(self.node, step, fetched, before, progress.version_digest, self.policy)
@@ -201,7 +230,7 @@ class Learner:
             "step %d trained: %d groups, reward %.3f, busy %.1f s, waiting %.1f s",
             step + 1,
             len(fetched.groups),
-            fmean(reward for group in fetched.groups for reward in group.rewards),
+            figures.get("reward/batch_mean", 0.0),
             busy_s,
             waiting_s,
         )

@@ -1,91 +1,86 @@
-"""Low-rank adapters in place of whole weights, through the `peft` package (`pip install 'shoal[lora]'`).
+"""Low-rank adapters in place of whole weights (`model/adapters`): what is trained, and what is left for others to use.
 
-The published version is merged, W + scale * B A, so workers and validators need no change. The adapter is also saved
-alone. The learner computes W x + scale * B (A x), which rounds differently, so its logprobs differ from those of the
-merged bf16 weights. `learner.behaviour_logprobs = "recomputed"` removes that difference from the ratio.
+A published version holds the base weights, which never change, and the adapters in bf16. Workers and validators apply them
+as the learner does, so all compute the same policy, and only adapters travel. Beside the versions stand:
+
+    adapter/   the newest adapter as the package peft reads it
+    model/     at the end: adapters merged into the base weights, in float32, a plain model for other software
+
 Source: LoRA (arXiv 2106.09685).
-Invariant: published tensors have the names of the base model.
-Called by the policy. Left out: adapters of the embeddings and the output head.
+Invariant: the learner computes with exactly what it publishes. Called by the policy and the loop.
 """
 
+import json
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.config.recipe import LoraSection
-from shoal.errors import ShoalError
+from shoal.files import commit_folder
 from shoal.learner.ranks import whole
+from shoal.model import numerics
+from shoal.model.adapters import FIELD, Adapters, is_adapter
+from shoal.model.adapters import attach_ as attach_adapters_
+from shoal.model.load import WEIGHTS
 
 
-class MissingPeftError(ShoalError):
-    """The package peft is not installed. The message says how to install it."""
-
-
-def attach(model: Any, section: LoraSection) -> Any:
-    """`model` with trainable adapters and everything else frozen. Its output is unchanged at first."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingPeftError("learner.lora needs the package peft: pip install 'shoal[lora]'") from error
-    return get_peft_model(model, LoraConfig(**_settings(section))).base_model.model
-
-
-class Merged(Mapping[str, Tensor]):
-    """The base model's weights by name. A weight with an adapter is merged on access, in float32."""
-
-    def __init__(self, model: Any) -> None:
-        self.tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
-        self.scale = {name: m.scaling["default"] for name, m in model.named_modules() if hasattr(m, "lora_A")}
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        layer = name.removesuffix(".weight")
-        if layer not in self.scale:
-            tensor: Tensor = self.tensors[name]
-            return tensor
-        down, up = (whole(self.tensors[f"{layer}.lora_{which}.default.weight"]).float() for which in "AB")
-        delta: Tensor = self.scale[layer] * (up @ down)
-        return whole(self.tensors[name]).float() + delta
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.tensors if ".lora_" not in name)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def attach_(model: Any, section: LoraSection) -> None:
+    """Give the model trainable adapters, and freeze everything else. Its output is unchanged at first."""
+    attach_adapters_(model, Adapters(section.rank, section.alpha, section.targets), exact=numerics.of(model) == "exact")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
 
 
 def adapters(model: Any) -> dict[str, Tensor]:
     """The adapters alone, on the CPU, by peft's names. All ranks must call it."""
     return {
-        f"base_model.model.{name.replace('.default.', '.')}": whole(tensor.detach()).cpu().contiguous()
+        f"base_model.model.{name}.weight": whole(tensor.detach()).cpu().contiguous()
         for name, tensor in model.state_dict().items()
-        if ".lora_" in name
+        if is_adapter(name)
     }
 
 
 def save(tensors: dict[str, Tensor], section: LoraSection, folder: Path) -> None:
     """Write `adapters` as a folder that peft reads. It replaces the previous one."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-    LoraConfig(**_settings(section)).save_pretrained(str(temporary))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-
-
-def _settings(section: LoraSection) -> dict[str, Any]:
-    return {
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
         "r": section.rank,
         "lora_alpha": section.alpha,
-        "target_modules": section.targets,
         "lora_dropout": 0.0,
-        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "target_modules": section.targets,
     }
+    (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    commit_folder(temporary, folder)
+
+
+@torch.no_grad()
+def merge(version: Path, folder: Path) -> None:
+    """Write a published version as a plain model, with the adapters merged in float32. `folder` must not exist yet."""
+    config = json.loads((version / "config.json").read_text())
+    scale = config[FIELD]["alpha"] / config[FIELD]["rank"]
+    shutil.copytree(version, folder, ignore=shutil.ignore_patterns(WEIGHTS))
+    merged: dict[str, Tensor] = {}
+    with safe_open(version / WEIGHTS, framework="pt") as file:
+        names = set(file.keys())
+        for name in sorted(name for name in names if not is_adapter(name)):
+            tensor = file.get_tensor(name)
+            layer = name.removesuffix(".weight")
+            if f"{layer}.lora_A" in names:
+                down_rI, up_Or = (file.get_tensor(f"{layer}.{one}").float() for one in ("lora_A", "lora_B"))
+                tensor = tensor.float() + scale * (up_Or @ down_rI)
+            merged[name] = tensor
+    save_file(merged, folder / WEIGHTS, metadata={"format": "pt"})
+    kept = {name: value for name, value in config.items() if name != FIELD} | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")

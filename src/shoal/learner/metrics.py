@@ -82,8 +82,14 @@ def training_flops(shape: Shape, groups: Sequence[Group], *, extra_forwards: int
 
 
 def batch_metrics(fetched: Fetched, step: int, *, max_tokens: int) -> dict[str, float]:
-    """What the step trained on, and what it left out."""
-    left_out = {"data/quarantined": float(fetched.quarantined), "data/implausible": float(fetched.implausible)}
+    """What the step trained on, and what it left out. Of no groups, only the latter."""
+    left_out = {
+        "data/quarantined": float(fetched.quarantined),
+        "data/implausible": float(fetched.implausible),
+        "data/foreign": float(fetched.foreign),
+    }
+    if not fetched.groups:
+        return left_out | {"async/refused": float(fetched.refused)}
     return (
         reward_metrics(fetched.groups)
         | completion_metrics(fetched.groups, max_tokens=max_tokens)

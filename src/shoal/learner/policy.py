@@ -56,9 +56,9 @@ class Policy:
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
         self.model = load_model(folder, "float32", device, numerics)
-        self.stored = stored_shapes(self.model)  # of a published version
         if config.lora is not None:
-            self.model = lora.attach(self.model, config.lora)
+            lora.attach_(self.model, config.lora)
+        self.stored = stored_shapes(self.model)  # of a published version
         self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
         self.masters = self._prepare(self.scorer)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
@@ -161,7 +161,7 @@ class Policy:
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version, one at a time: (name, bf16 tensor on the CPU). All ranks must iterate over it."""
-        tensors = lora.Merged(self.model) if self.config.lora else self.model.state_dict()
+        tensors = self.model.state_dict()
         for name in self.stored:
             yield name, whole(tensors[name].detach()).to("cpu", torch.bfloat16)
 

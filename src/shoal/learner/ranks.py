@@ -24,16 +24,21 @@ T = TypeVar("T")
 class Ranks:
     """A single process, unless made by `start` under torchrun."""
 
-    def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, checkpoint_group: Any = None, waiting_group: Any = None) -> None:
         self.rank = rank
         self.size = size
         self.checkpoint_group = (
             checkpoint_group  # separate, because a checkpoint is written while gradients are reduced
         )
+        self.waiting_group = waiting_group  # of `broadcast` alone, because the leader may wait for days
 
     @classmethod
-    def start(cls, timeout_s: float) -> "Ranks":
-        """The ranks described by torchrun's environment. No rank waits longer than `timeout_s` for another."""
+    def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":
+        """The ranks described by torchrun's environment.
+
+        No rank waits longer than `timeout_s` for another, except for the leader's messages: `leader_timeout_s`. So a rank
+        that hangs in a gather of weights or a reduction of gradients ends the run soon.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -43,8 +48,9 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), size, group)
+        checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=leader_timeout_s))
+        return cls(dist.get_rank(), size, checkpoints, waiting)
 
     @property
     def leads(self) -> bool:
@@ -64,12 +70,12 @@ class Ranks:
         import torch.distributed as dist
 
         length = torch.tensor([len(message or b"")])
-        dist.broadcast(length, src=0)
+        dist.broadcast(length, src=0, group=self.waiting_group)
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
         if not self.leads:
             data = torch.empty(int(length), dtype=torch.uint8)
         if len(data):
-            dist.broadcast(data, src=0)
+            dist.broadcast(data, src=0, group=self.waiting_group)
         return data.numpy().tobytes()
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:

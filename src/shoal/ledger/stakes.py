@@ -1,5 +1,6 @@
 """Accounts of a pool: who is registered, what is staked on whom, who earned what, who was slashed, and who appealed.
 
+    deposit      before registration; not at risk, and can be reclaimed; registration makes it stake
     registered   once a key, with a role            credited    once a piece of work, in tokens as the validators counted
     stake        stays at risk; unstaked stake stays at risk too, for UNSTAKE_S, and can be withdrawn after that
     slash        takes all that is at risk, for one piece of work; it goes to the pool, never to whoever slashed
@@ -9,18 +10,31 @@ Two backends keep this, and one conformance suite holds for both: `LedgerStakes`
 and a contract on an EVM chain (`evm`).
 Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
 the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
-Called by `shoal ledger`'s users and by the EVM mirror. Left out: what the pool spends its stake on.
+Called by the coordinator (`coordinator.stakes`, `settle`), the audit and `shoal stake`. Left out: what the pool spends its
+stake on.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from shoal.ledger.interface import Ledger, LedgerError
+from shoal.ledger.interface import Entry, Ledger, LedgerError
 
 UNSTAKE_S = 7 * 86_400  # longer than a lie takes to be found
 APPEAL_S = 14 * 86_400
-EVENTS = ("registered", "staked", "unstaked", "withdrawn", "credited", "slashed", "appealed", "decided")
+EVENTS = (
+    "deposited",
+    "reclaimed",
+    "registered",
+    "staked",
+    "unstaked",
+    "withdrawn",
+    "credited",
+    "slashed",
+    "appealed",
+    "decided",
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +62,18 @@ class Event:
     key: str
     work: str = ""  # a submission; of "registered": the role
     amount: int = 0  # of stake, or tokens; of "decided": 1 if it was granted
+    payer: str = ""  # of "registered" on a chain: the account that pays stake in and out
 
 
 class Stakes(Protocol):
     """Keys are public keys in hex, `work` names a submission. A method that changes something returns once it is final."""
 
-    def register(self, key: str, role: str) -> None: ...
+    def deposit(self, key: str, amount: int) -> None: ...
+    def reclaim(self, key: str) -> None: ...
+    def register(self, key: str, role: str, payer: str = "") -> None:
+        """`payer`: the account on a chain that pays its stake in and out; "": the one that sends this."""
+        ...
+
     def stake(self, key: str, amount: int) -> None: ...
     def unstake(self, key: str, amount: int) -> None: ...
     def withdraw(self, key: str) -> None: ...
@@ -68,6 +88,10 @@ class Stakes(Protocol):
 
     def decide(self, work: str, *, granted: bool) -> None: ...
     def account(self, key: str) -> Account | None: ...
+    def deposited(self, key: str, payer: str = "") -> int:
+        """What waits for the key's registration; on a chain: what this payer deposited."""
+        ...
+
     def pool(self) -> int: ...
     def events(self, after: int = 0) -> Iterator[Event]: ...
 
@@ -79,6 +103,7 @@ class Book:
     accounts: dict[str, Account] = field(default_factory=dict)
     slashes: dict[str, Slash] = field(default_factory=dict)  # by work
     paid: set[str] = field(default_factory=set)  # work
+    deposits: dict[str, int] = field(default_factory=dict)
     pool: int = 0
 
     def take(self, event: Event, time_s: int) -> None:
@@ -88,7 +113,18 @@ class Book:
     def _registered(self, event: Event, time_s: int) -> None:
         if event.key in self.accounts or not event.work:
             raise LedgerError(f"{event.key[:16]} is registered already, or has no role")
-        self.accounts[event.key] = Account(event.work)
+        self.accounts[event.key] = Account(event.work, stake=self.deposits.pop(event.key, 0))
+
+    def _deposited(self, event: Event, time_s: int) -> None:
+        _positive(event.amount)
+        if event.key in self.accounts:
+            raise LedgerError(f"{event.key[:16]} is registered already: stake, not deposit")
+        self.deposits[event.key] = self.deposits.get(event.key, 0) + event.amount
+
+    def _reclaimed(self, event: Event, time_s: int) -> None:
+        if event.key not in self.deposits:
+            raise LedgerError(f"nothing is deposited on {event.key[:16]}")
+        del self.deposits[event.key]
 
     def _staked(self, event: Event, time_s: int) -> None:
         known = self._of(event.key)
@@ -156,8 +192,17 @@ class LedgerStakes:
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self.ledger = ledger
         self.clock = clock
+        self._kept = Book()
+        self._last: Entry | None = None  # that is in it
 
-    def register(self, key: str, role: str) -> None:
+    def deposit(self, key: str, amount: int) -> None:
+        self._append("deposited", Event(0, "deposited", key, amount=amount), {"key": key, "amount": amount})
+
+    def reclaim(self, key: str) -> None:
+        amount = self.deposited(key)
+        self._append("reclaimed", Event(0, "reclaimed", key, amount=amount), {"key": key, "amount": amount})
+
+    def register(self, key: str, role: str, payer: str = "") -> None:
         self._append("registered", Event(0, "registered", key, role), {"key": key, "name": key[:16], "role": role})
 
     def stake(self, key: str, amount: int) -> None:
@@ -192,74 +237,53 @@ class LedgerStakes:
     def pool(self) -> int:
         return self._book().pool
 
+    def deposited(self, key: str, payer: str = "") -> int:
+        return self._book().deposits.get(key, 0)
+
     def events(self, after: int = 0) -> Iterator[Event]:
         book = Book()
-        for event, time_s in read_events(self.ledger):
-            amount = at_risk(book, event) if event.kind == "slashed" else event.amount
-            book.take(event, time_s)
-            if event.cursor > after:
-                yield replace(event, amount=amount)
+        for entry in self.ledger.entries():
+            if (event := read_event(entry)) is not None:
+                amount = _moved(book, event)
+                book.take(event, entry.time_s)
+                if event.cursor > after:
+                    yield replace(event, amount=amount)
 
     def _append(self, kind: str, event: Event, body: Mapping[str, Any]) -> None:
-        self._book().take(event, int(self.clock()))
+        book, self._kept, self._last = self._book(), Book(), None
+        book.take(event, int(self.clock()))
         self.ledger.append(kind, body)
 
     def _book(self) -> Book:
-        book = Book()
-        for event, time_s in read_events(self.ledger):
-            book.take(event, time_s)
-        return book
+        """Kept between calls. Made anew if its last entry is gone: the transaction that wrote it was undone."""
+        news = self.ledger.entries(self._last.seq - 1 if self._last else 0)
+        if self._last is not None and next(news, None) != self._last:
+            self._kept, news = Book(), self.ledger.entries()
+        for entry in news:
+            if (event := read_event(entry)) is not None:
+                self._kept.take(event, entry.time_s)
+            self._last = entry
+        return self._kept
 
 
-def read_events(ledger: Ledger) -> Iterator[tuple[Event, int]]:
-    """The entries of a ledger that are about accounts, with their times."""
-    import json
-
-    for entry in ledger.entries():
-        if entry.kind in EVENTS:
-            yield _event(entry.seq, entry.kind, json.loads(entry.body)), entry.time_s
-
-
-def at_risk(book: Book, event: Event) -> int:
+def _moved(book: Book, event: Event) -> int:
+    """What an event moves that its entry does not say: a slash takes all, a registration takes in the deposit."""
+    if event.kind == "registered":
+        return book.deposits.get(event.key, 0)
+    if event.kind != "slashed":
+        return event.amount
     known = book.accounts.get(event.key)
     return known.stake + known.leaving if known else 0
 
 
-def mirror(source: Stakes, target: Stakes) -> int:
-    """Repeat on `target` what happened on `source` and is not there yet: from this ledger to a chain. Returns how much.
-
-    Both must have begun empty, and nobody else may write `target`. Stops at the first event that `target` refuses.
-    """
-    known = sum(1 for _ in target.events())
-    news = list(source.events())[known:]
-    for event in news:
-        _repeat(event, target)
-    return len(news)
-
-
-def _repeat(event: Event, target: Stakes) -> None:
-    match event.kind:
-        case "registered":
-            target.register(event.key, event.work)
-        case "staked":
-            target.stake(event.key, event.amount)
-        case "unstaked":
-            target.unstake(event.key, event.amount)
-        case "withdrawn":
-            target.withdraw(event.key)
-        case "credited":
-            target.credit(event.key, event.work, event.amount)
-        case "slashed":
-            target.slash(event.key, event.work, "0" * 64)
-        case "appealed":
-            target.appeal(event.key, event.work, "0" * 64)
-        case "decided":
-            target.decide(event.work, granted=bool(event.amount))
+def read_event(entry: Entry) -> Event | None:
+    """What an entry of the ledger says about accounts; None: nothing."""
+    return _event(entry.seq, entry.kind, json.loads(entry.body)) if entry.kind in EVENTS else None
 
 
 def _event(seq: int, kind: str, body: Mapping[str, Any]) -> Event:
     if kind == "registered":
-        return Event(seq, kind, body["key"], body["role"])
+        return Event(seq, kind, body["key"], body["role"], payer=body.get("payer", ""))
     if kind == "credited":
         return Event(seq, kind, body["worker"], " ".join(body["submissions"]), body["tokens"])
     if kind == "decided":

@@ -17,8 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import logging as transformers_logging
 
-from shoal.model import attention, exact
+from shoal.model import adapters, attention, exact
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import Numerics
 from shoal.model.products import repeatable_
@@ -35,18 +36,21 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
 
     Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
     """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     name = exact.NAME if numerics == "exact" else attention.NAME
     AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
     AttentionMaskInterface.register(name, sdpa_mask)
-    check_config(AutoConfig.from_pretrained(folder, local_files_only=True), folder)
+    check_config(config, folder)
+    section = adapters.stored_in(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=name,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        with _quiet(section is not None):  # it does not know the adapters
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                attn_implementation=name,
+                use_safetensors=True,
+                local_files_only=True,
+            )
     except KeyError as error:
         if error.args != (name,):
             raise
@@ -54,8 +58,31 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     model = model.to(device).eval()
     if numerics == "exact":
         repeatable_(model)
+    if section is not None:
+        adapters.attach_(model, section, exact=numerics == "exact")
+        _load_adapters_(model, folder)
     check_packing(model, folder)
     return model
+
+
+@contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Within it, transformers says nothing of tensors that its model has no place for."""
+    before = transformers_logging.get_verbosity()
+    if wanted:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@torch.no_grad()
+def _load_adapters_(model: Any, folder: Path) -> None:
+    own = model.state_dict()
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for name in filter(adapters.is_adapter, own):
+            own[name].copy_(file.get_tensor(name))
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -6,6 +6,7 @@ Every room that talks over HTTP imports this; it imports nothing of Shoal.
     who asks      what                                  request -> answer
     anyone        GET  /v1/run                          -> Signed[RunDescriptor]
     new node      POST /v1/register                     Registration -> Registered
+    operator      POST /v1/bookings                     Booking -> Ok (of stakes, where no chain keeps them)
     every node    POST /v1/heartbeat                    Heartbeat -> HeartbeatAnswer (a worker's task is in it)
     worker        POST /v1/drain                        -> Ok (it gets no new tasks, and leaves once it holds none)
     every node    GET  /v1/tasks/{sha256}               -> the task set's manifest, or a file that it names
@@ -38,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST = 2**53 - 1  # integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # of one version, in each node's report
-VERSION = 1  # of this protocol; a descriptor with another one is refused
+VERSION = 2  # of this protocol; each side refuses one that speaks another
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 NodeState = Literal["active", "suspended", "draining", "left", "unfit", "dismissed", "banned"]  # coordinator/states
@@ -102,6 +103,18 @@ class Registration(Message):
     invite: str = Field(max_length=2_000)  # the Signed InvitePayload, as JSON
     url: Annotated[str, Url] | None = None  # where an origin or relay serves
     capability: Capability | None = None
+    protocol: int = 1  # VERSION of whoever sends it; the first one did not say
+    payer: str = Field(default="", pattern="^(0x[0-9a-fA-F]{40})?$")  # the account on a chain that stakes on this key
+
+
+class Booking(Message):
+    """What the operator was paid as stake, pays back, or decides, where no chain keeps stakes."""
+
+    kind: Literal["stake", "unstake", "withdraw", "appeal", "grant", "refuse"]
+    key: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    amount: int = Field(default=0, ge=0, lt=1 << 62)
+    work: str = Field(default="", max_length=64, pattern="^[!-~]*$")
+    statement: str = Field(default="", pattern="^([0-9a-f]{64})?$")  # a digest
 
 
 class Registered(Message):

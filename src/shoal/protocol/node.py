@@ -1,7 +1,7 @@
 """A member of the pool: every process except the coordinator. It joins, sends heartbeats, and makes requests.
 
     node = Node.join(invite, folder, stop=stop)   loads or makes the key, registers with the invite
-    with node.heart(): ...                        one heartbeat a second in the background; `node.answer` is the newest reply
+    with node.heart(): ...                        a heartbeat a second in the background; `node.answer` is the newest reply
     node.post("/v1/claims", ...)                  a signed request, repeated while the coordinator is away, until a deadline
 
 Invariants: a node believes no answer that the coordinator's key, which is in the invite, has not signed for this very
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.files import write_file
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, IdentityError, Signed
@@ -56,10 +58,11 @@ from shoal.shardcast.tls import client_context
 HEARTBEAT_S = 1.0
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
 GRACE_S = 1.0  # for a request in flight when this process is told to stop
+ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-BUSY, UNSIGNED = (429, 503), 401  # HTTP statuses; 503: another coordinator is taking over
-KEY = "identity.pem"  # in a node's folder
+BUSY, UNSIGNED, UNREADABLE = (429, 503), 401, 400  # HTTP statuses; 503: another coordinator is taking over
+KEY, PAYER = "identity.pem", "payer"  # in a node's folder
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
@@ -87,6 +90,12 @@ class RefusedError(NodeError):
 
 class TooLargeError(NodeError):
     """An answer is larger than its caller allows."""
+
+    restart_helps = False
+
+
+class ProtocolError(NodeError):
+    """The coordinator is of another version of Shoal."""
 
     restart_helps = False
 
@@ -122,6 +131,7 @@ class Node:
         self.tokens = 0
         self.intake = Intake()
         self.clock = clock
+        self.answered_in_s = 0.0  # the newest message
         self.reader_pass = Passes(identity.private_key, self.reader_grant, clock)
 
     @classmethod
@@ -149,10 +159,18 @@ class Node:
             transport=transport,
             clock=clock,
         )
-        registration = Registration(invite=invite.signed.model_dump_json(), url=url, capability=capability)
+        registration = Registration(
+            invite=invite.signed.model_dump_json(),
+            url=url,
+            capability=capability,
+            protocol=VERSION,
+            payer=read_payer(folder),
+        )
         try:
             registered = node.post("/v1/register", registration, Registered)
         except RefusedError as refusal:
+            if refusal.status == UNREADABLE:
+                node.descriptor()  # an older coordinator does not know all that is in a registration
             refusal.restart_helps = refusal.status >= 500  # an invite that is refused once is refused again
             raise
         node.name = registered.name
@@ -190,8 +208,13 @@ class Node:
             descriptor = RunDescriptor.model_validate_json(signed.open(self.invite.key, domain="run"))
         except (IdentityError, ValidationError) as error:
             raise NodeError(f"{self.invite.url} is not this run's coordinator: {error}") from error
-        if descriptor.protocol != VERSION or descriptor.run != self.invite.run:
-            raise NodeError(f"{self.invite.url} serves run {descriptor.run}, protocol {descriptor.protocol}")
+        if descriptor.protocol != VERSION:
+            raise ProtocolError(
+                f"the coordinator at {self.invite.url} speaks protocol {descriptor.protocol}, this node {VERSION}: "
+                "install the same version of Shoal on both"
+            )
+        if descriptor.run != self.invite.run:
+            raise NodeError(f"{self.invite.url} serves run {descriptor.run}, not {self.invite.run}")
         return descriptor
 
     def config(self) -> Config:
@@ -220,7 +243,16 @@ class Node:
         return self._request("GET", path, most_bytes=most_bytes).content
 
     def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
-        return self._parse(answer, self._request("POST", path, message.model_dump_json().encode() if message else b""))
+        response = self._request("POST", path, message.model_dump_json().encode() if message else b"")
+        self.answered_in_s = response.elapsed.total_seconds()
+        return self._parse(answer, response)
+
+    def pause_s(self, least_s: float) -> float:
+        """How long to wait before the same is asked again: longer, the longer the coordinator takes for its answers.
+
+        So nodes that wait for something, or only say that they live, do not ask more of a coordinator than it can answer.
+        """
+        return max(least_s, self.answered_in_s * (1 - ASKING) / ASKING)
 
     def put(self, path: str, data: bytes, answer: type[M]) -> M:
         return self._parse(answer, self._request("PUT", path, data))
@@ -274,7 +306,7 @@ class Node:
     def _receive(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
         """One answer, read whole and signed for this request. Raises TooLargeError, UnsignedAnswerError."""
         plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
-        body, asked_s = bytearray(), self.clock.clock()
+        body, asked_s, begun_s = bytearray(), self.clock.clock(), time.monotonic()
         with self.client.stream(method, path, content=content, headers=plain) as response:
             encoding = response.headers.get("content-encoding", "identity")
             if encoding != "identity":
@@ -294,7 +326,9 @@ class Node:
         except UnsignedAnswerError as error:
             raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
         self.clock.heard(created_s, asked_s, self.clock.clock())
-        return httpx.Response(status, content=bytes(body), request=response.request)
+        answer = httpx.Response(status, content=bytes(body), request=response.request)
+        answer.elapsed = timedelta(seconds=time.monotonic() - begun_s)
+        return answer
 
     def _silent(self, method: str, path: str, error: Exception) -> NodeError:
         came = f": {error}" if isinstance(error, UnsignedAnswerError | _BusyError) else ""
@@ -374,11 +408,14 @@ class Node:
 
     @contextmanager
     def heart(self) -> Iterator[None]:
-        """Send a heartbeat each second in the background. Failures are left to the caller's own next request."""
+        """Send a heartbeat each second, or as `pause_s` says, in the background.
+
+        Failures are left to the caller's own next request.
+        """
         stopped = threading.Event()
 
         def beat_on() -> None:
-            while not stopped.wait(HEARTBEAT_S):
+            while not stopped.wait(self.pause_s(HEARTBEAT_S)):
                 try:
                     self.beat()
                 except NodeError:
@@ -390,6 +427,16 @@ class Node:
             yield
         finally:
             stopped.set()
+
+
+def read_payer(folder: Path) -> str:
+    """The account on a chain that stakes on the node in this folder; "" if `shoal stake` never named one."""
+    path = folder / PAYER
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def write_payer(folder: Path, account: str) -> None:
+    write_file(folder / PAYER, account.encode())
 
 
 def _reason(response: httpx.Response) -> str:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shoal.learner.ranks import Ranks
     from shoal.model.dtype import DtypeName
 
-RANKS_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as long as a pool may be idle
+LEADER_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as long as a pool may be idle
+RANKS_TIMEOUT_S = 1800.0  # and for another rank in a collective: longer than any row, load or file takes
 
 
 def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
@@ -32,7 +33,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
     from shoal.model import numerics
     from shoal.model.sources import resolve
 
-    ranks = Ranks.start(RANKS_TIMEOUT_S)
+    ranks = Ranks.start(RANKS_TIMEOUT_S, LEADER_TIMEOUT_S)
     with _leading(invite, folder, threads, ranks, stop) as (node, config, dtype):
         torch.manual_seed(config.run.seed)
         model = resolve(config.model.name)

@@ -12,15 +12,17 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Ok, Policy
 from shoal.protocol.node import Node
-from shoal.roles.serving import WATCH_S, serve_store
+from shoal.roles.serving import WATCH_S, Listen, serve_store
 from shoal.shardcast import Manifest, Origin, Store
 from shoal.shardcast.publish.contents import check_apart
 from shoal.shardcast.publish.handover import Handover
 
+HERE = Listen()
+
 log = logging.getLogger(__name__)
 
 
-def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event) -> str:
+def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Event, listen: Listen = HERE) -> str:
     """Publishes what the learner writes under `watched`, until the run ends."""
     check_apart(watched, folder)
     config = Node.read_config(invite, stop)
@@ -61,7 +63,9 @@ def run_origin(invite: Invite, folder: Path, watched: Path, stop: threading.Even
             await asyncio.sleep(WATCH_S)
         return "stopped"
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.origin.host, config.origin.port, watch, stop))
+    return asyncio.run(
+        serve_store(invite, config, folder, store, listen, (config.origin.host, config.origin.port), watch, stop)
+    )
 
 
 def _announce(node: Node, manifest: Manifest) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Status
 from shoal.protocol.node import Node
-from shoal.roles.serving import WATCH_S, serve_store
+from shoal.roles.serving import WATCH_S, Listen, serve_store
 from shoal.shardcast import Relay, Store
+
+HERE = Listen()
 
 log = logging.getLogger(__name__)
 
 
-def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
+def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Listen = HERE) -> str:
     """Mirrors the origin and serves the run's nodes, until the run ends."""
     config = Node.read_config(invite, stop)
     store = Store(
@@ -52,4 +54,6 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event) -> str:
         finally:
             task.cancel()
 
-    return asyncio.run(serve_store(invite, config, folder, store, config.relays.host, config.relays.port, mirror, stop))
+    return asyncio.run(
+        serve_store(invite, config, folder, store, listen, (config.relays.host, config.relays.port), mirror, stop)
+    )

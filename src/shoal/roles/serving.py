@@ -8,12 +8,14 @@ import logging
 import ssl
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
 from shoal.config import Config
 from shoal.files import write_file
+from shoal.protocol.address import coordinator_url
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
@@ -26,17 +28,35 @@ WATCH_S = 0.1
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Listen:
+    """Where one origin or relay listens, and what it announces, in place of what the run's config says for all of them."""
+
+    host: str | None = None
+    port: int | None = None
+    url: str = ""  # a proxy's in front of it; "": where it listens
+
+    def __post_init__(self) -> None:
+        """Raises AddressError."""
+        if self.url:
+            coordinator_url(self.url)
+
+    def or_else(self, host: str, port: int) -> tuple[str, int]:
+        return self.host or host, port if self.port is None else self.port
+
+
 async def serve_store(
     invite: Invite,
     config: Config,
     folder: Path,
     store: Store,
-    host: str,
-    port: int,
+    listen: Listen,
+    default: tuple[str, int],
     live: Callable[[Node], Awaitable[str]],
     stop: threading.Event,
 ) -> str:
-    """Serves the store to the pool's nodes, joins with the address, and runs `live`."""
+    """Serves the store to the pool's nodes, joins with the address, and runs `live`. `default`: the config's host, port."""
+    host, port = listen.or_else(*default)
     clock = PoolClock()  # dates the passes that readers show, as the pool's nodes date theirs
     guard = Guard(
         audience=invite.run,
@@ -49,9 +69,10 @@ async def serve_store(
     tls = server_context(_path(relays.tls_cert), _path(relays.tls_key))
     runner, bound = await _bind(app(store, guard=guard), host, port, tls, folder / "port")
     try:
-        url = url_of(host, bound, tls=tls is not None)
+        here = url_of(host, bound, tls=tls is not None)
+        url = listen.url or here
         guard.servers = frozenset({url})
-        log.info("listening at %s", url)
+        log.info("listening at %s%s", here, f", announced as {url}" if url != here else "")
         node = await asyncio.to_thread(Node.join, invite, folder, url=url, stop=stop, clock=clock)
         with node.heart():
             banning = asyncio.create_task(_ban(node, guard))

@@ -55,12 +55,12 @@ class Worker:
                 continue
             if answer.assignment is None:
                 self.node.doing(follower.last_error or answer.waiting_for, waiting=True)
-                stop.wait(IDLE_S)
+                stop.wait(self.node.pause_s(IDLE_S))
                 continue
             if answer.assignment.policy_digest != self.digest:  # its work would look like a lie
                 version = answer.assignment.policy_version
                 self.node.doing(f"a newer version: its weights of version {version} are not the pool's", waiting=True)
-                stop.wait(IDLE_S)
+                stop.wait(self.node.pause_s(IDLE_S))
                 continue
             self.node.doing(f"generating for step {answer.assignment.step}")
             log.info(

@@ -3,9 +3,9 @@
     build    what the server generated -> a Reply, which is one JSON file
     verify   a Reply and a loaded model -> one finding a question
 
-What a passed verification says: these weights, this prompt and this seed yield this text. It says nothing about whether the
-text is true, nor which weights a run published under a version (compare `weights` with `shoal verify-reply --model` of
-a version that you trust).
+What a passed verification says: these weights, this prompt and this seed yield this text. It does not say that the text is
+true, that the server did not try several seeds and show the reply it liked, or which weights a run published under a
+version: `shoal verify-reply --model` names weights that you trust.
 Invariant: nothing in a Reply is believed; all of it is computed again from messages, seed and weights. Within one exactness
 class that must give the same bits, elsewhere it must stay within the validator's limits.
 Called by `chat` and `openai` (build), by the page's button and `shoal verify-reply` (verify).
@@ -30,16 +30,20 @@ from shoal.serve.decoding.scheduler import scaled
 from shoal.serve.decoding.text import text_of
 from shoal.serve.versions import Held
 
-FORMAT = "shoal-reply/1"
 CHUNK_TOKENS = 32
 LARGEST_BYTES = 16 << 20
 MOST_TOKENS = 1 << 20
 FAR = 4.0  # times the margin: farther than numerics can move a token
 VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
-SENTENCE = (
-    "These weights, this prompt and this seed give exactly this text; nobody changed or picked it. "
-    "That does not make the text true."
+EXACT = (
+    "These weights, this prompt and this seed give exactly this text; that says nothing about who chose the seed, or "
+    "whether the text is true."
 )
+CLOSE = (
+    "These weights, this prompt and this seed give this text up to rounding, which leaves a choice between near ties; that "
+    "says nothing about who chose the seed, or whether the text is true."
+)
+REFUSED = "This is not what these weights, this prompt and this seed give."
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -58,7 +62,7 @@ class Reply(BaseModel):
     """What the file holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["shoal-reply/1"] = FORMAT
+    format: Literal["shoal-reply/1"] = "shoal-reply/1"
     model: Annotated[str, Field(max_length=300)]
     version: int | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
@@ -102,14 +106,16 @@ class Verdict:
     def passed(self) -> bool:
         return all(finding.passed for finding in self.findings)
 
+    @property
+    def sentence(self) -> str:
+        """What was verified, and what was not."""
+        return REFUSED if not self.passed else EXACT if self.exact else CLOSE
+
     def lines(self) -> list[str]:
         found = [
             f"{'yes' if f.passed else 'NO '}  {f.question}{f': {f.detail}' if f.detail else ''}" for f in self.findings
         ]
-        if not self.passed:
-            return [*found, "refused: this is not what these weights, this prompt and this seed yield"]
-        how = "to the last bit" if self.exact else "within the limits for machines that round differently"
-        return [*found, f"verified, {how}. {SENTENCE}"]
+        return [*found, f"{'verified' if self.passed else 'refused'}: {self.sentence}"]
 
 
 def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
@@ -221,7 +227,7 @@ def _recomputed(reply: Reply, held: Held, config: Config) -> tuple[Finding, Find
     yielded = far == 0 and beyond <= allowed and mean <= limits.sampling_margin_mean
     missed = int((margins_N != 0).sum())
     detail = f"{len(margins_N) - missed} of {len(margins_N)} are"
-    tokens = Finding("Is every token the one that the seed yields?", yielded, detail)
+    tokens = Finding("Are the tokens those that the seed yields?", yielded, detail)
     proofs, equal = _proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
     return tokens, proofs, missed == 0 and equal
 

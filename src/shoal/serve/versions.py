@@ -3,7 +3,7 @@
     poll the source -> load a new version in a thread -> from now on it is the newest; the one before ends its rows first
 
 Invariant: a version that rows are decoded from is never evicted or overwritten. One version is loaded at a time, and at most
-`places` are in memory. A version that vanished before it was loaded is an error of that request alone.
+`places` (two or more) are in memory. A version that vanished before it was loaded is an error of that request alone.
 Called by `service` (which follows) and by the routes (`take`).
 """
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.config import Config, ConfigError
 from shoal.config.recipe import LossSection
-from shoal.files import fsync, write_file
+from shoal.files import commit_folder, write_file
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.policy import Policy
 from shoal.model.dtype import DtypeName
@@ -112,11 +112,8 @@ class Sft:
         _declare_ends(self.policy.model, self.data.ends)
         policy = self.policy
         save_model(policy.model, policy.tokenizer, temporary, policy.published(), policy.stored)
-        for path in [*temporary.iterdir(), temporary]:
-            fsync(path)
         shutil.rmtree(final, ignore_errors=True)  # from a run with fewer epochs
-        temporary.rename(final)
-        fsync(self.folder)
+        commit_folder(temporary, final)
         return final
 
     def record(self, figures: dict[str, float]) -> None:

@@ -8,6 +8,8 @@ Invariant: pure functions of a case; a submission passes only if every sampled t
 Called by `judge` for cases with `exact` set, and by `shoal verify`.
 """
 
+from itertools import zip_longest
+
 import torch
 
 from shoal import toploc
@@ -56,7 +58,7 @@ def exact_proofs(rules: Rules, case: Case) -> Outcome:
     pairs = [
         (number, chunk, claimed == proof)
         for number, (row, proofs) in enumerate(zip(case.rows, own, strict=True))
-        for chunk, (claimed, proof) in enumerate(zip(row.proofs, proofs, strict=True))
+        for chunk, (claimed, proof) in enumerate(zip_longest(row.proofs, proofs))
     ]
     wrong = [(number, chunk) for number, chunk, equal in pairs if not equal]
     if not wrong:

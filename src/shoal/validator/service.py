@@ -1,12 +1,13 @@
 """The validator: claims submissions, judges them, uploads accepted files and verdicts.
 
-Invariant: no prefill is held against a worker before it was computed a second time, with weights that were loaded anew: a
-flipped bit in this machine's memory is this machine's fault.
+Invariant: no lie is found in a prefill before it was computed a second time, with weights that were loaded anew: a flipped
+bit in this machine's memory is this machine's fault.
 Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,9 @@ from shoal.validator.spending import spent
 from shoal.validator.witness import Witness
 
 IDLE_S = 0.1
+RELOADING = (
+    0.05  # most of the time spent on loading weights anew for inexact work: who sends it must not stop the others
+)
 GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
 
 log = logging.getLogger(__name__)
@@ -65,6 +69,7 @@ class Validator:
         self.fingerprint = fingerprint
         self.witness = witness
         self.folder: Path | None = None  # of the loaded version
+        self.reload_at_s = 0.0  # no doubt loads it anew before, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Returns which."""
@@ -81,7 +86,7 @@ class Validator:
                 if not claims:
                     self.node.doing("submissions", waiting=True)
                     self.preload()
-                    stop.wait(IDLE_S)
+                    stop.wait(self.node.pause_s(IDLE_S))
                     continue
                 self.node.doing(f"checking {', '.join(claim.assignment.id for claim in claims)}")
                 self.load(claims[0].assignment.policy_version, claims[0].assignment.policy_digest)
@@ -100,12 +105,19 @@ class Validator:
         ]
 
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
-        """What the checks conclude. What a prefill is to be held against is prefilled again, with weights loaded anew."""
+        """What the checks conclude. What a prefill is to be held against is prefilled again, with weights loaded anew.
+
+        Where all that is wrong is `inexact`, which costs its worker little and may come again and again, the weights may
+        have been loaded anew a while ago.
+        """
         examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
         doubtful = [n for n, one in enumerate(examined) if _rests_on_prefill(one)]
         if not doubtful:
             return examined
-        self.reload()
+        inexact = all(one.finding.reason is Reason.INEXACT for n in doubtful if (one := examined[n]).finding)
+        if (begun_s := time.monotonic()) >= self.reload_at_s or not inexact:
+            self.reload()
+            self.reload_at_s = begun_s + (time.monotonic() - begun_s) / RELOADING
         again = self.judge.examine(self._by_class([cases[n] for n in doubtful], [claims[n] for n in doubtful]))
         for n, one in zip(doubtful, again, strict=True):
             if one.finding is None:

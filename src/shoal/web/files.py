@@ -20,6 +20,7 @@ TYPES = {
     ".json": "application/json",
     ".png": "image/png",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain",
     ".woff2": "font/woff2",
 }
 COMPRESSED = (".css", ".html", ".js", ".json", ".svg")
@@ -57,8 +58,9 @@ class Files:
         if zipped:
             headers["Content-Encoding"] = "gzip"
         body = file.gzipped if zipped else file.content
-        text = {"charset": "utf-8"} if file.gzipped is not None else {}
-        return web.Response(body=body, headers=headers, content_type=file.type, **text)
+        return web.Response(
+            body=body, headers=headers, content_type=file.type, charset="utf-8" if file.gzipped is not None else None
+        )
 
 
 def _read(path: Path) -> File:

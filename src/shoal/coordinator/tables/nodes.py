@@ -4,6 +4,7 @@ Invariant: a key, a name and an invite each occur once; a state changes only fro
 `states.move` calls that. Called by `members`, `states`, `suspension`, `arrivals`, `status` and `metrics`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from shoal.coordinator.tables.connection import SERIAL, Connection
@@ -18,8 +19,13 @@ SCHEMA = [
     suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
     size BIGINT NOT NULL DEFAULT 0, tokens_per_s DOUBLE PRECISION NOT NULL DEFAULT 0, speeds BIGINT NOT NULL DEFAULT 0,
     missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
-    rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)"""
+    rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)""",
+    "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
+    "CREATE INDEX IF NOT EXISTS nodes_state ON nodes (state, seq)",
+    "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
 ]
+TOGETHER = 64  # rows in one statement
+BEAT = "(CAST(? AS TEXT), CAST(? AS DOUBLE PRECISION), CAST(? AS BIGINT), CAST(? AS TEXT))"
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,11 @@ class Node:
     def evicted(self) -> bool:
         """Slashed, or evicted by the operator: no route answers it any more."""
         return self.state == "banned"
+
+    @property
+    def joined_by_stake(self) -> bool:
+        """With an open invite, whose entry names the key too."""
+        return " " in self.invite
 
 
 COLUMNS = ", ".join(field.name for field in fields(Node))
@@ -84,9 +95,19 @@ class Nodes:
     def set_url(self, key: str, url: str | None) -> None:
         self.connection.change("UPDATE nodes SET url = ? WHERE key = ?", url, key)
 
-    def beat(self, key: str, seen_s: float, version: int | None, stats: str) -> None:
+    def beat_all(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
+        """Record heartbeats of different nodes: key, when it was seen, version, stats."""
+        whole = len(beats) - len(beats) % TOGETHER  # few forms of one statement: each is kept prepared
+        for first in range(0, whole, TOGETHER):
+            self._beat(beats[first : first + TOGETHER])
+        for beat in beats[whole:]:
+            self._beat([beat])
+
+    def _beat(self, beats: Sequence[tuple[str, float, int | None, str]]) -> None:
         self.connection.change(
-            "UPDATE nodes SET seen_s = ?, version = ?, stats = ? WHERE key = ?", seen_s, version, stats, key
+            "UPDATE nodes SET seen_s = new.column2, version = new.column3, stats = new.column4"
+            f" FROM (VALUES {', '.join([BEAT] * len(beats))}) AS new WHERE nodes.key = new.column1",
+            *(part for beat in beats for part in beat),
         )
 
     def change_state(self, key: str, before: NodeState, state: NodeState, reason: str, now_s: float) -> bool:

@@ -51,6 +51,7 @@ class Nonces:
         if no table says so, because the server emptied it after a crash."""
         self.connection = connection
         self._keep_s = keep_s
+        self._newest_s = -1  # of the requests that this process served
         for statement in SCHEMA:
             connection.create(statement, survives_power_cuts=False)
         before = connection.row("SELECT boot, since_s FROM machine")
@@ -78,7 +79,9 @@ class Nonces:
         )
         if spent != 1:
             return False
-        self.connection.change(
-            "DELETE FROM nonces WHERE created_s < (SELECT max(created_s) FROM nonces) - ?", self._keep_s
-        )
+        if created_s > self._newest_s:  # else nothing has grown too old since the last request
+            self._newest_s = created_s
+            self.connection.change(
+                "DELETE FROM nonces WHERE created_s < (SELECT max(created_s) FROM nonces) - ?", self._keep_s
+            )
         return True

@@ -2,7 +2,8 @@
 
 Invariant: the contract decides. A refused transaction changes nothing and is a LedgerError with the contract's own words;
 events are read from the chain's logs, in the order of the contract's own count.
-Called by whoever opens a chain; `Chain` is all that differs between a node behind JSON-RPC and an EVM in the same process.
+Called by `coordinator.settlement`, `shoal stakes` and the audit. `Chain` is all that differs between a node behind JSON-RPC
+and an EVM in the same process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,9 +61,16 @@ class EvmStakes:
         self.chain = chain
         self.address = address
 
-    def register(self, key: str, role: str) -> None:
-        """Its stake is this chain's account's to pay in and out."""
-        self._send("register(bytes32,string,address)", _key(key), role, self.chain.address)
+    def deposit(self, key: str, amount: int) -> None:
+        if amount <= 0:
+            raise LedgerError(f"{amount} is no amount")
+        self._send("deposit(bytes32)", _key(key), value=amount)
+
+    def reclaim(self, key: str) -> None:
+        self._send("reclaim(bytes32)", _key(key))
+
+    def register(self, key: str, role: str, payer: str = "") -> None:
+        self._send("register(bytes32,string,address)", _key(key), role, payer or self.chain.address)
 
     def stake(self, key: str, amount: int) -> None:
         if amount <= 0:
@@ -93,6 +101,28 @@ class EvmStakes:
         [found] = self._ask("accounts(bytes32)", [ACCOUNT], _key(key))
         role, _, stake, leaving, leaves_s, credit = found
         return Account(role, stake, leaving, leaves_s, credit) if role else None
+
+    def deposited(self, key: str, payer: str = "") -> int:
+        [found] = self._ask("deposits(bytes32,address)", ["uint256"], _key(key), payer or self.chain.address)
+        return int(found)
+
+    def is_paid(self, work: str) -> bool:
+        [found] = self._ask("paid(string)", ["bool"], work)
+        return bool(found)
+
+    def is_slashed(self, work: str) -> bool:
+        """Whether somebody was slashed for it."""
+        [found] = self._ask("slashes(string)", ["(bytes32,uint256,uint256,bool,bool)"], work)
+        return bool(found[0] != NOBODY)
+
+    def operator(self) -> str:
+        """The account that may register, credit, slash and decide. Raises LedgerError if the contract is another one."""
+        answer = self.chain.call(self.address, _call("operator()", []))
+        if len(answer) != 32:
+            raise LedgerError(
+                f"no contract of Shoal at {self.address} on this chain: make one with `shoal stake deploy`"
+            )
+        return "0x" + answer[12:].hex()
 
     def pool(self) -> int:
         [found] = self._ask("pool()", ["uint256"])

@@ -3,7 +3,8 @@
 The accounts of a pool on a chain: the rules of `shoal.ledger.stakes.Book`.
 The operator, which is the coordinator's account, registers, credits, slashes and decides appeals. What is slashed stays in
 the contract's pool: no function pays it to the operator. A key's stake is paid in and out by the account that the operator
-registered for it, so nobody can block another's key.
+registered for it, so nobody can block another's key. Before that anyone may deposit on a key; what the registered account
+deposited becomes its stake, what others did they can take back.
 """
 
 struct Account:
@@ -33,6 +34,7 @@ operator: public(address)
 unstake_s: public(uint256)
 appeal_s: public(uint256)
 accounts: public(HashMap[bytes32, Account])
+deposits: public(HashMap[bytes32, HashMap[address, uint256]])
 slashes: public(HashMap[String[64], Slash])
 paid: public(HashMap[String[64], bool])
 pool: public(uint256)
@@ -60,13 +62,32 @@ def _known(key: bytes32):
     assert len(self.accounts[key].role) > 0, "not registered"
 
 @external
+@payable
+def deposit(key: bytes32):
+    assert len(self.accounts[key].role) == 0, "registered already"
+    assert msg.value > 0, "no amount"
+    self.deposits[key][msg.sender] += msg.value
+    self._entry("deposited", key, "", msg.value, empty(bytes32))
+
+@external
+def reclaim(key: bytes32):
+    amount: uint256 = self.deposits[key][msg.sender]
+    assert amount > 0, "nothing deposited"
+    self.deposits[key][msg.sender] = 0
+    self._entry("reclaimed", key, "", amount, empty(bytes32))
+    send(msg.sender, amount)
+
+@external
 def register(key: bytes32, role: String[16], payer: address):
     self._operator()
     assert len(self.accounts[key].role) == 0, "registered already"
     assert len(role) > 0, "no role"
     self.accounts[key].role = role
     self.accounts[key].payer = payer
-    self._entry("registered", key, role, 0, empty(bytes32))
+    amount: uint256 = self.deposits[key][payer]
+    self.deposits[key][payer] = 0
+    self.accounts[key].stake = amount
+    self._entry("registered", key, role, amount, empty(bytes32))
 
 @external
 @payable

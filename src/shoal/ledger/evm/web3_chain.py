@@ -4,48 +4,59 @@ Invariant: a transaction counts once it is in a block and succeeded. Called by w
 Left out: reorganisations (wait for more blocks where the chain has them), and fees that rise while a transaction waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal.ledger.interface import LedgerError
 
+ANSWER_S = 10.0
 WAIT_S = 120.0
+
+
+class ChainLostError(LedgerError):
+    """The chain does not answer. What was sent may be in a block all the same: ask before sending it again."""
+
+    restart_helps = True
 
 
 class Web3Chain:
     def __init__(self, url: str, *, private_key: str = "", poll_s: float = 0.1) -> None:
-        """Without a private key the node's own first account sends. Raises LedgerError if the chain is out of reach."""
+        """Without a private key the node's own first account sends. Raises ChainLostError if it is out of reach."""
         try:
             from web3 import Web3
         except ImportError as error:
             raise LedgerError("a chain needs web3.py: pip install 'shoal[evm]'") from error
-        self.web3: Any = Web3(Web3.HTTPProvider(url, request_kwargs={"timeout": 30}))
-        if not self.web3.is_connected():
-            raise LedgerError(f"no chain answers at {url}: start its node, or name another URL")
+        self.web3: Any = Web3(Web3.HTTPProvider(url, request_kwargs={"timeout": ANSWER_S}))
+        self._url = url
         self._signer = self.web3.eth.account.from_key(private_key) if private_key else None
         self._poll_s = poll_s
+        with self._named_errors():
+            self.web3.eth.chain_id  # noqa: B018 - a question that every chain answers
 
     @property
     def address(self) -> str:
-        return str(self._signer.address if self._signer else self.web3.eth.accounts[0])
+        with self._named_errors():
+            return str(self._signer.address if self._signer else self.web3.eth.accounts[0])
 
     def deploy(self, code: bytes) -> str:
         return str(self._final({"data": code}).contractAddress)
 
     def transact(self, to: str, data: bytes, value: int = 0) -> None:
-        self._final({"to": to, "data": data, "value": value})
+        self._final({"to": self._checked(to), "data": data, "value": value})
 
     def call(self, to: str, data: bytes) -> bytes:
-        return bytes(self.web3.eth.call({"to": to, "data": data}))
+        with self._named_errors():
+            return bytes(self.web3.eth.call({"to": self._checked(to), "data": data}))
 
     def logs(self, of: str) -> Sequence[bytes]:
-        return [bytes(log.data) for log in self.web3.eth.get_logs({"address": of, "fromBlock": 0})]
+        with self._named_errors():
+            return [bytes(log.data) for log in self.web3.eth.get_logs({"address": self._checked(of), "fromBlock": 0})]
 
     def _final(self, transaction: dict[str, Any]) -> Any:
-        from web3.exceptions import ContractLogicError, TimeExhausted, Web3RPCError
-
         eth = self.web3.eth
-        try:
+        with self._named_errors():
             if self._signer:
                 nonce = eth.get_transaction_count(self.address, "pending")
                 whole = {"from": self.address, "nonce": nonce, "chainId": eth.chain_id, "gasPrice": eth.gas_price}
@@ -55,10 +66,29 @@ class Web3Chain:
             else:
                 sent = eth.send_transaction({"from": self.address} | transaction)
             receipt = eth.wait_for_transaction_receipt(sent, timeout=WAIT_S, poll_latency=self._poll_s)
-        except (ContractLogicError, Web3RPCError) as error:
-            raise LedgerError(f"the contract refuses: {error}") from error
-        except TimeExhausted as error:
-            raise LedgerError(f"a transaction is in no block after {WAIT_S:.0f} s; see it: {sent.hex()}") from error
         if receipt.status != 1:
             raise LedgerError(f"the transaction {sent.hex()} failed")
         return receipt
+
+    def _checked(self, address: str) -> str:
+        return str(self.web3.to_checksum_address(address))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        from web3.exceptions import TimeExhausted, Web3Exception
+
+        try:
+            yield
+        except TimeExhausted as error:
+            raise ChainLostError(f"the chain at {_host(self._url)} made no block in {WAIT_S:.0f} s: {error}") from error
+        except Web3Exception as error:
+            raise LedgerError(f"the contract refuses: {error}") from error
+        except OSError as error:  # of the HTTP client
+            raise ChainLostError(
+                f"the chain at {_host(self._url)} does not answer ({type(error).__name__}): start its node, or name another"
+            ) from error
+
+
+def _host(url: str) -> str:
+    """A provider's URL often holds a key, which no message shows."""
+    return urlsplit(url).netloc.rpartition("@")[2]

@@ -155,14 +155,14 @@ class Chat:
         asked = await _body(request, Credentials, SMALL_BYTES)
         if self.is_open or not self.registration:
             raise RefusedError(403, "nobody can register here")
-        return self._welcome(request, await self.accounts.register(asked.name, asked.password, _address(request)))
+        return self._welcome(request, await self.accounts.register(asked.name, asked.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
         asked = await _body(request, Credentials, SMALL_BYTES)
         if self.is_open:
             raise RefusedError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
-        opened = await self.accounts.log_in(asked.name, asked.password, _address(request), device, old)
+        opened = await self.accounts.log_in(asked.name, asked.password, self._address(request), device, old)
         return self._welcome(request, opened)
 
     async def logout(self, request: web.Request) -> web.Response:
@@ -173,8 +173,13 @@ class Chat:
 
     async def delete_account(self, request: web.Request) -> web.Response:
         asked = await _body(request, Credentials, SMALL_BYTES)
-        await self.accounts.delete(request[OWN], asked.password, _address(request))
+        await self.accounts.delete(request[OWN], asked.password, self._address(request))
         return web.json_response({})
+
+    def _address(self, request: web.Request) -> str:
+        """Whom attempts are counted for. A proxy in front puts the client's address last; alone, the header is anyone's."""
+        forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
+        return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
 
     def _welcome(self, request: web.Request, opened: Opened) -> web.Response:
         response = web.json_response(
@@ -210,7 +215,6 @@ class Chat:
                 "as_trained": section is not None,
                 "temperature": sampling.temperature if sampling else 1.0,
                 "max_tokens": sampling.max_tokens if sampling else None,
-                "sentence": proof.SENTENCE,
             }
         )
 
@@ -286,7 +290,9 @@ class Chat:
         async with self._verifying, self.versions.take(reply.model) as held:
             verdict = await asyncio.to_thread(proof.verify, reply, held, self.versions.source.config)
         findings = [vars(finding) for finding in verdict.findings]
-        return web.json_response({"passed": verdict.passed, "exact": verdict.exact, "findings": findings})
+        return web.json_response(
+            {"passed": verdict.passed, "exact": verdict.exact, "sentence": verdict.sentence, "findings": findings}
+        )
 
 
 async def _body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
@@ -306,10 +312,6 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 def _download(text: str, name: str) -> web.Response:
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     return web.Response(text=text, content_type="application/json", headers=headers)
-
-
-def _address(request: web.Request) -> str:
-    return network(request.remote or "")
 
 
 def _refusal(status: int, message: str, retry_s: int = 0) -> web.Response:

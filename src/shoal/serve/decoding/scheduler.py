@@ -171,7 +171,8 @@ class Scheduler:
 
     def _take_in(self, out: list[tuple[Generation, Piece]]) -> None:
         """Move what waits into batches, first come first served, as far as rows, cache and `join_tokens` allow."""
-        room, taken = self.limits.join_tokens, []
+        room = self.limits.join_tokens
+        taken: list[Generation] = []
         with self._changed:
             while self._waiting:
                 first = self._waiting[0]

@@ -3,7 +3,8 @@
 Invariant: every accepted connection counts until it is closed. A connection over the limit of its address, or of all, is
 closed unread, before TLS. At the limit of all, the oldest that has not asked anything is cut too, so idle strangers keep
 nobody out: whoever comes next finds its place. One that sends no request within `headers_s`, or does not take the response,
-is reset even in the middle of a `sendfile`. So no reader holds more than a socket for long.
+is reset even in the middle of a `sendfile`. So no reader holds more than a socket for long. Only time in which this process
+ran counts: one that is overloaded, or was frozen, cuts nobody for what it left unread itself.
 Called by `server.serve`, by `guard.Guard` when it bans a reader, and by the pool's coordinator.
 Left out: limits across processes, and detection of slow readers on systems other than Linux.
 Source: BBR, draft-ietf-ccwg-bbr; `struct tcp_info` of Linux, include/uapi/linux/tcp.h.
@@ -70,6 +71,12 @@ class Connection(socket.socket):
         with suppress(OSError):  # the reader has already closed it
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.shutdown(socket.SHUT_RDWR)
+
+    def excuse(self, late_s: float) -> None:
+        """Time in which this process did not get to read or send does not count against the peer."""
+        self.accepted_s += late_s
+        self.moved_s += late_s
+        self.since_s += late_s
 
     def useless(self, now_s: float, patience: Patience) -> bool:
         if not self.asked:
@@ -197,9 +204,12 @@ class Listener(socket.socket):
     async def _watch(self) -> None:
         period_s = min(LONGEST_PERIOD_S, self.patience.headers_s / 10, self.patience.stall_s / 10)
         while True:
+            slept_s = time.monotonic()
             await asyncio.sleep(period_s)
             now_s = time.monotonic()
+            late_s = now_s - slept_s - period_s
             for connection in list(self.open.values()):
+                connection.excuse(late_s)
                 if connection.fileno() == -1:
                     self.forget(connection)
                 elif connection.useless(now_s, self.patience):

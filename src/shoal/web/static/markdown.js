@@ -1,6 +1,6 @@
 // Markdown to a tree of plain objects (`parse`), and that tree to elements (`render`). HTML in the text stays text.
 //
-// Blocks: p h code list quote table hr. Inline: text code strong em del link br. Nesting is bounded, time is linear in
+// Blocks: p h code math list quote table hr. Inline: text code math strong em del link br. Nesting is bounded, time is linear in
 // practice. Left out: images (no third party is ever asked), reference links, footnotes, raw HTML.
 
 const DEEPEST = 8;
@@ -22,6 +22,18 @@ export function parse(text, depth = 0) {
       while (at < lines.length && !closes(lines[at], fence)) body.push(lines[at++]);
       blocks.push({ kind: "code", lang, text: body.join("\n"), open: at >= lines.length });
       at += 1;
+    } else if ((match = /^ {0,3}(\$\$|\\\[)(.*)$/.exec(line)) && lines.slice(at, at + LONGEST_MATH).some((one, n) => (n ? one : match[2]).includes(ENDS[match[1]]))) {
+      const end = ENDS[match[1]];
+      const body = [];
+      for (let rest = match[2]; ; rest = lines[at]) {
+        at += 1;
+        const cut = rest.indexOf(end);
+        body.push(cut < 0 ? rest : rest.slice(0, cut));
+        if (cut < 0) continue;
+        if (rest.slice(cut + 2).trim()) lines[--at] = rest.slice(cut + 2);
+        break;
+      }
+      blocks.push({ kind: "math", display: true, text: body.join("\n").trim() });
     } else if ((match = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/.exec(line))) {
       blocks.push({ kind: "h", level: match[1].length, inline: inline(match[2]) });
       at += 1;
@@ -52,12 +64,14 @@ export function parse(text, depth = 0) {
   return blocks;
 }
 
+const LONGEST_MATH = 60; // lines
+const ENDS = { "$$": "$$", "\\[": "\\]" };
 const closes = (line, fence) => {
   const trimmed = line.trim();
   return trimmed.length >= fence.length && trimmed === fence[0].repeat(trimmed.length);
 };
 const item = (line) => /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/.exec(line);
-const begins = (line) => /^ {0,3}(```|~~~|#{1,6}\s|>)/.test(line) || item(line);
+const begins = (line) => /^ {0,3}(```|~~~|#{1,6}\s|>|\$\$|\\\[)/.test(line) || item(line);
 const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
 
 function listAt(lines, at, depth) {
@@ -91,6 +105,9 @@ function listAt(lines, at, depth) {
 }
 
 const TOKENS = [
+  ["math", /\\\(([^\n]{1,1000}?)\\\)/y],
+  ["math", /\$\$([^$\n]{1,1000})\$\$/y],
+  ["math", /\$(?=[^\s$])([^$\n]{0,1000}?[^\s$\\])\$(?![\w$])/y],
   ["escape", /\\([\\`*_{}[\]()#+\-.!|<>~$])/y],
   ["code", /(`+)(?!`)([^\n]*?[^`\n])\1(?!`)/y],
   ["strong", /\*\*(?=\S)([^*]*(?:\*(?!\*)[^*]*)*?\S)\*\*|__(?=\S)([^_]*\S)__(?!\w)/y],
@@ -109,7 +126,7 @@ export function inline(text, depth = 0) {
     plain = "";
   };
   for (let at = 0; at < text.length; ) {
-    const hit = "\\`*_~[h ".includes(text[at]) && depth < DEEPEST ? tokenAt(text, at, plain) : null;
+    const hit = "\\`*_~[h $".includes(text[at]) && depth < DEEPEST ? tokenAt(text, at, plain) : null;
     if (!hit) {
       plain += text[at];
       at += 1;
@@ -127,7 +144,8 @@ export function inline(text, depth = 0) {
       continue;
     }
     flush();
-    if (kind === "code") found.push({ kind, text: match[2].replace(/^ (.+) $/, "$1") });
+    if (kind === "math") found.push({ kind, text: match[1], display: false });
+    else if (kind === "code") found.push({ kind, text: match[2].replace(/^ (.+) $/, "$1") });
     else if (kind === "link") found.push({ kind, href: match[2], inline: inline(match[1], DEEPEST) });
     else if (kind === "auto") found.push({ kind: "link", href: match[0], inline: [{ kind: "text", text: match[0] }] });
     else if (kind === "br") found.push({ kind });
@@ -158,13 +176,14 @@ export function thinking(text) {
   return { thought: rest.slice(0, end.index), said: rest.slice(end.index + end[0].length), open: false };
 }
 
-// `h` as in dom.js; `code(lang, text)` makes a block of code.
-export function render(blocks, h, code) {
+// `h` as in dom.js; `code(lang, text)` makes a block of code, `math(text, display)` a formula.
+export function render(blocks, h, code, math) {
   const spans = (parts) =>
     parts.map((part) => {
       if (part.kind === "text") return part.text;
       if (part.kind === "br") return h("br");
       if (part.kind === "code") return h("code", {}, part.text);
+      if (part.kind === "math") return math(part.text, false);
       if (part.kind === "link") return h("a", { href: part.href, target: "_blank", rel: "noopener noreferrer" }, spans(part.inline));
       return h(part.kind, {}, spans(part.inline));
     });
@@ -173,14 +192,15 @@ export function render(blocks, h, code) {
     if (block.kind === "h") return h(`h${Math.min(6, block.level + 2)}`, {}, spans(block.inline));
     if (block.kind === "hr") return h("hr");
     if (block.kind === "code") return code(block.lang, block.text);
-    if (block.kind === "quote") return h("blockquote", {}, render(block.blocks, h, code));
+    if (block.kind === "math") return math(block.text, true);
+    if (block.kind === "quote") return h("blockquote", {}, render(block.blocks, h, code, math));
     if (block.kind === "table") {
       const row = (kind) => (parts) => h(kind, {}, spans(parts));
       return h("div.table", { tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, block.head.map(row("th")))),
         h("tbody", {}, block.rows.map((cells) => h("tr", {}, cells.map(row("td")))))));
     }
     const items = block.items.map((inner) =>
-      h("li", {}, inner.length === 1 && inner[0].kind === "p" ? spans(inner[0].inline) : render(inner, h, code)));
+      h("li", {}, inner.length === 1 && inner[0].kind === "p" ? spans(inner[0].inline) : render(inner, h, code, math)));
     return h(block.ordered ? "ol" : "ul", block.ordered && block.start !== 1 ? { start: String(block.start) } : {}, items);
   });
 }

@@ -4,7 +4,7 @@ import { ask, get, post, Refused, remove, trust } from "./api.js";
 import { composer } from "./composer.js";
 import { h, icon } from "./dom.js";
 import { entry } from "./entry.js";
-import { prose, reply, said, save } from "./message.js";
+import { prose, reply, said, save, versionName } from "./message.js";
 import { sidebar } from "./sidebar.js";
 import { read } from "./stream.js";
 import { alternatives, newestBelow, pathTo } from "./tree.js";
@@ -96,7 +96,7 @@ function element(message) {
   }
   const own = groups.find((group) => group.some((one) => one.id === message.id)) ?? [message];
   const one = (each) => reply(each, {
-    at: `conversations/${open.id}/messages/${each.id}`, sentence: models.sentence,
+    at: `conversations/${open.id}/messages/${each.id}`,
     alternatives: each === own[0] ? groups : null, onbranch,
     onagain: each === own.at(-1) ? () => write({ parent: message.parent, models: own.map((lane) => lane.facts.model), target: message.facts.target }) : null,
     onpick: own.length > 1 ? () => { branch(newestBelow(open.messages, each.id)); field.text.focus(); } : null,
@@ -130,7 +130,7 @@ async function write(wanted) {
     const path = wanted.content === undefined ? pathTo(open.messages, wanted.parent) : pathTo(open.messages, wanted.parent ?? null);
     thread.replaceChildren(...path.map(element));
     if (wanted.content !== undefined) thread.append(h("article.said", {}, h("div.bubble", {}, wanted.content)));
-    own.lanes = asked.models.map((model) => ({ text: "", model, element: h("article.reply.writing", {}, asked.models.length > 1 ? h("header", {}, model) : null, h("div.body", {}, h("p.wait", {}, h("span"), h("span"), h("span")))) }));
+    own.lanes = asked.models.map((model) => ({ text: "", model, element: h("article.reply.writing", {}, asked.models.length > 1 ? h("header", {}, nameOf(model)) : null, h("div.body", {}, h("p.wait", {}, h("span"), h("span"), h("span")))) }));
     thread.append(asked.models.length > 1 ? h("div.lanes", {}, own.lanes.map((lane) => lane.element)) : own.lanes[0].element);
     toEnd(true);
     const response = await ask(`conversations/${id}/replies`, { method: "POST", body: asked, signal: own.abort.signal });
@@ -153,6 +153,8 @@ async function write(wanted) {
   }
   await saved();
 }
+
+const nameOf = (id) => versionName(models.versions.find((one) => one.id === (id === models.name ? models.newest : id))?.version, id);
 
 // What the server saved, once it has: a stopped reply is saved a moment after it was stopped.
 async function saved() {

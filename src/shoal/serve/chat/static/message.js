@@ -3,6 +3,7 @@
 import { ask, post } from "./api.js";
 import { h, icon } from "./dom.js";
 import { parse, render, thinking } from "./markdown.js";
+import { math } from "./math.js";
 
 const code = (lang, text) => {
   const copy = h("button.quiet", { "aria-label": "Copy the code" }, icon("copy"), "Copy");
@@ -23,14 +24,16 @@ export function prose(text, { writing = false } = {}) {
     const words = thought.trim().split(/\s+/).filter(Boolean).length;
     parts.push(h("details.thought", { open: open && writing },
       h("summary", {}, open && writing ? "Thinking" : `Thought for ${words} word${words === 1 ? "" : "s"}`),
-      h("div.prose", {}, render(parse(thought), h, code))));
+      h("div.prose", {}, render(parse(thought), h, code, math))));
   }
-  parts.push(h("div.prose", {}, render(parse(said), h, code)));
+  parts.push(h("div.prose", {}, render(parse(said), h, code, math)));
   return parts;
 }
 
 // `at`: the message's path in the API.
-export function reply(message, { at, sentence, alternatives, onagain, onpick, onbranch }) {
+export const versionName = (version, id) => (version === null || version === undefined ? id : version === 0 ? "Before training" : `Version ${version}`);
+
+export function reply(message, { at, alternatives, onagain, onpick, onbranch }) {
   const { facts } = message;
   const panel = h("section.facts", { hidden: true, "aria-label": "How to check this reply" });
   const badge = h("button.quiet.badge", { "aria-expanded": "false", onclick: toggle }, icon("shield"), h("span", {}, "Proof"));
@@ -41,6 +44,7 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
     panel.hidden = !panel.hidden;
     badge.setAttribute("aria-expanded", String(!panel.hidden));
     if (!panel.firstChild) panel.append(...details());
+    if (!panel.hidden) panel.scrollIntoView({ block: "nearest", behavior: "smooth" });
   }
 
   function details() {
@@ -54,16 +58,16 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
         const verdict = await post(`${at}/verify`, {});
         badge.className = `quiet badge ${verdict.passed ? "verified" : "refused"}`;
         badge.replaceChildren(icon(verdict.passed ? "shield" : "cross"), h("span", {}, verdict.passed ? "Verified" : "Refused"));
-        const exact = verdict.exact ? "Equal to the last bit." : "Within the limits for machines that round differently.";
         outcome.replaceChildren(
           h("ul", {}, verdict.findings.map((one) => h(`li.${one.passed ? "yes" : "no"}`, {}, icon(one.passed ? "check" : "cross"),
             h("span", {}, one.question, one.detail ? h("small", {}, ` ${one.detail}`) : null)))),
-          h("p", {}, verdict.passed ? `${exact} ${sentence}` : "This is not what these weights, this prompt and this seed yield."));
+          h("p", {}, verdict.sentence));
       } catch (refused) {
         outcome.replaceChildren(h("p.error", {}, refused.message));
       }
       check.textContent = "Recompute it";
       check.disabled = false;
+      panel.scrollIntoView({ block: "nearest", behavior: "smooth" });
     }
 
     const download = h("button.quiet", { onclick: async () => save(await (await ask(`${at}/proof`)).blob(), "reply.json") }, icon("down"), "Download the proof");
@@ -78,7 +82,7 @@ export function reply(message, { at, sentence, alternatives, onagain, onpick, on
   }
 
   return h("article.reply", { "aria-label": `Reply by ${facts.model}` },
-    facts.pair ? h("header", {}, facts.model) : null,
+    facts.pair ? h("header", {}, versionName(facts.version, facts.model)) : null,
     prose(message.content),
     message.content ? null : h("p.none", {}, "The reply is empty: the model ended at once."),
     note(facts),

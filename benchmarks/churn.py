@@ -1,0 +1,164 @@
+"""Churn: every 20 s something happens to a random process of a whole run. Nothing that was accepted may be lost.
+
+    python benchmarks/churn.py --minutes 15 --steps 300 --out benchmarks/results/churn.json
+
+8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model, each in a
+network namespace of its own (churning/network.py), started and started again as `shoal run` does it. From the first
+trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (churning/faults.py). Faults
+end after `--minutes`; then the run trains its remaining steps in peace. Then churning/verdict.py says what is wrong.
+
+Needs root on Linux and iproute2. Writes the result with every fault, every state that is not `active` as it was seen,
+restarts, and the machine. Exit status 0: the run completed, the audit passed, nothing accepted was lost, nobody was
+penalised.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from churning.faults import Fault, draw, in_background
+from churning.network import INSIDE, SUBNET, Network, enter, missing
+from churning.verdict import figures, judge
+
+from shoal import config as config_module
+from shoal.errors import ShoalError
+from shoal.launch import members
+from shoal.launch.children import Child, Children
+from shoal.launch.swarm import Swarm
+
+HERE = Path(__file__).parent
+PORT = 8700
+SPARED = ("evaluator",)
+
+
+class InNamespaces(Children):
+    """The same children, each in the namespace of its name."""
+
+    network: Network
+
+    def start(self, name: str, command: list[str], module: str = "shoal.cli") -> Child:
+        more = ["--host", self.network.address(name)] if name.startswith(("relay", "origin")) else []
+        return super().start(name, ["--namespace", name, module, *command, *more], "churning.node")
+
+
+class Churned(Swarm):
+    """`shoal run` in that network, with something that happens to its processes."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self.settings = settings
+        chosen = [*CHOSEN, f"run.steps={settings.steps}", f"workers.count={settings.workers}", *settings.set]
+        config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
+        names = ["coordinator", *(member.name for member in members.members(config))]
+        self.network = Network(names)
+        super().__init__(config, "churn", settings.run)
+        self.children = InNamespaces(self.out / "logs", config.run.max_restarts, config.model.device)
+        self.children.network = self.network
+        self.faults: list[Fault] = []
+        self.states: list[dict[str, Any]] = []
+        self.churned_s = 0.0
+
+    def _watch(self) -> None:
+        over = threading.Event()
+        churning = threading.Thread(target=self._churn, args=(over,), name="churn")
+        churning.start()
+        try:
+            super()._watch()
+        finally:
+            over.set()
+            churning.join()
+
+    def _churn(self, over: threading.Event) -> None:
+        """From the first trained step on."""
+        while not over.is_set() and (self.status is None or not self.status.trained):
+            over.wait(0.2)
+        begun_s, busy = time.monotonic(), {}
+        spare = [name for name in self.network.names if name not in SPARED]
+        for number, fault in enumerate(draw(spare, self.settings.seed)):
+            due_s = begun_s + number * self.settings.every
+            while time.monotonic() < due_s and not over.wait(0.2):
+                self._note_states(begun_s)
+            if over.is_set() or time.monotonic() - begun_s >= 60 * self.settings.minutes:
+                break
+            if fault.name in busy and busy[fault.name].is_alive():
+                continue
+            self.faults.append(fault)
+            self._say(f"churn: {fault.kind} {fault.name} for {fault.lasts_s} s")
+            busy[fault.name] = in_background(fault, self._pid, self.network, lambda: time.monotonic() - begun_s)
+        self.churned_s = time.monotonic() - begun_s
+        while not over.wait(0.2):
+            self._note_states(begun_s)
+
+    def _pid(self, name: str) -> int | None:
+        for child in self.children.all:
+            if child.name == name and child.process and child.process.is_alive():
+                return child.process.pid
+        return None
+
+    def _note_states(self, begun_s: float) -> None:
+        """Write down each node whose state is another than before."""
+        for node in self.status.nodes if self.status else []:
+            before = next((seen["state"] for seen in reversed(self.states) if seen["name"] == node.name), "active")
+            if node.state != before:
+                now_s = round(time.monotonic() - begun_s, 1)
+                seen = {"at_s": now_s, "name": node.name, "state": node.state, "reason": node.reason}
+                self.states.append(seen | {"suspended_s": node.suspended_s})
+
+
+CHOSEN = [
+    "run.max_restarts=1000",
+    "run.threads=1",
+    "validator.count=2",
+    "relays.count=2",
+    "relays.reach=private",
+    f"coordinator.host={SUBNET}.2",  # the first name's address
+    f"coordinator.port={PORT}",
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15, help="of faults")
+    parser.add_argument("--every", type=float, default=20, metavar="S", help="between two faults")
+    parser.add_argument("--steps", type=int, default=300, help="of the run; it should last longer than the faults")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--run", type=Path, default=Path("runs/churn"), help="folder of the run; must not exist")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run's config")
+    parser.add_argument("--out", type=Path, help="write the result there")
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.inside and (why := missing()):
+        sys.stderr.write(f"churn: {why}\n")
+        return 2
+    enter()
+    swarm = Churned(arguments)
+    failed = ""
+    try:
+        swarm.run()
+    except ShoalError as error:
+        failed = str(error)
+    wrong = judge(swarm.out, arguments.steps) | ({"failed": [failed]} if failed else {})
+    from machine import describe  # imports torch
+
+    result = {
+        "command": " ".join(["python", *sys.argv]).removesuffix(f" {INSIDE}"),
+        "machine": describe(),
+        "wrong": wrong,
+        "churned_s": round(swarm.churned_s, 1),
+        **(figures(swarm.out) if not wrong["incomplete"] else {}),
+        "faults": [fault.row() for fault in swarm.faults],
+        "states": swarm.states,
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    sys.stdout.write(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+    return 1 if any(wrong.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

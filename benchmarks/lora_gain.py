@@ -1,0 +1,81 @@
+"""How much of a LoRA learner's gain reaches whoever loads the published version: adapters apart, and merged into bf16.
+
+    python benchmarks/lora_gain.py --out benchmarks/results/lora_gain.json
+
+Gain: the advantage-weighted logprobs of the batch, before and after a few updates. "apart" is how versions are published;
+"merged" rounds weight + adapter to bf16, as any plain bf16 model does.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from machine import describe
+from safetensors.torch import load_file, save_file
+
+from shoal.config.recipe import LearnerSection
+from shoal.learner import lora
+from shoal.learner.batch import MicroBatch, micro_batches
+from shoal.learner.groups import Group
+from shoal.learner.policy import Policy
+from shoal.model.fingerprint import fixed_tokens
+from shoal.model.load import WEIGHTS, load_model, save_model
+from shoal.model.scorer import Scorer
+from shoal.model.sources import SMOLLM2, resolve
+
+UPDATES = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=SMOLLM2)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows = [measured(resolve(given.model), lr, given.dtype) for lr in (1e-6, 1e-5, 1e-4)]
+    found = {"machine": describe(), "model": given.model, "dtype": given.dtype, "updates": UPDATES, "rows": rows}
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measured(folder: Path, lr: float, dtype: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    section = LearnerSection(lr=lr, warmup_steps=0, lora={"rank": 16}, loss={"beta": 0.0, "entropy": 0.0})
+    policy = Policy(folder, section, dtype, "cpu", 1.0)
+    [micro] = micro_batches(groups(policy.model.config.vocab_size), row_tokens=4096, normalize_std=False)
+    before = gain(policy.scorer, micro)
+    for _ in range(UPDATES):
+        policy.update([micro], len(micro.advantage_N))
+    learners = gain(policy.scorer, micro) - before
+    with tempfile.TemporaryDirectory() as scratch:
+        version, merged = Path(scratch) / "version", Path(scratch) / "merged"
+        save_model(policy.model, policy.tokenizer, version, policy.published(), policy.stored)
+        apart = gain(Scorer(load_model(version, dtype)), micro) - before
+        lora.merge(version, merged)
+        rounded = {name: tensor.bfloat16() for name, tensor in load_file(merged / WEIGHTS).items()}
+        save_file(rounded, merged / WEIGHTS, metadata={"format": "pt"})
+        once = gain(Scorer(load_model(merged, dtype)), micro) - before
+    return {"lr": lr, "learner": learners, "apart": apart / learners, "merged": once / learners}
+
+
+def groups(vocabulary: int) -> list[Group]:
+    made = []
+    for number in range(4):
+        completions = [fixed_tokens(f"completion {number} {i}", 48, vocabulary) for i in range(4)]
+        prompt = fixed_tokens(f"prompt {number}", 64, vocabulary)
+        made.append(Group("s", 0, prompt, completions, [[-8.0] * 48] * 4, [0.0, 1.0, 0.0, 1.0]))
+    return made
+
+
+@torch.no_grad()
+def gain(scorer: Scorer, micro: MicroBatch) -> float:
+    logp_N, _ = scorer(micro.pack, 1.0, False)
+    return float((logp_N.double() * micro.advantage_N).sum())
+
+
+if __name__ == "__main__":
+    main()

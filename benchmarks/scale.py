@@ -1,0 +1,228 @@
+"""One coordinator under up to 10,000 simulated workers: heartbeats per second, latency, memory, on SQLite or PostgreSQL.
+
+    python benchmarks/scale.py --out benchmarks/results/scale.json
+
+A real `shoal coordinator` process, real HTTP on loopback. Workers are keys: each registers with an invite of its own, and
+its heartbeats are signed before the clock runs (scaling/requests.py), so the client is not the bottleneck. They go over
+`--connections` connections, each from an address of its own and kept open; `one_each` opens a connection for each heartbeat.
+
+For each number of workers, in turn:
+
+    register    all that are new, as fast as answers come
+    idle        heartbeats that ask for no task (a worker that generates or uploads), as fast as answers come
+    waiting     heartbeats that ask for a task while there is none (a worker that waits)
+    one_each    idle heartbeats, each over a new connection
+    due         idle heartbeats at the rate at which this many workers send them, for `--seconds`; the latency counts from
+                when a heartbeat was due. Where that rate is beyond what the coordinator answers, it says by how much
+    status      GET /v1/status, which every view polls: milliseconds and bytes
+
+`cpu_ms` is the coordinator's own CPU time for each answer: unlike the rest it hardly depends on what else the machine does.
+PostgreSQL syncs as it does by default (`fsync` on, one server on this machine).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from scaling.requests import Sent, body_of, identities, request, send
+
+from shoal import config as config_module
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import make_invite, run_id
+from shoal.protocol.messages import Policy, Role
+
+HERE = Path(__file__).parent
+START_S = 60.0
+PREPARED = 12_000  # requests: signing them takes a second or two, and they are good for a minute
+AT_ONCE = 500  # registrations
+NODE_BEATS_S = 1.0
+STATS = {"doing": "generating for step 7", "tokens": 123456, "busy_s": 1234.5, "waiting_s": 67.8, "rss_bytes": 1 << 31}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[100, 1_000, 10_000])
+    parser.add_argument("--databases", nargs="+", choices=["sqlite", "postgres"], default=["sqlite", "postgres"])
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--profile", type=Path, help="write the coordinator's profile (cProfile) there")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    from machine import describe  # imports torch
+
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": describe(),
+        "load": os.getloadavg(),
+        "connections": arguments.connections,
+    }
+    for name in arguments.databases:
+        with database(name) as url, tempfile.TemporaryDirectory(prefix="shoal-scale-") as folder:
+            result[name] = asyncio.run(measure(Path(folder), url, arguments))
+        if arguments.out:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+
+
+@contextmanager
+def database(name: str) -> Iterator[str]:
+    """Its URL; "" for SQLite."""
+    if name == "sqlite":
+        yield ""
+        return
+    sys.path.insert(0, str(HERE.parent))
+    from tests.servers import postgres_server
+
+    with postgres_server() as url:
+        import psycopg
+
+        with psycopg.connect(url, autocommit=True) as connection:  # the tests' server syncs nothing
+            connection.execute("ALTER SYSTEM SET fsync = on")
+            connection.execute("SELECT pg_reload_conf()")
+        yield url
+
+
+async def measure(folder: Path, url: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    chosen = ["coordinator.connections=4096", f"coordinator.database={url}", "run.steps=100"]
+    config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
+    (folder / "config.toml").write_text(config_module.dumps(config))
+    coordinator = Identity.load_or_create(folder / "pool" / "identity.pem")
+    run = run_id("scale", coordinator.public)
+    with listening(folder, run, arguments.profile) as (process, address):
+        pool = Pool(address, run, coordinator, process, arguments)
+        await pool.begin()
+        return [await pool.of(count) for count in arguments.workers]
+
+
+@contextmanager
+def listening(folder: Path, run: str, profile: Path | None) -> Iterator[tuple[psutil.Process, str]]:
+    command = [sys.executable, *(["-m", "cProfile", "-o", str(profile)] if profile else []), "-m", "shoal"]
+    command += ["coordinator", str(folder / "config.toml"), "--dir", str(folder / "pool"), "--run", run]
+    command += ["--port", "0", "--no-report", "--threads", "1"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            deadline_s = time.monotonic() + START_S
+            while not (folder / "pool" / "coordinator.json").exists():
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the coordinator did not start: {(folder / 'log').read_text()[-2000:]}")
+                time.sleep(0.05)
+            yield psutil.Process(process.pid), json.loads((folder / "pool" / "coordinator.json").read_text())["url"]
+        finally:
+            process.terminate()
+
+
+class Pool:
+    """The simulated members of one coordinator."""
+
+    def __init__(
+        self, url: str, run: str, coordinator: Identity, process: psutil.Process, arguments: argparse.Namespace
+    ) -> None:
+        self.url, self.run, self.coordinator, self.process, self.arguments = url, run, coordinator, process, arguments
+        self.workers: list[Identity] = []
+
+    async def begin(self) -> None:
+        """An origin joins and publishes version 0, so that workers can be given tasks."""
+        (origin,) = identities(1)
+        policy = Policy(version=0, digest="0" * 64, size_bytes=1000).model_dump()
+        for path, body in (("/v1/register", self._joining("origin", "origin")), ("/v1/policies", body_of(policy))):
+            sent = await send(self.url, [self._signed(origin, path, body)], connections=1, per_s=None)
+            if set(sent.statuses) != {"200"}:
+                raise RuntimeError(f"{path}: {sent.statuses}")
+
+    async def of(self, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"workers": count, "register": await self._register(count - len(self.workers))}
+        found["idle"] = await self._timed(self._beats(wants_task=False))
+        found["waiting"] = await self._timed(self._beats(wants_task=True))
+        found["one_each"] = await self._timed(self._beats(wants_task=False), reuse=False)
+        per_s = count / NODE_BEATS_S
+        beats = self._beats(wants_task=False, most=int(per_s * self.arguments.seconds))
+        found["due"] = {"due_per_s": per_s} | await self._timed(beats, per_s=per_s)
+        found["status"] = self._status()
+        found["rss_mb"] = round(self.process.memory_info().rss / 1e6, 1)
+        sys.stderr.write(json.dumps(found) + "\n")
+        return found
+
+    async def _register(self, count: int) -> dict[str, Any]:
+        """So many new workers, a few hundred at a time: a signature is good for a minute. Returns the last measurement."""
+        found: dict[str, Any] = {}
+        while count > 0:
+            new = identities(min(count, AT_ONCE))
+            names = range(len(self.workers), len(self.workers) + len(new))
+            joining = [
+                self._signed(key, "/v1/register", self._joining("worker", f"w{name}"))
+                for key, name in zip(new, names, strict=True)
+            ]
+            found = await self._timed(joining, seconds=3600.0)
+            if set(found["statuses"]) != {"200"}:
+                raise RuntimeError(f"workers could not register: {found['statuses']}")
+            self.workers += new
+            count -= len(new)
+        return found
+
+    def _beats(self, *, wants_task: bool, most: int = PREPARED) -> list[bytes]:
+        """Of all workers in turn, as many as `--seconds` can take."""
+        body = body_of({"policy_version": 0, "wants_task": wants_task, "stats": STATS})
+        return [
+            self._signed(self.workers[n % len(self.workers)], "/v1/heartbeat", body)
+            for n in range(min(most, PREPARED, int(3000 * self.arguments.seconds)))
+        ]
+
+    async def _timed(
+        self, prepared: list[bytes], *, per_s: float | None = None, reuse: bool = True, seconds: float = 0.0
+    ) -> dict[str, Any]:
+        before, client = self.process.cpu_times(), time.process_time()
+        sending = send(
+            self.url,
+            Until(prepared, seconds or self.arguments.seconds),
+            connections=self.arguments.connections,
+            per_s=per_s,
+            reuse=reuse,
+        )
+        sent: Sent = await sending
+        after = self.process.cpu_times()
+        cpu_s = after.user + after.system - before.user - before.system
+        each = {"cpu_ms": round(1000 * cpu_s / max(len(sent.seconds), 1), 3)}
+        return sent.row() | each | {"client_cpu_s": round(time.process_time() - client, 2)}
+
+    def _status(self) -> dict[str, Any]:
+        begun_s = time.perf_counter()
+        answer = httpx.get(f"{self.url}/v1/status", timeout=START_S)
+        return {"ms": round(1000 * (time.perf_counter() - begun_s)), "bytes": len(answer.content)}
+
+    def _joining(self, role: Role, name: str) -> bytes:
+        expires_s = int(time.time()) + 3600
+        invite = make_invite(self.coordinator, url=self.url, run=self.run, role=role, name=name, expires_s=expires_s)
+        url = "http://127.0.0.1:9" if role == "origin" else None
+        return body_of({"invite": invite.signed.model_dump_json(), "url": url})
+
+    def _signed(self, key: Identity, path: str, body: bytes) -> bytes:
+        return request(key, self.run, self.url.removeprefix("http://"), path, body)
+
+
+class Until:
+    """Iterates over requests until the time is over."""
+
+    def __init__(self, prepared: list[bytes], seconds: float) -> None:
+        self.prepared, self.seconds = prepared, seconds
+
+    def __iter__(self) -> Iterator[bytes]:
+        until_s = time.perf_counter() + self.seconds
+        for data in self.prepared:
+            if time.perf_counter() > until_s:
+                return
+            yield data
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Signed requests, prepared as bytes before the clock runs, and a client that sends them over plain sockets.
+
+Invariant: between sending and having read an answer the client parses nothing but its status and length, so that the
+coordinator, not the client, is what is measured. Both run on this machine: `client_cpu_s` says what the client took.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shoal.protocol.identity import Identity
+from shoal.protocol.signing import sign_request
+
+TIMEOUT_S = 30.0
+HEAD_END = b"\r\n\r\n"
+
+
+def identities(count: int) -> list[Identity]:
+    return [Identity(Ed25519PrivateKey.generate()) for _ in range(count)]
+
+
+def request(identity: Identity, run: str, host: str, path: str, body: bytes) -> bytes:
+    """One signed POST, as it goes over the wire. It is good for a minute."""
+    headers = sign_request(
+        identity,
+        method="POST",
+        path=path,
+        query="",
+        body=body,
+        audience=run,
+        created_s=int(time.time()),
+        nonce=secrets.token_hex(16),
+    )
+    lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-length: {len(body)}"]
+    lines += [f"{name}: {text}" for name, text in headers.items()]
+    return "\r\n".join(lines).encode() + HEAD_END + body
+
+
+@dataclass
+class Sent:
+    """What happened to requests: seconds from when each was due to its answer, and how many had which status."""
+
+    wall_s: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    def row(self) -> dict[str, object]:
+        ordered = sorted(self.seconds) or [0.0]
+        at = {f"p{share}_ms": round(1000 * ordered[int(share / 100 * (len(ordered) - 1))], 1) for share in (50, 99)}
+        rate = round(len(self.seconds) / self.wall_s, 1) if self.wall_s else 0.0
+        return {"answered": len(self.seconds), "per_s": rate, **at, "statuses": dict(self.statuses)}
+
+
+async def send(
+    url: str, prepared: Iterable[bytes], *, connections: int, per_s: float | None, reuse: bool = True
+) -> Sent:
+    """Send them in order. `per_s`: each is due at its time, however late the ones before are answered; None: one after
+    the other on each connection. `reuse`: connections stay open; else each request has its own."""
+    parts, sent = urlsplit(url), Sent()
+    begun_s, remaining = time.perf_counter(), iter(enumerate(prepared))
+
+    async def one(number: int, data: bytes, line: "Line") -> None:
+        due_s = begun_s + number / per_s if per_s else time.perf_counter()
+        await asyncio.sleep(max(due_s - time.perf_counter(), 0))
+        try:
+            status = await asyncio.wait_for(line.ask(data), TIMEOUT_S)
+        except (OSError, EOFError, TimeoutError) as error:
+            line.close()
+            sent.statuses[type(error).__name__] += 1
+            return
+        sent.seconds.append(time.perf_counter() - due_s)
+        sent.statuses[status] += 1
+        if not reuse:
+            line.close()
+
+    async def work(which: int) -> None:
+        line = Line(parts.hostname or "", parts.port or 80, f"127.0.{which // 200}.{which % 200 + 1}")
+        for number, data in remaining:
+            await one(number, data, line)
+        line.close()
+
+    await asyncio.gather(*(work(which) for which in range(connections)))
+    sent.wall_s = time.perf_counter() - begun_s
+    return sent
+
+
+class Line:
+    """One connection from an address of its own, opened when it is first needed."""
+
+    def __init__(self, host: str, port: int, source: str) -> None:
+        self.host, self.port, self.source = host, port, source
+        self.reader: asyncio.StreamReader | None = None
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, data: bytes) -> str:
+        """Returns the answer's status."""
+        if self.reader is None or self.writer is None:
+            self.reader, self.writer = await asyncio.open_connection(
+                self.host, self.port, local_addr=(self.source, 0), limit=1 << 24
+            )
+        self.writer.write(data)
+        head = await self.reader.readuntil(HEAD_END)
+        lower = head.lower()
+        start = lower.index(b"content-length:") + 15
+        await self.reader.readexactly(int(lower[start : lower.index(b"\r", start)]))
+        if b"\r\nconnection: close" in lower:
+            self.close()
+        return head[9:12].decode()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        self.reader = self.writer = None
+
+
+def body_of(message: dict[str, object]) -> bytes:
+    return json.dumps(message).encode()

@@ -1,0 +1,186 @@
+"""`shoal stake ACTION`: what members stake on a chain, what an operator books without one, and contracts.
+
+    deposit AMOUNT, unstake, withdraw, account, appeal    a member, on the pool's chain; --join and --dir as for its worker
+    book ACTION KEY|WORK [AMOUNT]                          the operator of a pool without a chain
+    deploy, settle, decide                                 the operator of a pool with one
+
+Invariant: the contract that a member pays to is the one that the coordinator signed into the run's config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.arguments import Commands, UsageError, whole
+
+if TYPE_CHECKING:
+    from shoal.ledger.evm.contract import EvmStakes
+
+AMOUNT = whole(1, (1 << 62) - 1)
+BOOKINGS = ("stake", "unstake", "withdraw", "appeal", "grant", "refuse")
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    stake_ = commands.add_parser("stake", help="stake on a worker; for operators: book stakes, or put them on a chain")
+    actions = stake_.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    deposit = actions.add_parser("deposit", help="put stake on a worker, before it joins or after")
+    _takes_member(deposit).add_argument("amount", type=AMOUNT, help="in the chain's smallest unit (wei)")
+    unstake = actions.add_parser("unstake", help="take stake off a worker; it stays at risk for 7 days")
+    _takes_member(unstake).add_argument("amount", type=AMOUNT)
+    _takes_member(actions.add_parser("withdraw", help="get back what was unstaked, or deposited and never used"))
+    _takes_member(actions.add_parser("account", help="show what a worker has staked and earned"))
+    appeal = actions.add_parser("appeal", help="appeal against a slash, within 14 days, once")
+    _takes_member(appeal).add_argument("work", help="digest of the ledger's entry: `shoal stake account` shows it")
+    appeal.add_argument("--statement", type=Path, required=True, help="a file that says why; its digest is published")
+
+    book = actions.add_parser("book", help="operator, without a chain: book what was paid or decided")
+    book.add_argument("dir", type=Path, help="the running coordinator's folder")
+    book.add_argument("booking", choices=BOOKINGS)
+    book.add_argument("subject", help="the worker's key; for grant and refuse: the submission that was slashed for")
+    book.add_argument("amount", type=AMOUNT, nargs="?", default=0)
+    book.add_argument("--work", default="", help="for appeal: the submission that was slashed for")
+
+    deploy = actions.add_parser("deploy", help="operator: put a new contract on a chain")
+    _takes_chain(deploy)
+    settle = actions.add_parser(
+        "settle", help="operator: put on the chain what a stopped run's ledger has and it lacks"
+    )
+    settle.add_argument("run", type=Path, help="the folder of a run or coordinator, whose config names the chain")
+    decide = actions.add_parser("decide", help="operator: decide an appeal on the chain")
+    decide.add_argument("run", type=Path, help="the folder of a run or coordinator, whose config names the chain")
+    decide.add_argument("work")
+    decide.add_argument("verdict", choices=["grant", "refuse"])
+
+
+def _takes_chain(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--rpc", required=True, metavar="URL", help="a node of the chain")
+    parser.add_argument(
+        "--key-file", default="", metavar="FILE", help="private key (default: the node's first account)"
+    )
+    return parser
+
+
+def _takes_member(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--join", required=True, metavar="INVITE", help="the worker's invite, or a file that holds it")
+    parser.add_argument("--dir", type=Path, required=True, help="the worker's own folder; its key is made if missing")
+    return _takes_chain(parser)
+
+
+def stake(arguments: argparse.Namespace) -> None:
+    actions = {"book": _book, "deploy": _deploy, "settle": _settle, "decide": _decide}
+    actions.get(arguments.action, _of_member)(arguments)
+
+
+# --- members ---------------------------------------------------------------------------------------------------------
+
+
+def _of_member(arguments: argparse.Namespace) -> None:
+    from shoal.ledger.evm.opening import open_contract
+    from shoal.protocol.identity import Identity
+    from shoal.protocol.invite import read_invite
+    from shoal.protocol.node import KEY, Node, read_payer, write_payer
+
+    identity = Identity.load_or_create(arguments.dir / KEY)
+    section = Node.of(read_invite(arguments.join), identity, patience_s=10.0).config().ledger
+    if section.backend != "evm":
+        raise UsageError(f"this pool's operator books stakes: ask there, and give this worker's key {identity.public}")
+    stakes, key = open_contract(arguments.rpc, section.contract, arguments.key_file), identity.public
+    account = stakes.account(key)
+    match arguments.action:
+        case "deposit":
+            payer = stakes.chain.address
+            if (named := read_payer(arguments.dir) or payer).lower() != payer.lower():
+                raise UsageError(f"{named} stakes on this worker already: use its private key")
+            write_payer(arguments.dir, payer)  # the worker names it when it joins
+            (stakes.stake if account else stakes.deposit)(key, arguments.amount)
+        case "unstake":
+            stakes.unstake(key, arguments.amount)
+        case "withdraw":
+            (stakes.withdraw if account and account.leaving else stakes.reclaim)(key)
+        case "appeal":
+            stakes.appeal(key, arguments.work, _digest(arguments.statement))
+    _show(stakes, key)
+
+
+def _show(stakes: EvmStakes, key: str) -> None:
+    account = stakes.account(key)
+    if account is None:
+        _say(f"{key}: not registered; {stakes.deposited(key)} deposited")
+        return
+    _say(f"{key}: {account.stake} staked, {account.leaving} leaving, {account.credit} tokens credited")
+    for event in stakes.events():
+        if event.kind == "slashed" and event.key == key:
+            _say(f"slashed of {event.amount} for {event.work}")
+
+
+def _digest(path: Path) -> str:
+    from blake3 import blake3
+
+    return blake3(path.read_bytes()).hexdigest()
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def _book(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.service import KEY, invite_from
+    from shoal.protocol.identity import Identity
+    from shoal.protocol.messages import Booking, Ok
+    from shoal.protocol.node import Node
+
+    decides = arguments.booking in ("grant", "refuse")
+    if bool(arguments.amount) != (arguments.booking in ("stake", "unstake")):
+        raise UsageError(f"{arguments.booking} takes {'no' if arguments.amount else 'an'} AMOUNT")
+    if not decides and len(arguments.subject) != 64:
+        raise UsageError(f"{arguments.subject[:80]!r} is not a worker's key: 64 digits of hex, as in `shoal ledger`")
+    booking = Booking(
+        kind=arguments.booking,
+        key="" if decides else arguments.subject,
+        amount=arguments.amount,
+        work=arguments.subject if decides else arguments.work,
+    )
+    address = invite_from(arguments.dir, "worker", "operator", None, 1.0)  # where it listens, and its key
+    Node.of(address, Identity.load(arguments.dir / KEY), patience_s=10.0).post("/v1/bookings", booking, Ok)
+    _say("booked")
+
+
+def _deploy(arguments: argparse.Namespace) -> None:
+    from shoal.ledger.evm.contract import deploy
+    from shoal.ledger.evm.opening import open_chain
+
+    address = deploy(open_chain(arguments.rpc, arguments.key_file))
+    key_file = f'key_file = "{arguments.key_file}"\n' if arguments.key_file else ""
+    _say(f'[ledger]\nbackend = "evm"\nrpc = "{arguments.rpc}"\ncontract = "{address}"\n{key_file}'.rstrip())
+
+
+def _settle(arguments: argparse.Namespace) -> None:
+    from shoal.audit.opened import open_run
+    from shoal.ledger.settle import settle, unsettled
+
+    contract = _operated(arguments.run)
+    waiting = unsettled(open_run(arguments.run).chain, contract)
+    sent = sum(settle(entry, contract) for entry in waiting)
+    _say(f"{sent} entries settled")
+
+
+def _decide(arguments: argparse.Namespace) -> None:
+    _operated(arguments.run).decide(arguments.work, granted=arguments.verdict == "grant")
+    _say(f"the appeal against the slash for {arguments.work} is decided")
+
+
+def _operated(run: Path) -> EvmStakes:
+    from shoal.audit.opened import settings_of
+    from shoal.ledger.evm.opening import open_contract
+
+    section = settings_of(run).ledger
+    if section.backend != "evm":
+        raise UsageError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
+    return open_contract(section.rpc, section.contract, section.key_file, operates=True)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,101 @@
+"""The sections of pretraining and of several sites. Defaults are DiLoCo's (arXiv 2311.08105, table 5) where it has one."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic.config import JsonDict
+
+from shoal.config.recipe import Decay, Section
+
+DILOCO: JsonDict = {"source": "DiLoCo (arXiv 2311.08105)"}
+OPENDILOCO: JsonDict = {"source": "OpenDiLoCo (arXiv 2407.07852)"}
+
+
+class PretrainSection(Section):
+    """Training on plain text, `shoal pretrain`."""
+
+    data: str = Field(
+        default="",
+        description="files of text: a path or a pattern with *; .jsonl, .json (one object a line), .parquet or .txt, "
+        "the first three also with .gz after JSON",
+    )
+    field: str = Field(default="text", description="the field or column that holds the text")
+    init: Literal["random", "weights"] = Field(
+        default="random", description="start from random weights drawn with run.seed, or from those of model.name"
+    )
+    steps: int = Field(default=88000, ge=1, description="inner steps to train", json_schema_extra=DILOCO)
+    batch: int = Field(default=512, ge=1, description="sequences per step and site", json_schema_extra=DILOCO)
+    micro_batch: int = Field(default=8, ge=1, description="sequences computed at once")
+    tokens: int = Field(default=1024, ge=2, description="tokens of a sequence", json_schema_extra=DILOCO)
+    lr: float = Field(default=4e-4, gt=0, description="largest AdamW learning rate", json_schema_extra=DILOCO)
+    final_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step, reached along a cosine")
+    warmup_steps: int = Field(default=1000, ge=0, description="steps of linear warm-up", json_schema_extra=DILOCO)
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW decay rates of the two moments")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay", json_schema_extra=DILOCO)
+    grad_clip: float = Field(default=1.0, gt=0, description="largest gradient norm; larger gradients are scaled down")
+    heldout: int = Field(default=64, ge=0, description="documents at the start of the data that are held out")
+    eval_every: int = Field(default=500, ge=1, description="steps between measurements of the held-out loss")
+    checkpoint_every: int = Field(default=500, ge=1, description="steps between checkpoints")
+    share: int = Field(default=256, ge=1, description="documents of a share, which one site reads")
+
+
+class SitesSection(Section):
+    """Several sites that train one model and meet once in many steps (docs/diloco.md)."""
+
+    sites: int = Field(default=2, ge=1, description="sites that the first round waits for, and invites that are made")
+    inner_steps: int = Field(
+        default=500, ge=1, description="inner steps between two meetings of a fragment", json_schema_extra=DILOCO
+    )
+    fragments: int = Field(default=1, ge=1, description="parts of the parameters that travel in turn; 1: all at once")
+    delay: int = Field(
+        default=0,
+        ge=0,
+        description="inner steps that a site makes while a round's result travels; 0: it waits",
+    )
+    keep: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of a site's own parameters in what it goes on with after a round; Streaming DiLoCo has 0.5",
+    )
+    kind: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"] = Field(
+        default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO
+    )
+    lr: float = Field(default=0.7, gt=0, description="learning rate of the outer step", json_schema_extra=DILOCO)
+    momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step", json_schema_extra=DILOCO
+    )
+    quorum: int = Field(default=1, ge=1, description="fewest sites whose offers close a round")
+    wait_s: float = Field(default=60, gt=0, description="seconds from a round's first offer until it closes")
+    give_up_s: float = Field(
+        default=900, gt=0, description="seconds a site waits for a round, or for a meeting that does not answer"
+    )
+    outlier: float = Field(
+        default=10, gt=1, description="a pseudo-gradient whose norm is this many times the usual one is left out"
+    )
+    host: str = Field(default="127.0.0.1", description="address that the meeting listens on; 0.0.0.0: all")
+    port: int = Field(default=0, ge=0, le=65535, description="port that the meeting listens on; 0: a free one")
+    url: str = Field(default="", description="where sites reach the meeting; empty: where it listens")
+    tls_cert: str = Field(
+        default="", description="certificate of the meeting; empty: plain HTTP, signed but not secret"
+    )
+    tls_key: str = Field(default="", description="its private key")
+    tls_ca: str = Field(default="", description="authority that sites trust; empty: the system's")
+
+    @property
+    def round_steps(self) -> int:
+        """Inner steps from one round to the next; each is about one fragment."""
+        return self.inner_steps // self.fragments
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SitesSection":
+        if self.inner_steps % self.fragments:
+            raise ValueError("sites.inner_steps must be a multiple of sites.fragments")
+        if self.delay >= self.round_steps:
+            raise ValueError(
+                f"sites.delay must be below sites.inner_steps / sites.fragments = {self.round_steps}: "
+                "a round's result is used before the next round"
+            )
+        if self.quorum > self.sites:
+            raise ValueError("sites.quorum exceeds sites.sites, so no round would close")
+        return self

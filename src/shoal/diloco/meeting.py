@@ -1,0 +1,330 @@
+"""The meeting of all sites: who takes part, the open round, and what is agreed. It knows no network and no clock of its own.
+
+A round is open until every expected site has offered, or until `wait_s` after the first offer if a quorum has. Then the
+offers that stand (`judge`) are averaged, the average is rounded once, and its bytes are the round's result: every site and
+the meeting decode the same bytes and make the same step. A site that was missing is not waited for again until it is back.
+
+Invariant: what was answered survives a kill at any moment. A round's files are written before `meeting.json` names the next
+round, and a restarted meeting takes up the round that it names; only the open round's offers are lost, and sites give them
+again. So at most one outer step is lost, and never a part of one.
+Called by `serve`, tests and benchmarks, one call at a time. Left out: sites that lie; sharing the work of averaging.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.codec import CodecError, ErrorFeedback, decode
+from shoal.diloco.judge import refused
+from shoal.diloco.messages import (
+    BadOfferError,
+    ClosedError,
+    ForgottenError,
+    Greeting,
+    MeetingError,
+    Outcome,
+    StateDescriptor,
+    Terms,
+    Welcome,
+)
+from shoal.files import remove_leftovers, write_file
+
+KEPT = 2  # rounds whose state, average and outcome stay
+PAST = 16  # norms that say what is usual
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    expected: bool = True
+    since: int = 0  # the first round that waits for it
+    share: int | None = None  # of the data, which it reads
+    accepted: int = -1  # the last round that took its offer
+
+
+@dataclass(frozen=True)
+class Offer:
+    data: bytes
+    norm: float
+
+
+class Meeting:
+    def __init__(
+        self,
+        folder: Path,
+        terms: Terms,
+        about: dict[str, str],
+        run: str,
+        first: Callable[[], Agreed],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the meeting in `folder`, or found it with the state of `first`. Raises MeetingError for another run's."""
+        self.folder, self.terms, self.about, self.run, self.clock = folder, terms, about, run, clock
+        self.members: dict[str, Member] = {}
+        self.round, self.next_share, self.lost_shares = 0, 0, 0
+        self.norms: list[float] = []
+        self.outcomes: dict[int, Outcome] = {}
+        self.offers: dict[str, Offer] = {}
+        self.healed: dict[str, str] = {}
+        self.first_offer_s: float | None = None
+        self.opened_s = clock()
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        if (folder / "meeting.json").exists():
+            self._reopen()
+        else:
+            self.agreed = first()
+            self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
+            self._write_state(0)
+            self._save()
+
+    @property
+    def over(self) -> bool:
+        return self.round >= self.terms.rounds
+
+    # --- members ---------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, greeting: Greeting) -> Welcome:
+        """Raises MeetingError if the site trains another model, tokenizer, data or recipe."""
+        self._compare(name, greeting.about)
+        member = self.members.get(name)
+        if member is None or not member.expected:
+            log.info("%s %s in round %d", name, "joins" if member is None else "is back", self.round)
+            member = self.members.setdefault(name, Member())
+            member.expected, member.since = True, self.round + (self.round > 0)
+        if greeting.round is None and member.share is not None:
+            log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
+            self.lost_shares, member.share = self.lost_shares + 1, None
+        self._save()
+        same = (greeting.round or 0) == self.round and greeting.digests == self.agreed.digests
+        return Welcome(round=self.round, same=same, accepted=member.accepted)
+
+    def take(self, name: str) -> int:
+        """The next share of the data."""
+        member = self._member(name)
+        member.share, self.next_share = self.next_share, self.next_share + 1
+        self._save()
+        return member.share
+
+    def leave(self, name: str) -> None:
+        self._member(name).expected = False
+        log.info("%s leaves in round %d", name, self.round)
+        self._save()
+
+    def heal(self, name: str, why: str) -> None:
+        """Note that a site takes over the state, and why."""
+        log.warning("%s is healed in round %d: %s", name, self.round, why)
+        self.healed[name] = why
+
+    def unfinished(self) -> int:
+        """Shares of the data that were given to sites which are away or came back without their place."""
+        return self.lost_shares + sum(not each.expected and each.share is not None for each in self.members.values())
+
+    # --- rounds ----------------------------------------------------------------------------------------------------
+
+    def offer(self, name: str, round: int, digest: str, data: bytes) -> None:
+        member, number = self._member(name), self.terms.fragment(self.round)
+        if round != self.round or self.over:
+            raise ClosedError(f"round {round} is over; round {self.round} is open")
+        if digest != self.agreed.digests[number]:
+            raise ClosedError(f"the parameters of {name} differ from the others' before round {round}")
+        try:
+            values = decode(data, self.terms.kind, self.terms.fragments.sizes[number])
+        except CodecError as error:
+            raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
+        self.offers[name] = Offer(data, float(values.double().norm()))
+        member.expected = True
+        if self.first_offer_s is None:
+            self.first_offer_s = self.clock()
+
+    def outcome(self, name: str, round: int) -> Outcome | None:
+        """How the round ended; None while it is open."""
+        if round == self.round and not self.over:
+            if name not in self.offers:
+                raise ForgottenError(f"no offer of {name} for round {round} is here: offer it again")
+            return None
+        if round not in self.outcomes:
+            raise ClosedError(f"the outcome of round {round} is not kept; round {self.round} is open")
+        return self.outcomes[round]
+
+    def average(self, round: int) -> bytes:
+        if round not in self.outcomes:
+            raise ClosedError(f"the average of round {round} is not kept; round {self.round} is open")
+        return self._path("average", round).read_bytes()
+
+    def state(self) -> tuple[StateDescriptor, Path]:
+        """What is agreed before the open round: its descriptor, and the file."""
+        path = self._path("state", self.round)
+        data = path.read_bytes()
+        described = StateDescriptor(
+            run=self.run, round=self.round, sha256=sha256(data).hexdigest(), size_bytes=len(data)
+        )
+        return described, path
+
+    def waiting_for(self) -> list[str]:
+        expected = [name for name, each in self.members.items() if each.expected and each.since <= self.round]
+        return sorted(set(expected) - set(self.offers))
+
+    def due(self) -> bool:
+        """Whether the open round can close now."""
+        if self.over or len(self.offers) < self.terms.quorum or self.first_offer_s is None:
+            return False
+        gathered = self.round > 0 or len(self.members) >= self.terms.sites
+        waited_s = self.clock() - self.first_offer_s
+        return (gathered and not self.waiting_for()) or waited_s >= self.terms.wait_s
+
+    def close(self) -> Outcome:
+        """Average what was offered, make the outer step, and open the next round."""
+        number, terms, missing = self.terms.fragment(self.round), self.terms, self.waiting_for()
+        left_out = refused({name: each.norm for name, each in self.offers.items()}, self.norms, terms.outlier)
+        kept = sorted(set(self.offers) - set(left_out))
+        data = self._average(kept, number) if kept else b""
+        if kept:
+            average = decode(data, terms.kind, terms.fragments.sizes[number])
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+        outcome = Outcome(
+            round=self.round, kept=kept, left_out=left_out, missing=missing, digest=self.agreed.digests[number]
+        )
+        self._record(outcome, data)
+        write_file(self._path("average", self.round), data)
+        self._write_state(self.round + 1)
+        self._advance(outcome)
+        self._save()
+        self._drop_old()
+        return outcome
+
+    def _average(self, kept: list[str], number: int) -> bytes:
+        size, kind = self.terms.fragments.sizes[number], self.terms.kind
+        total = torch.zeros(size, dtype=torch.float64)
+        for name in kept:  # in the order of names, so that the sum's bits do not depend on who came first
+            total += decode(self.offers[name].data, kind, size).double()
+        return self.feedback[number].encode(total / len(kept), kind)
+
+    def _advance(self, outcome: Outcome) -> None:
+        for name, why in outcome.left_out.items():
+            log.warning("%s is left out of round %d: %s", name, outcome.round, why)
+        for name in outcome.missing:
+            log.warning("%s is missing in round %d: nobody waits for it until it is back", name, outcome.round)
+            self.members[name].expected = False
+        for name in self.offers:
+            self.members[name].accepted = outcome.round
+        self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
+        self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
+        self.outcomes[outcome.round] = outcome
+        self.offers, self.healed, self.first_offer_s = {}, {}, None
+        self.round, self.opened_s = self.round + 1, self.clock()
+
+    # --- what is on disk -------------------------------------------------------------------------------------------
+
+    def _record(self, outcome: Outcome, data: bytes) -> None:
+        figures = {
+            **outcome.model_dump(),
+            "fragment": self.terms.fragment(outcome.round),
+            "norms": {name: each.norm for name, each in sorted(self.offers.items())},
+            "bytes_in": {name: len(each.data) for name, each in sorted(self.offers.items())},
+            "bytes_out_each": len(data),
+            "healed": self.healed,
+            "open_s": round(self.clock() - self.opened_s, 3),
+            "gathering_s": round(self.clock() - (self.first_offer_s or self.opened_s), 3),
+            "unfinished_shares": self.unfinished(),
+        }
+        with (self.folder / "rounds.jsonl").open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+    def _save(self) -> None:
+        held: dict[str, Any] = {
+            "run": self.run,
+            "about": self.about,
+            "round": self.round,
+            "next_share": self.next_share,
+            "lost_shares": self.lost_shares,
+            "norms": self.norms,
+            "members": {name: asdict(member) for name, member in self.members.items()},
+            "outcomes": [outcome.model_dump() for outcome in self.outcomes.values()],
+        }
+        write_file(self.folder / "meeting.json", (json.dumps(held, indent=1) + "\n").encode())
+
+    def _reopen(self) -> None:
+        held = json.loads((self.folder / "meeting.json").read_text())
+        self._compare(f"the meeting in {self.folder}", held["about"])
+        self.round, self.norms = held["round"], held["norms"]
+        self.next_share, self.lost_shares = held["next_share"], held["lost_shares"]
+        self.members = {name: Member(**member) for name, member in held["members"].items()}
+        self.outcomes = {each["round"]: Outcome.model_validate(each) for each in held["outcomes"]}
+        self.agreed = Agreed.from_bytes(self._path("state", self.round).read_bytes(), self.terms.fragments)
+        left = load_file(self._path("rounding", self.round))
+        self.feedback = [ErrorFeedback(left[str(number)]) for number in range(len(self.terms.fragments))]
+        log.info("the meeting goes on in round %d", self.round)
+
+    def _write_state(self, round: int) -> None:
+        left = {str(number): feedback.left for number, feedback in enumerate(self.feedback)}
+        write_file(self._path("rounding", round), save(left))
+        write_file(self._path("state", round), self.agreed.to_bytes())
+
+    def _drop_old(self) -> None:
+        for name in ("state", "rounding", "average"):
+            for path in sorted(self.folder.glob(f"{name}-*.safetensors"))[:-KEPT]:
+                path.unlink()
+
+    def _path(self, name: str, round: int) -> Path:
+        return self.folder / f"{name}-{round:06d}.safetensors"
+
+    def _member(self, name: str) -> Member:
+        if name not in self.members:
+            raise MeetingError(f"{name} has not joined this meeting")
+        return self.members[name]
+
+    def _compare(self, name: str, about: dict[str, str]) -> None:
+        for key in sorted({*self.about, *about}):
+            ours, theirs = self.about.get(key), about.get(key)
+            if ours != theirs:
+                raise MeetingError(
+                    f"{name} has another {key}: {_short(theirs)}, and the run has {_short(ours)}; "
+                    f"give every site the same {key}"
+                )
+
+
+class Direct:
+    """A site in the same process as the meeting: `Roster` and `Exchange` without a network."""
+
+    def __init__(self, meeting: Meeting, name: str) -> None:
+        self.meeting, self.name = meeting, name
+
+    def join(self, greeting: Greeting) -> Welcome:
+        return self.meeting.join(self.name, greeting)
+
+    def take(self) -> int:
+        return self.meeting.take(self.name)
+
+    def leave(self) -> None:
+        self.meeting.leave(self.name)
+
+    def offer(self, round: int, digest: str, data: bytes) -> None:
+        self.meeting.offer(self.name, round, digest, data)
+        if self.meeting.due():
+            self.meeting.close()
+
+    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
+        if self.meeting.due():
+            self.meeting.close()
+        found = self.meeting.outcome(self.name, round)
+        return self.meeting.waiting_for() if found is None else (found, self.meeting.average(round))
+
+    def state(self, why: str) -> tuple[int, bytes]:
+        self.meeting.heal(self.name, why)
+        described, path = self.meeting.state()
+        return described.round, path.read_bytes()
+
+
+def _short(text: str | None) -> str:
+    return "none" if text is None else text[:60]

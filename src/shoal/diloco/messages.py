@@ -1,0 +1,137 @@
+"""What sites and the meeting tell each other, and the terms they meet on.
+
+Invariant: every field is bounded. Vectors travel beside these messages, as bytes of `codec`.
+Called by `meeting`, `serve`, `remote`, `site`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.diloco.codec import Kind
+from shoal.diloco.fragments import Fragments
+from shoal.errors import ShoalError
+
+DIGEST = r"^[0-9a-f]{64}$"
+Digest = Annotated[str, Field(pattern=DIGEST)]
+Words = Annotated[str, Field(max_length=400)]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How the sites of one run meet; equal at all of them."""
+
+    fragments: Fragments
+    rounds: int  # of the whole run
+    kind: Kind = "fp16"
+    lr: float = 0.7
+    momentum: float = 0.9
+    wait_s: float = 60.0  # from a round's first offer until it closes without the others
+    quorum: int = 1  # fewest offers that close a round
+    sites: int = 1  # that the first round waits for
+    outlier: float = 10.0  # norms above this many times the usual one are left out
+
+    def fragment(self, round: int) -> int:
+        """The fragment that this round is about."""
+        return round % len(self.fragments)
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Greeting(Message):
+    """A site that comes or comes back."""
+
+    about: dict[Annotated[str, Field(max_length=64)], Words] = Field(max_length=64)  # what must be equal at all sites
+    round: Annotated[int, Field(ge=0)] | None  # the next one by its checkpoint; None: it has none
+    digests: list[Digest] = Field(max_length=1024)  # of its copy of the agreed parameters, by fragment
+
+
+class Welcome(Message):
+    round: int  # the one that is open
+    same: bool  # the site's copy is that of the meeting
+    accepted: int  # the last round to which this site's offer was accepted; −1: none
+
+
+class Outcome(Message):
+    """How a round ended. The average lies beside it, as bytes; with nobody in `kept` there is none."""
+
+    round: int
+    kept: list[str]
+    left_out: dict[str, str]  # site and reason
+    missing: list[str]
+    digest: Digest  # of the fragment's agreed parameters afterwards
+
+
+class Progress(Message):
+    outcome: Outcome | None
+    waiting_for: list[str]
+
+
+class Share(Message):
+    number: int
+
+
+class Why(Message):
+    why: Words
+
+
+class StateDescriptor(Message):
+    """What the meeting signs of a state file."""
+
+    run: str
+    round: int
+    sha256: Digest
+    size_bytes: int
+
+
+class MeetingError(ShoalError):
+    """The meeting refuses. `status` is the HTTP status."""
+
+    status = 403
+
+
+class ClosedError(MeetingError):
+    """The offer is for a round that is over, or starts from other parameters: fetch the state and go on from there."""
+
+    status = 409
+
+
+class ForgottenError(MeetingError):
+    """The meeting was restarted and has no offer of this site for the open round: offer it again."""
+
+    status = 404
+
+
+class BadOfferError(MeetingError):
+    status = 422
+
+
+class Roster(Protocol):
+    """Who takes part, and who reads which part of the data."""
+
+    def join(self, greeting: Greeting) -> Welcome: ...
+
+    def take(self) -> int:
+        """The number of the next share of the data, which no other site gets."""
+        ...
+
+    def leave(self) -> None: ...
+
+
+class Exchange(Protocol):
+    """How vectors and state travel: the engine's whole interface."""
+
+    def offer(self, round: int, digest: str, data: bytes) -> None:
+        """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raises ClosedError."""
+        ...
+
+    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
+        """How it ended and the average, or the sites that are still waited for. Raises ForgottenError, ClosedError."""
+        ...
+
+    def state(self, why: str) -> tuple[int, bytes]:
+        """The open round and what is agreed before it, verified."""
+        ...

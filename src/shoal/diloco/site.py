@@ -1,0 +1,116 @@
+"""One site's side of the outer steps: its copy of what is agreed, what it offers, and what it does with the outcome.
+
+    site = Site(terms, agreed)
+    digest, data = site.offer(tensors)            after the inner steps of a round
+    outcome, data = meet(exchange, ...)           gives the offer, waits for the round's end
+    site.apply(tensors, outcome, data)            the same outer step as everywhere; checks that the digest is the same
+
+Invariant: after `apply` or `adopt` the copy of what is agreed is the meeting's, bit for bit, or an error says so.
+Called by the pretraining loop. Left out: the inner optimizer, which stays at its site (DiLoCo, arXiv 2311.08105).
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.codec import ErrorFeedback, decode
+from shoal.diloco.messages import Exchange, ForgottenError, Outcome, Terms
+from shoal.diloco.outer import mix, pseudo_gradient
+from shoal.errors import ShoalError
+
+
+class DifferentError(ShoalError):
+    """This site's copy differs from what the others agree on."""
+
+
+class SilenceError(ShoalError):
+    """A round did not end in time; the message says who is missing."""
+
+    restart_helps = True
+
+
+class Site:
+    def __init__(self, name: str, terms: Terms, agreed: Agreed, round: int = 0) -> None:
+        self.name = name
+        self.terms = terms
+        self.agreed = agreed
+        self.round = round
+        self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
+
+    def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
+        """The digest of the parameters this round started from, and the encoded way from them to `tensors`."""
+        number = self.terms.fragment(self.round)
+        local = self.terms.fragments.gather(tensors, number)
+        change = pseudo_gradient(self.agreed.parameters[number], local)
+        return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind)
+
+    def apply(self, tensors: Mapping[str, Tensor], outcome: Outcome, data: bytes, keep: float = 0.0) -> None:
+        """Make the round's outer step and go on from there. Raises DifferentError if the result is not the meeting's.
+
+        `keep` is the share of this site's own parameters in what it goes on with.
+        """
+        number = self.terms.fragment(outcome.round)
+        terms = self.terms
+        if outcome.kept:
+            average = decode(data, terms.kind, terms.fragments.sizes[number])
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+        if self.agreed.digests[number] != outcome.digest:
+            raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
+        local = terms.fragments.gather(tensors, number)
+        terms.fragments.scatter_(tensors, number, mix(local, self.agreed.parameters[number], keep))
+        if self.name not in outcome.kept:
+            self.forget()
+        self.round = outcome.round + 1
+
+    def forget(self) -> None:
+        """Drop what rounding left: it belongs to an offer that did not count."""
+        for feedback in self.feedback:
+            feedback.left.zero_()
+
+    def adopt(self, tensors: Mapping[str, Tensor], round: int, data: bytes) -> None:
+        """Take over the meeting's state as it is before `round`."""
+        self.agreed = Agreed.from_bytes(data, self.terms.fragments)
+        for number, values in enumerate(self.agreed.parameters):
+            self.terms.fragments.scatter_(tensors, number, values)
+        self.round = round
+        self.forget()
+
+
+def meet(
+    exchange: Exchange,
+    round: int,
+    digest: str,
+    data: bytes,
+    *,
+    give_up_s: float,
+    pause_s: float = 0.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[Outcome, bytes]:
+    """Give an offer and wait until its round is over; give it again to a meeting that was restarted.
+
+    Raises ClosedError if the round is over already, SilenceError after `give_up_s` or when `stopped`.
+    """
+    deadline_s = time.monotonic() + give_up_s
+    exchange.offer(round, digest, data)
+    while True:
+        try:
+            found = exchange.outcome(round)
+        except ForgottenError:
+            exchange.offer(round, digest, data)
+            continue
+        if isinstance(found, tuple):
+            return found
+        if stopped():
+            raise SilenceError(f"stopped while round {round} waited for {_named(found)}")
+        if time.monotonic() > deadline_s:
+            raise SilenceError(
+                f"round {round} waited {give_up_s:.0f} s for {_named(found)}: start more sites, or lower sites.quorum"
+            )
+        time.sleep(pause_s)
+
+
+def _named(sites: list[str]) -> str:
+    return ", ".join(sites) or "more sites"

@@ -1,0 +1,36 @@
+"""One line of the doctor's report: what was looked at, how it stands, and what to do about it.
+
+Invariant: whatever is not "ok" has a remedy. Made by `examine`, printed by `cli`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["ok", "warning", "fails"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.verdict == "ok") == bool(self.remedy):
+            raise ValueError(f"{self.name}: a remedy belongs to what is wrong, and to nothing else")
+
+    def line(self) -> str:
+        return f"{self.verdict:7}  {self.name:12}  {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name, "ok", found)
+
+
+def warning(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, "warning", found, remedy)
+
+
+def fails(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, "fails", found, remedy)

@@ -1,0 +1,105 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + scale * B (A x), with W as it was and A, B to train.
+
+A version of a model with adapters holds W, A and B. Learner, engine and validator compute with this module, so they compute
+the same policy. Merged into bf16, an adapter of a few small updates would vanish: W + scale * B A is nearer to W than to any
+other bf16 number.
+
+    names    A and B of layer `l` are `l.lora_A` and `l.lora_B` beside `l.weight`
+    config   `shoal_lora` in config.json: rank, alpha, targets
+
+Invariant: with B = 0, its first value, the output has the bits of the layer alone. With exact numerics the output's bits
+depend on its row alone, as those of `products.linear` do.
+Called by `load`, for whoever loads a version, and by the learner. Left out: adapters of the embeddings and the output head.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.model import products
+
+FIELD = "shoal_lora"  # in the model's config
+NAMES = ("lora_A", "lora_B")
+
+
+class AdapterError(ShoalError):
+    """Adapters that the model cannot have; the message names the setting."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which layers have adapters, and their size."""
+
+    rank: int
+    alpha: float
+    targets: Sequence[str]  # last parts of the layers' names
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Adapted(nn.Linear):
+    """A linear layer and its adapter. It shares the weight of the layer that it replaces."""
+
+    def __init__(self, layer: nn.Linear, section: Adapters, *, exact: bool) -> None:
+        with torch.device("meta"):
+            super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.scale, self.exact = section.scale, exact
+        self.lora_A = nn.Parameter(layer.weight.new_empty(section.rank, layer.in_features))
+        self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, section.rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, input: Tensor) -> Tensor:
+        linear = products.linear if self.exact else F.linear
+        x_TK = input.flatten(0, -2)
+        own_TN = linear(x_TK, self.weight, self.bias)
+        added_TN = linear(linear(x_TK, self.lora_A), self.lora_B)
+        return own_TN.add(added_TN, alpha=self.scale).view(*input.shape[:-1], -1)
+
+
+def attach_(model: Any, section: Adapters, *, exact: bool) -> None:
+    """Give the model adapters that do nothing yet, and note them in its config. Those of the same section are kept.
+
+    Raises AdapterError if the model has others, or no layer of these names.
+    """
+    stored = stored_in(model.config)
+    if stored is not None and any(layers(model)):
+        if stored != section:
+            raise AdapterError(f"the model has adapters already: {stored}; learner.lora asks for {section}")
+        return
+    found = False
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if name in section.targets and isinstance(layer, nn.Linear):
+                setattr(parent, name, Adapted(layer, section, exact=exact).train(layer.training))
+                found = True
+    if not found:
+        known = sorted({name.rpartition(".")[2] for name, of in model.named_modules() if isinstance(of, nn.Linear)})
+        raise AdapterError(
+            f"learner.lora.targets = {list(section.targets)} names no linear layer of {type(model).__name__}; it has {known}"
+        )
+    setattr(model.config, FIELD, asdict(section))
+
+
+def stored_in(config: Any) -> Adapters | None:
+    """The adapters of a version with this config."""
+    fields = getattr(config, FIELD, None)
+    return Adapters(int(fields["rank"]), float(fields["alpha"]), list(fields["targets"])) if fields else None
+
+
+def layers(model: Any) -> Iterator[tuple[str, Adapted]]:
+    """The layers that have an adapter, by name."""
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapted))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in NAMES

@@ -1,0 +1,51 @@
+"""What must be equal at all sites of a run, and for a folder to be resumed: each thing by its name.
+
+Invariant: two that agree here compute the same thing from the same data. Called by `shoal pretrain` and `shoal meet`.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.pretrain.text import Corpus
+
+OWN = {  # what may differ from site to site, or between a stop and a resumption
+    "pretrain": {"data", "micro_batch", "eval_every", "checkpoint_every"},
+    "sites": {
+        "wait_s",
+        "give_up_s",
+        "quorum",
+        "sites",
+        "outlier",
+        "host",
+        "port",
+        "url",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+    },
+}
+MODEL = ("config.json",)
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+def about(config: Config, folder: Path, corpus: Corpus, *, sites: bool) -> dict[str, str]:
+    """`folder` is the model's."""
+    found = {
+        "model": _digest(folder, MODEL),
+        "tokenizer": _digest(folder, TOKENIZER),
+        "data": corpus.fingerprint(),
+        "run.seed": str(config.run.seed),
+    }
+    for name in ("pretrain", "sites") if sites else ("pretrain",):
+        section = getattr(config, name)
+        found |= {f"{name}.{key}": str(value) for key, value in section if key not in OWN[name]}
+    return found
+
+
+def _digest(folder: Path, names: tuple[str, ...]) -> str:
+    found = sha256()
+    for name in names:
+        if (folder / name).exists():
+            found.update(name.encode() + sha256((folder / name).read_bytes()).digest())
+    return found.hexdigest()

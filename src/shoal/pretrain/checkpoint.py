@@ -1,0 +1,58 @@
+"""A pretraining's checkpoint: one safetensors file with the parameters, AdamW's moments, and what the sites agreed on.
+
+Invariant: training that goes on from a checkpoint equals training that was not stopped, bit for bit on the CPU. A file
+appears whole or not at all, and nothing is unpickled.
+Called by the trainer. Left out: writing while training goes on; several devices.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.files import remove_leftovers, write_file
+
+KEPT = 2
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that cannot be read."""
+
+
+@dataclass
+class Progress:
+    step: int = 0  # inner steps done
+    updates: int = 0  # of AdamW since its moments were zero
+    place: dict[str, int] | None = None  # of the next token
+    round: int = 0  # of the sites' meeting, the next one
+    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+def write(folder: Path, progress: Progress) -> Path:
+    """Write a checkpoint, then remove older ones. Raises OSError if the disk refuses."""
+    held = asdict(progress) | {"tensors": None}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in progress.tensors.items()}
+    path = folder / f"step-{progress.step:08d}.safetensors"
+    write_file(path, save(tensors, metadata={"progress": json.dumps(held)}))
+    for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
+        old.unlink()
+    return path
+
+
+def read(folder: Path) -> Progress | None:
+    """The newest checkpoint, None without one. Raises CheckpointError."""
+    remove_leftovers(folder)
+    found = sorted(folder.glob("step-*.safetensors"))
+    if not found:
+        return None
+    try:
+        with safe_open(found[-1], framework="pt") as file:
+            held = json.loads(file.metadata()["progress"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{found[-1]} is damaged ({error}): remove it to go on from an older one") from error
+    return Progress(**held | {"tensors": tensors})

@@ -1,0 +1,145 @@
+"""Documents from files of text, by number, read forwards and never held whole.
+
+    data/c4-train.*.json.gz    one JSON object a line with a field "text", as C4 is stored; also .jsonl, with or without .gz
+    data/part-*.parquet        a column "text"
+    notes.txt                  pieces of about 16 KiB, cut at line ends; together they are the file
+
+Invariant: the same files give the same documents with the same numbers. Files are taken in the order of their names.
+Called by `stream`. Left out: the Hugging Face hub (download the files first), shuffling.
+"""
+
+import glob
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError
+
+PIECE_BYTES = 16 << 10
+HEAD_BYTES = 64 << 10  # of each file, for the fingerprint
+JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+SUFFIXES = (*JSON, ".parquet", ".txt")
+
+
+class TextError(ShoalError):
+    """Data that cannot be trained on. The message names the file and line."""
+
+
+class EndError(Exception):
+    """There is no document of this number. `count`: how many there are."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} documents")
+        self.count = count
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    ends: bool  # false for a piece of a file that goes on
+
+
+Item = Callable[[], Document]  # reads a document that may also be skipped
+
+
+class Corpus:
+    def __init__(self, source: str, field: str = "text") -> None:
+        """Raises TextError if `source` names no file of text."""
+        if not source:
+            raise TextError(f"pretrain.data is empty: set it to files that end in {', '.join(SUFFIXES)}")
+        self.files = sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
+        if not self.files:
+            raise TextError(f"no file matches {source!r}; write a path or a pattern such as data/*.jsonl")
+        for path in self.files:
+            if not path.name.endswith(SUFFIXES):
+                raise TextError(f"{path}: its name ends in none of {', '.join(SUFFIXES)}")
+        self.field = field
+        self._items, self._next = self._read(), 0
+
+    def document(self, number: int) -> Document:
+        """Document `number`, from 0. Raises EndError after the last one, TextError for a faulty one."""
+        if number < self._next:
+            self._items, self._next = self._read(), 0
+        skipped = number - self._next
+        item = next(islice(self._items, skipped, None), None)
+        if item is None:
+            self._items, self._next = self._read(), 0
+            raise EndError(sum(1 for _ in self._read()))
+        self._next = number + 1
+        return item()
+
+    def fingerprint(self) -> str:
+        """A hash of the files' sizes and beginnings: equal for sites with the same data."""
+        found = sha256(self.field.encode())
+        for path in self.files:
+            with path.open("rb") as file:
+                found.update(f"{path.stat().st_size}\n".encode() + sha256(file.read(HEAD_BYTES)).digest())
+        return found.hexdigest()
+
+    def _read(self) -> Iterator[Item]:
+        for path in self.files:
+            if path.name.endswith(JSON):
+                yield from self._json(path)
+            elif path.suffix == ".parquet":
+                yield from self._parquet(path)
+            else:
+                yield from _pieces(path)
+
+    def _json(self, path: Path) -> Iterator[Item]:
+        opener: Any = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opener(path, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.isspace():
+                        yield lambda line=line, number=number: self._parse(path, number, line)
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise TextError(f"{path}: not a whole gzip file ({error})") from error
+
+    def _parse(self, path: Path, number: int, line: bytes) -> Document:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise TextError(f"{path}:{number}: not JSON ({error})") from error
+        text = row.get(self.field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise TextError(f"{path}:{number}: it has no text in the field {self.field!r}; see pretrain.field")
+        return Document(text, ends=True)
+
+    def _parquet(self, path: Path) -> Iterator[Item]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                if self.field not in file.schema_arrow.names:
+                    raise TextError(f"{path}: it has no column {self.field!r}; see pretrain.field")
+                number = 0
+                for batch in file.iter_batches(batch_size=256, columns=[self.field]):
+                    for value in batch.column(0):
+                        number += 1
+                        yield lambda value=value, number=number: _text(path, number, value.as_py())
+        except pyarrow.ArrowException as error:
+            raise TextError(f"{path}: not a readable Parquet file ({error})") from error
+
+
+def _text(path: Path, number: int, value: object) -> Document:
+    if not isinstance(value, str):
+        raise TextError(f"{path} row {number}: it holds no text")
+    return Document(value, ends=True)
+
+
+def _pieces(path: Path) -> Iterator[Item]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = file.readlines(PIECE_BYTES)
+            while lines:
+                following = file.readlines(PIECE_BYTES)
+                yield lambda lines=lines, ends=not following: Document("".join(lines), ends)
+                lines = following
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error

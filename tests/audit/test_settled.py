@@ -1,0 +1,88 @@
+"""What the ledger says of accounts: possible by their rules, and in the contract on the chain."""
+
+import sqlite3
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.audit.audit import Asked, audit
+from shoal.audit.opened import BrokenError
+from shoal.audit.settled import check_settled
+from shoal.config import dumps
+from shoal.config.sections import LedgerSection
+from shoal.ledger.evm import opening
+from shoal.ledger.evm.contract import EvmStakes, deploy
+from shoal.ledger.settle import settle
+from shoal.ledger.sqlite import SqliteLedger
+from shoal.protocol.identity import Identity
+
+from ..ledger.stakes_support import RevmChain
+from .recorded import ALICE, Recorded
+
+A = "a1" * 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("deposited", {"key": ALICE.public, "amount": 5}),
+        ("unstaked", {"key": ALICE.public, "amount": 8}),
+        ("withdrawn", {"key": ALICE.public, "amount": 3}),
+        ("decided", {"submission": "w-1", "granted": True}),
+    ],
+)
+def test_an_entry_that_the_accounts_forbid_is_named(tmp_path: Path, kind: str, body: dict[str, Any]) -> None:
+    run = Recorded(tmp_path / "run")
+    run.pool.db.ledger.append("staked", {"key": ALICE.public, "amount": 7})
+    run.publish(0)
+    (run.folder / "config.toml").write_text(dumps(run.config))
+    asked = Asked(rerun=0, unsealed=True)
+    audit(run.folder, asked, Random(0), lambda line: None)
+    entry = run.pool.db.ledger.append(kind, body)
+    with pytest.raises(BrokenError) as broken:
+        audit(run.folder, asked, Random(0), lambda line: None)
+    assert broken.value.link == f"ledger entry {entry.seq}"
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A run whose ledger is settled in a contract."""
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+    chain = RevmChain()
+    contract = EvmStakes(chain, deploy(chain))
+    monkeypatch.setattr(opening, "Web3Chain", lambda url, private_key="": chain)
+    ledger = SqliteLedger(sqlite3.connect(":memory:", isolation_level=None), Identity.generate(), clock=lambda: 5)
+    ledger.append("started", {"run": "r"})
+    ledger.append("registered", {"key": A, "name": "a", "role": "worker"})
+    ledger.append("credited", {"worker": A, "submissions": ["a-1"], "tokens": 30})
+    ledger.append("slashed", {"worker": A, "submission": "a-2", "reason": "proof", "file": "cd" * 32})
+    section = LedgerSection(backend="evm", contract=contract.address)
+    run = SimpleNamespace(
+        config=SimpleNamespace(ledger=section), chain=list(ledger.entries()), folder=tmp_path, contract=contract
+    )
+    for entry in run.chain[1:]:
+        settle(entry, contract)
+    return run
+
+
+def test_a_settled_ledger_passes_and_without_a_node_it_is_said(scene: Any) -> None:
+    assert check_settled(scene, "http://chain").endswith("holds all 3 entries about accounts")
+    assert "not compared" in check_settled(scene, "")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_entry_that_the_contract_does_not_hold_is_named(scene: Any, number: int) -> None:
+    entry = scene.chain[number]
+    body = entry.body.replace(A, "b2" * 32)  # another worker, by the coordinator's own hand
+    scene.chain[number] = entry.model_copy(update={"body": body})
+    with pytest.raises(BrokenError, match=f"does not hold entry {number + 1}"):
+        check_settled(scene, "http://chain")
+
+
+def test_a_ledger_that_was_cut_off_after_it_was_settled_is_told(scene: Any) -> None:
+    del scene.chain[-1]
+    assert "1 events of its workers are of other runs, or not of this ledger" in check_settled(scene, "http://chain")

@@ -1,0 +1,127 @@
+"""`shoal audit` and `shoal ledger`: what they print, and their exit statuses."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.ledger.chain import read_export
+
+from ..audit.recorded import COORDINATOR, identity, record_run
+
+QUICK = ["--rerun", "0"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of one's own."""
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def test_a_clean_run_passes_with_status_0(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(recorded), *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert f"coordinator {COORDINATOR.public}" in printed and "tables: as sealed" in printed
+    assert printed.splitlines()[-1] == "the audit found no broken link"
+
+
+def lose_a_file(run: Path) -> str:
+    path = next((run / "coordinator" / "store" / "accepted").rglob("*.parquet"))
+    path.unlink()
+    return "BROKEN accepted file of "
+
+
+def change_a_table(run: Path) -> str:
+    with sqlite3.connect(run / "coordinator" / "pool.sqlite") as pool:
+        pool.execute("UPDATE nodes SET missed = 0.5 WHERE name = 'alice'")
+    return "BROKEN table nodes: "
+
+
+def change_an_entry(run: Path) -> str:
+    with sqlite3.connect(run / "coordinator" / "pool.sqlite") as pool:
+        for (name,) in pool.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            pool.execute(f"DROP TRIGGER {name}")
+        pool.execute("UPDATE ledger SET body = replace(body, 'alice', 'alisa') WHERE seq = 5")
+    return "BROKEN ledger entry 5: "
+
+
+@pytest.mark.parametrize("tamper", [lose_a_file, change_a_table])
+def test_a_broken_link_is_named_with_status_1(
+    run: Path, capsys: pytest.CaptureFixture[str], tamper: Callable[[Path], str]
+) -> None:
+    link = tamper(run)
+    assert main(["audit", str(run), *QUICK]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(link) and "no broken link" not in last
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "last"),
+    [
+        (["--key", COORDINATOR.public], 0, "the audit found no broken link"),
+        (["--key", identity(99).public], 1, "BROKEN "),
+        (["--head", "3:" + "0" * 64], 1, "BROKEN ledger entry 3: "),
+    ],
+)
+def test_what_the_auditor_knows_is_compared(
+    recorded: Path, capsys: pytest.CaptureFixture[str], more: list[str], status: int, last: str
+) -> None:
+    assert main(["audit", str(recorded), *QUICK, *more]) == status
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+
+
+def test_a_run_that_has_not_ended_is_refused_unless_that_is_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["ledger", str(run), "--out", str(run / "whole.jsonl")])
+    cut = (run / "whole.jsonl").read_text().splitlines(keepends=True)[:-1]
+    (run / "cut.jsonl").write_text("".join(cut))
+    asked = ["audit", str(run), *QUICK, "--ledger", str(run / "cut.jsonl")]
+    assert main(asked) == 1 and "BROKEN ledger entry" in capsys.readouterr().out
+    assert main([*asked, "--unsealed"]) == 0 and "not sealed, not compared" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_run_fails_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path)]) == 1
+    assert str(tmp_path) in "".join(capsys.readouterr())
+
+
+def test_a_negative_number_of_steps_is_wrong_usage(recorded: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(recorded), "--rerun", "-1"])
+    assert ended.value.code == 2
+
+
+def test_the_ledger_is_shown_by_kind_and_position(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(recorded), "--kind", "trained"]) == 0
+    shown, said = capsys.readouterr()
+    lines = [json.loads(line) for line in shown.splitlines()]
+    assert [line["body"]["step"] for line in lines] == [0, 1, 2]
+    assert f"signed by {COORDINATOR.public}; head " in said
+    assert main(["ledger", str(recorded), "--kind", "trained", "--after", str(lines[0]["seq"])]) == 0
+    assert [json.loads(line)["body"]["step"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
+
+
+def test_an_export_is_the_whole_chain(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(recorded), "--out", str(tmp_path / "ledger.jsonl")]) == 0
+    printed, said = capsys.readouterr()
+    entries = list(read_export(tmp_path / "ledger.jsonl"))
+    assert printed == "" and said.startswith(f"{len(entries)} entries, ")
+    assert f"head {entries[-1].seq}:{entries[-1].digest}" in said
+
+
+def test_a_changed_entry_is_named_by_both_commands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = change_an_entry(run)
+    assert main(["audit", str(run), *QUICK]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(link)
+    assert main(["ledger", str(run)]) == 1
+    assert "ledger entry 5" in capsys.readouterr().err

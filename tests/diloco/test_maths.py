@@ -1,0 +1,177 @@
+"""The formulas of DiLoCo against plain training, data-parallel training and torch's own optimizer."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.diloco.codec import KINDS, CodecError, ErrorFeedback, Kind, decode, encode, most_bytes
+from shoal.diloco.fragments import Fragments, digest
+from shoal.diloco.judge import refused
+from shoal.diloco.outer import mix, outer_step, pseudo_gradient
+
+ROUNDING = {"fp64": 0.0, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # relative, of a float
+
+
+def numbers(count: int, seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def gradient(weights: Tensor, seed: int) -> Tensor:
+    """Of a least-squares problem on 16 rows of its own."""
+    rows, wanted = numbers(16 * len(weights), seed).view(16, -1), numbers(16, seed + 1000)
+    return rows.T @ (rows @ weights - wanted) / 16
+
+
+def adam_step(weights: Tensor, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    weights.grad = gradient(weights.detach(), seed)
+    optimizer.step()
+
+
+def test_one_site_with_h_1_and_no_momentum_is_plain_training_bit_for_bit() -> None:
+    plain, local = numbers(400, 0).requires_grad_(), numbers(400, 0).requires_grad_()
+    agreed, velocity = local.detach().clone(), torch.zeros(400)
+    optimizers = [torch.optim.AdamW([each], lr=0.05, weight_decay=0.1) for each in (plain, local)]
+    for seed in range(30):
+        adam_step(plain, optimizers[0], seed)
+        adam_step(local, optimizers[1], seed)
+        sent = decode(encode(pseudo_gradient(agreed, local.detach()), "fp64"), "fp64", 400)
+        agreed, velocity = outer_step(agreed, velocity, sent, lr=1.0, momentum=0.0)
+        local.data = agreed.clone()
+    assert torch.equal(plain, agreed)
+
+
+@pytest.mark.parametrize("sites", [2, 3, 8])
+def test_several_sites_with_h_1_and_sgd_are_data_parallel_within_rounding(sites: int) -> None:
+    dense, agreed, velocity = numbers(50, 0), numbers(50, 0), torch.zeros(50)
+    for step in range(20):
+        seeds = [sites * step + site for site in range(sites)]
+        dense = dense - 0.05 * torch.stack([gradient(dense, seed) for seed in seeds]).mean(0)
+        sent = [pseudo_gradient(agreed, agreed - 0.05 * gradient(agreed, seed)) for seed in seeds]
+        agreed, velocity = outer_step(agreed, velocity, torch.stack(sent).mean(0), lr=1.0, momentum=0.0)
+    # Each of 20 steps rounds a few times by 2^-24 of numbers below 4; the problem's map contracts.
+    assert (dense - agreed).abs().max() < 20 * 4 * 4 * 2.0**-24
+
+
+def test_the_outer_step_is_torchs_nesterov_sgd() -> None:
+    weights = numbers(100, 0).double().requires_grad_()
+    optimizer = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True)
+    agreed, velocity = numbers(100, 0), torch.zeros(100)
+    for seed in range(10):
+        weights.grad = numbers(100, seed + 1, 0.01).double()
+        optimizer.step()
+        agreed, velocity = outer_step(agreed, velocity, weights.grad, lr=0.7, momentum=0.9)
+    assert torch.allclose(agreed.double(), weights, atol=1e-5, rtol=0)
+
+
+def test_a_delayed_result_is_mixed_with_what_the_site_did_meanwhile() -> None:
+    local, agreed = torch.tensor([2.0, 4.0]), torch.tensor([0.0, 8.0])
+    assert mix(local, agreed, 0.5).tolist() == [1.0, 6.0]
+    assert mix(local, agreed, 0.0).tolist() == [0.0, 8.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 511, 1025])
+def test_what_is_decoded_is_within_half_a_unit_of_what_was_encoded(kind: Kind, count: int) -> None:
+    values = numbers(count, 1, 1e-3)
+    data = encode(values, kind)
+    found = decode(data, kind, count)
+    assert len(data) <= most_bytes(kind, count)
+    if kind in ROUNDING:
+        assert ((found - values).abs() <= values.abs() * ROUNDING[kind] + 2.0**-25).all()
+    else:
+        block, largest = (1024, 127) if kind == "int8" else (512, 7)
+        for at in range(0, count, block):
+            unit = values[at : at + block].abs().max() / largest
+            assert ((found - values)[at : at + block].abs() <= unit * 0.5001).all()
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
+    for kind in KINDS:
+        assert decode(encode(torch.zeros(7), kind), kind, 7).tolist() == [0.0] * 7
+        for bad in (float("nan"), float("inf")):
+            assert not decode(encode(torch.tensor([1.0, bad]), kind), kind, 2).isfinite().all()
+
+
+def test_a_byte_holds_two_numbers_of_four_bits() -> None:
+    assert len(encode(torch.zeros(1 << 16), "int4")) < (1 << 15) * 1.02 + 200
+    assert decode(encode(torch.tensor([7.0, -7.0, 3.0]), "int4"), "int4", 3).tolist() == [7.0, -7.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "int4"])
+def test_with_error_feedback_what_was_decoded_adds_up_to_what_was_meant(kind: Kind) -> None:
+    feedback = ErrorFeedback(torch.zeros(2000))
+    meant, arrived, without = (torch.zeros(2000, dtype=torch.float64) for _ in range(3))
+    for seed in range(50):
+        values = numbers(2000, seed, 1e-3) + 2e-5  # a drift that 4 bits cannot show at once
+        meant += values.double()
+        arrived += decode(feedback.encode(values, kind), kind, 2000).double()
+        without += decode(encode(values, kind), kind, 2000).double()
+    assert (meant - arrived - feedback.left.double()).abs().max() < 1e-8  # what is missing is what is left
+    assert (meant - arrived).abs().max() < 1e-3  # and that stays as small as one rounding
+    assert (meant - arrived).norm() < 0.5 * (meant - without).norm()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not a safetensors"),
+        (b"\xff" * 100, "not a safetensors"),
+        (encode(torch.zeros(9), "fp16"), "expected 8 numbers"),
+        (encode(torch.zeros(8), "fp32"), "as fp16"),
+        (encode(torch.zeros(8), "int8"), "as fp16"),
+    ],
+)
+def test_other_bytes_are_refused(data: bytes, words: str) -> None:
+    with pytest.raises(CodecError, match=words):
+        decode(data, "fp16", 8)
+
+
+SHAPES = {f"model.layers.{layer}.{name}": (4, 3) for layer in range(5) for name in ("q", "mlp.up")} | {
+    "embed": (50, 2),
+    "norm": (3,),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_parameter_is_in_one_fragment_and_comes_back(count: int) -> None:
+    fragments = Fragments(SHAPES, count)
+    assert sorted(name for names in fragments.names for name in names) == sorted(SHAPES)
+    tensors = {
+        name: numbers(shape[0] * (shape + (1,))[1], i).view(shape) for i, (name, shape) in enumerate(SHAPES.items())
+    }
+    copies = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for number in range(count):
+        values = fragments.gather(tensors, number)
+        assert len(values) == fragments.sizes[number]
+        fragments.scatter_(copies, number, values)
+    assert all(torch.equal(copies[name], tensors[name]) for name in SHAPES)
+
+
+def test_fragments_do_not_depend_on_the_order_of_names() -> None:
+    turned = Fragments(dict(reversed(SHAPES.items())), 2)
+    assert turned.names == Fragments(SHAPES, 2).names
+
+
+def test_layers_are_dealt_in_turn() -> None:
+    layers = [{name.split(".")[2] for name in names if "layers" in name} for names in Fragments(SHAPES, 2).names]
+    assert layers == [{"0", "2", "4"}, {"1", "3"}]
+
+
+def test_digests_are_of_bits() -> None:
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    assert digest(torch.ones(3)) == digest(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("norms", "past", "named"),
+    [
+        ({"a": 1.0, "b": 1.2, "c": 30.0}, [], {"c"}),
+        ({"a": 1.0, "b": float("nan")}, [], {"b"}),
+        ({"a": 1.0, "b": 30.0}, [], set()),  # of two, nobody knows which is wrong
+        ({"a": 1.0, "b": 30.0}, [1.0, 1.1], {"b"}),
+        ({"a": 1.0, "b": 1e-9, "c": 1e-9}, [1.0], set()),  # two tiny ones make no outlier of an honest one
+        ({"a": float("inf")}, [], {"a"}),
+    ],
+)
+def test_a_broken_vector_is_left_out_and_named(norms: dict[str, float], past: list[float], named: set[str]) -> None:
+    assert set(refused(norms, past, 10.0)) == named

@@ -1,0 +1,353 @@
+"""Sites and their meeting in one process: rounds, members who come and go, restarts at every moment."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.diloco import meeting as meeting_module
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.codec import KINDS, Kind, encode
+from shoal.diloco.fragments import Fragments
+from shoal.diloco.meeting import Direct, Meeting
+from shoal.diloco.messages import BadOfferError, ClosedError, ForgottenError, Greeting, MeetingError, Terms
+from shoal.diloco.site import DifferentError, SilenceError, Site, meet
+from shoal.files import write_file
+
+SHAPES = {"model.layers.0.w": (20, 5), "model.layers.1.w": (20, 5), "embed": (30, 4)}
+ABOUT = {"model": "abc", "sites.inner_steps": "50"}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def start() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(*shape, generator=draw) for name, shape in SHAPES.items()}
+
+
+def terms(**changed: object) -> Terms:
+    fragments = Fragments(SHAPES, int(str(changed.pop("fragments", 1))))
+    return replace(Terms(fragments, rounds=100, wait_s=10.0), **changed)  # type: ignore[arg-type]
+
+
+class Trainee:
+    """A site whose training is random numbers of its own."""
+
+    def __init__(self, name: str, meeting: Meeting) -> None:
+        self.name, self.terms = name, meeting.terms
+        self.tensors = start()
+        self.site = Site(name, self.terms, Agreed.of(self.tensors, self.terms.fragments))
+        self.reach(meeting)
+
+    def reach(self, meeting: Meeting) -> None:
+        self.exchange = Direct(meeting, self.name)
+
+    def join(self, about: dict[str, str] = ABOUT) -> None:
+        greeting = Greeting(about=about, round=self.site.round, digests=self.site.agreed.digests)
+        if not self.exchange.join(greeting).same:
+            self.heal("joins")
+
+    def heal(self, why: str) -> None:
+        self.site.adopt(self.tensors, *self.exchange.state(why))
+
+    def train(self) -> None:
+        draw = torch.Generator().manual_seed(hash((len(self.name), ord(self.name[-1]), self.site.round)) % 2**31)
+        for tensor in self.tensors.values():
+            tensor += torch.randn(tensor.shape, generator=draw) * 0.01
+
+    def offer(self) -> None:
+        self.train()
+        self.sent = self.site.offer(self.tensors)
+        self.exchange.offer(self.site.round, *self.sent)
+
+    def finish(self) -> None:
+        found = self.exchange.outcome(self.site.round)
+        assert isinstance(found, tuple)
+        self.site.apply(self.tensors, *found)
+
+
+def found(folder: Path, terms: Terms, clock: Callable[[], float] | None = None) -> Meeting:
+    return Meeting(folder, terms, ABOUT, "run", lambda: Agreed.of(start(), terms.fragments), clock or Clock())
+
+
+def together(meeting: Meeting, names: str) -> list[Trainee]:
+    trainees = [Trainee(name, meeting) for name in names]
+    for each in trainees:
+        each.join()
+    return trainees
+
+
+def rounds(trainees: list[Trainee], count: int) -> None:
+    for _ in range(count):
+        for each in trainees:
+            each.offer()
+        for each in trainees:
+            each.finish()
+
+
+def digests(trainees: list[Trainee]) -> set[str]:
+    return {digest for each in trainees for digest in ["".join(each.site.agreed.digests)]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_after_every_round_all_sites_hold_the_same_bits(kind: Kind, fragments: int, tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(kind=kind, sites=3, fragments=fragments))
+    trainees = together(meeting, "abc")
+    for _ in range(4):
+        rounds(trainees, 1)
+        assert digests(trainees) == {"".join(meeting.agreed.digests)}
+    assert meeting.round == 4
+
+
+def test_a_round_moves_by_the_average(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(kind="fp64", sites=2, lr=1.0, momentum=0.0))
+    trainees = together(meeting, "ab")
+    for each in trainees:
+        each.offer()
+    ends = [{name: tensor.clone() for name, tensor in each.tensors.items()} for each in trainees]
+    for each in trainees:
+        each.finish()
+    for name in SHAPES:
+        assert torch.allclose(trainees[0].tensors[name], (ends[0][name] + ends[1][name]) / 2, atol=1e-6, rtol=0)
+
+
+def test_the_order_of_arrival_changes_no_bit(tmp_path: Path) -> None:
+    results = []
+    for number, order in enumerate(("abc", "cab")):
+        trainees = together(found(tmp_path / str(number), terms(sites=3)), "abc")
+        rounds(sorted(trainees, key=lambda each: order.index(each.name)), 3)
+        results.append(digests(trainees))
+    assert results[0] == results[1]
+
+
+def test_a_dead_site_costs_one_wait_and_is_named_and_a_late_one_is_healed(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=3), clock)
+    a, b, c = together(meeting, "abc")
+    rounds([a, b, c], 1)
+    a.offer()
+    b.offer()
+    assert a.exchange.outcome(1) == ["c"]
+    clock.now_s += 10.0
+    a.finish()
+    b.finish()
+    assert meeting.outcomes[1].missing == ["c"]
+    rounds([a, b], 1)  # at once: nobody waits for c
+    assert meeting.outcomes[2].missing == []
+    with pytest.raises(ClosedError, match="round 1 is over; round 3 is open"):
+        c.offer()
+    c.heal("its round was over")
+    c.join()
+    rounds([a, b], 1)
+    c.heal("its round was over")
+    rounds([a, b, c], 1)
+    assert digests([a, b, c]) == {"".join(meeting.agreed.digests)}
+    assert meeting.outcomes[4].kept == ["a", "b", "c"]
+
+
+def test_the_first_round_waits_for_all_sites_of_the_run(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=2), clock)
+    (a,) = together(meeting, "a")
+    a.offer()
+    assert meeting.round == 0
+    (b,) = together(meeting, "b")
+    b.offer()
+    assert meeting.round == 1
+
+
+def test_without_a_quorum_a_round_stays_open_and_says_for_whom(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=2, quorum=2), clock)
+    a, b = together(meeting, "ab")
+    a.offer()
+    clock.now_s += 1000
+    assert not meeting.due()
+    with pytest.raises(SilenceError, match="waited 0 s for b: start more sites"):
+        meet(a.exchange, 0, *a.sent, give_up_s=0.0)
+
+
+def test_a_site_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2))
+    a, b = together(meeting, "ab")
+    rounds([a, b], 1)
+    b.exchange.leave()
+    rounds([a], 1)
+    assert meeting.outcomes[1].missing == []
+
+
+def test_a_newcomer_starts_from_the_state_and_is_awaited_from_the_next_round(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=1))
+    (a,) = together(meeting, "a")
+    rounds([a], 2)
+    (b,) = together(meeting, "b")
+    assert b.site.round == 2 and b.site.agreed.digests == a.site.agreed.digests
+    rounds([a], 1)
+    assert meeting.outcomes[2].missing == []
+    a.offer()
+    assert meeting.waiting_for() == ["b"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
+def test_a_broken_site_is_left_out_and_named_and_the_others_go_on(bad: float, tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=3, kind="bf16"))
+    a, b, c = together(meeting, "abc")
+    rounds([a, b, c], 1)
+    c.tensors["embed"][0, 0] = bad
+    rounds([a, b, c], 1)
+    assert set(meeting.outcomes[1].left_out) == {"c"} and meeting.outcomes[1].kept == ["a", "b"]
+    assert digests([a, b, c]) == {"".join(meeting.agreed.digests)}
+    assert all(tensor.isfinite().all() for tensor in c.tensors.values())
+    rounds([a, b, c], 1)
+    assert meeting.outcomes[2].kept == ["a", "b", "c"]
+
+
+def test_if_all_are_broken_nothing_moves(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=1))
+    (a,) = together(meeting, "a")
+    before = list(a.site.agreed.digests)
+    a.tensors["embed"][0, 0] = float("nan")
+    rounds([a], 1)
+    assert meeting.outcomes[0].kept == [] and a.site.agreed.digests == before
+    rounds([a], 1)
+    assert meeting.outcomes[1].kept == ["a"]
+
+
+def test_a_site_with_other_bits_is_refused_and_healed(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2))
+    a, b = together(meeting, "ab")
+    rounds([a, b], 1)
+    b.site.agreed.parameters[0][3] += 1e-3  # a bit that flipped in memory
+    for each in (a, b):
+        each.offer()
+    a.finish()
+    with pytest.raises(DifferentError, match="differs from the others' after round 1"):
+        b.finish()
+    b.heal("differs after round 1")
+    assert meeting.healed == {"b": "differs after round 1"}
+    rounds([a, b], 1)
+    assert digests([a, b]) == {"".join(meeting.agreed.digests)}
+    b.site.agreed.digests = ["0" * 64]
+    with pytest.raises(ClosedError, match="the parameters of b differ"):
+        b.offer()
+
+
+WRITES = 4  # of a round; the last one commits it
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_meeting_that_is_killed_at_any_write_goes_on_as_if_it_was_not(
+    after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: Path, die_at: int | None) -> tuple[str, int]:
+        meeting = found(folder, terms(sites=2, kind="int4", fragments=2))
+        trainees, writes = together(meeting, "ab"), 0
+
+        def write(path: Path, data: bytes) -> None:
+            nonlocal writes
+            writes += 1
+            if after or writes != die_at:
+                write_file(path, data)
+            if writes == die_at:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(meeting_module, "write_file", write)
+        while meeting.round < 2:
+            for each in trainees:
+                each.train()
+                each.sent = each.site.offer(each.tensors)
+            try:
+                for each in trainees:
+                    each.exchange.offer(each.site.round, *each.sent)
+            except KeyboardInterrupt:
+                committed = after and die_at is not None and die_at % WRITES == 0
+                meeting = found(folder, meeting.terms)
+                for each in trainees:
+                    each.reach(meeting)
+                for each in [] if committed else trainees:
+                    with pytest.raises(ForgottenError, match="offer it again"):
+                        each.exchange.outcome(each.site.round)
+                    each.exchange.offer(each.site.round, *each.sent)
+            for each in trainees:
+                each.finish()
+            assert digests(trainees) == {"".join(meeting.agreed.digests)}
+        return digests(trainees).pop(), writes
+
+    expected, writes = run(tmp_path / "whole", None)
+    assert writes == 2 * WRITES
+    for die_at in range(1, writes + 1):
+        assert run(tmp_path / str(die_at), die_at)[0] == expected, f"killed at write {die_at}"
+
+
+def test_an_outcome_that_was_not_fetched_yet_survives_a_restart(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2))
+    a, b = together(meeting, "ab")
+    a.offer()
+    b.offer()
+    a.finish()
+    meeting = found(tmp_path, meeting.terms)
+    b.reach(meeting)
+    b.finish()
+    assert digests([a, b]) == {"".join(meeting.agreed.digests)}
+    a.reach(meeting)
+    rounds([a, b], 2)
+    b.site.round = 0
+    with pytest.raises(ClosedError, match="not kept"):
+        b.exchange.outcome(0)
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        (ABOUT | {"model": "xyz"}, "b has another model: xyz, and the run has abc; give every site the same model"),
+        (ABOUT | {"tokenizer": "t"}, "another tokenizer: t, and the run has none"),
+        ({"model": "abc"}, "another sites.inner_steps: none"),
+    ],
+)
+def test_a_site_of_another_run_is_told_what_differs(about: dict[str, str], words: str, tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms())
+    with pytest.raises(MeetingError, match=words):
+        Trainee("b", meeting).join(about)
+    assert meeting.members == {}
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    found(tmp_path, terms())
+    with pytest.raises(MeetingError, match="another model"):
+        Meeting(tmp_path, terms(), ABOUT | {"model": "xyz"}, "run", lambda: Agreed([], []))
+
+
+def test_a_malformed_offer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms())
+    (a,) = together(meeting, "a")
+    for data in (b"", encode(torch.zeros(7), "fp16"), b"\x08" + bytes(7) + b"{}      "):
+        with pytest.raises(BadOfferError, match="the offer of a for round 0 is malformed"):
+            meeting.offer("a", 0, meeting.agreed.digests[0], data)
+    assert meeting.offers == {}
+    with pytest.raises(MeetingError, match="x has not joined"):
+        meeting.offer("x", 0, meeting.agreed.digests[0], b"")
+
+
+def test_every_share_is_given_once_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2))
+    a, b = together(meeting, "ab")
+    assert [a.exchange.take(), b.exchange.take(), a.exchange.take()] == [0, 1, 2]
+    meeting = found(tmp_path, meeting.terms)  # a restart gives no share twice
+    a.reach(meeting)
+    assert a.exchange.take() == 3
+    assert meeting.unfinished() == 0
+    meeting.leave("a")
+    assert meeting.unfinished() == 1  # unless it comes back with its place
+    meeting.join("a", Greeting(about=ABOUT, round=0, digests=[]))
+    assert meeting.unfinished() == 0
+    meeting.join("b", Greeting(about=ABOUT, round=None, digests=[]))  # its folder is gone
+    assert meeting.unfinished() == 1

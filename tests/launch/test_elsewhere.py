@@ -1,0 +1,55 @@
+"""A pool on three sites, by the commands of docs/elsewhere.md: TLS through a real nginx, NAT, and a clock that is off."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import sites
+
+
+def test_the_page_has_commands_for_every_site() -> None:
+    found = sites.commands(sites.PAGE.read_text())
+    assert {site for site, _ in found} == {"trusted", "relays", "home"}
+    started = [
+        command.split()[1] for _, command in found if sites.SERVES.match(command) and command.startswith("shoal")
+    ]
+    assert sorted(set(started)) == sorted(
+        ["coordinator", "learner", "origin", "relay", "validator", "worker", "evaluator"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * sites.DEADLINE_S)
+def test_a_pool_across_sites_trains_and_a_wrong_clock_is_told_not_suffered(tmp_path: Path) -> None:
+    if why := sites.missing():
+        pytest.skip(why)
+    done = subprocess.run([sys.executable, sites.__file__, str(tmp_path)], capture_output=True, text=True, check=False)
+    logs = {log.stem: log.read_text(errors="replace") for log in tmp_path.glob("*.log")}
+    assert done.returncode == 0, done.stderr[-2000:] + "".join(
+        f"\n{name}: {text[-500:]}" for name, text in logs.items()
+    )
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result["ended"].values()) == {0}, result
+    assert result["listening_at_home"] == "", "a worker opens no port"
+    assert result["inbound"] == {"trusted to home": False, "relays to home": False}, "and nobody reaches it"
+    assert result["audit"] == "the audit found no broken link"
+    assert "clock is 300 s ahead of the coordinator's" in logs["worker-1"]
+    assert "clock is" not in logs["worker-0"]
+    with sqlite3.connect(tmp_path / "trusted" / "pool" / "pool.sqlite") as pool:
+        assert pool.execute("SELECT url FROM nodes WHERE role = 'relay'").fetchall() == [("https://198.51.100.20",)]
+        rejected = pool.execute("SELECT reason FROM submissions WHERE state = 'rejected'").fetchall()
+        workers = pool.execute(
+            "SELECT name, state, suspensions FROM nodes WHERE role = 'worker' ORDER BY name"
+        ).fetchall()
+        accepted = dict(
+            pool.execute(
+                "SELECT name, count(*) FROM submissions JOIN nodes ON key = worker"
+                " WHERE submissions.state = 'accepted' GROUP BY name"
+            )
+        )
+    assert rejected == [] and workers == [("worker-0", "active", 0), ("worker-1", "active", 0)]
+    assert accepted.get("worker-0", 0) > 0 and accepted.get("worker-1", 0) > 0

@@ -1,0 +1,140 @@
+"""Text from files of every format, and tokens that can be taken up anywhere."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from shoal.pretrain.stream import Place, Stream, heldout
+from shoal.pretrain.text import PIECE_BYTES, Corpus, EndError, TextError
+from tests.conftest import tiny_tokenizer
+
+TEXTS = [f"{i}:" + "ab" * (i % 5) for i in range(11)]
+
+
+def write(folder: Path, name: str, texts: list[str] = TEXTS) -> Path:
+    path = folder / name
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=3)
+        return path
+    lines = "".join(json.dumps({"text": text, "url": "x"}) + "\n\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    return path
+
+
+def texts(corpus: Corpus) -> list[str]:
+    found: list[str] = []
+    while True:
+        try:
+            found.append(corpus.document(len(found)).text)
+        except EndError as end:
+            assert end.count == len(found)
+            return found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "c4-train.00000.json.gz", "a.parquet"])
+def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> None:
+    corpus = Corpus(str(write(tmp_path, name)))
+    assert texts(corpus) == TEXTS
+    assert [corpus.document(number).text for number in (7, 8, 2)] == [TEXTS[7], TEXTS[8], TEXTS[2]]
+
+
+def test_files_follow_each_other_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write(tmp_path, "b.jsonl", ["three"])
+    write(tmp_path, "a.parquet", ["one", "two"])
+    assert texts(Corpus(f"{tmp_path}/*")) == ["one", "two", "three"]
+
+
+def test_pieces_of_a_text_file_are_the_file(tmp_path: Path) -> None:
+    content = "".join(f"line {i} ünï\r\n" for i in range(5000)) + "no end"
+    path = tmp_path / "a.txt"
+    path.write_bytes(content.encode())
+    corpus = Corpus(str(path))
+    pieces = [corpus.document(number) for number in range(len(texts(corpus)))]
+    assert "".join(piece.text for piece in pieces) == content
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert max(len(piece.text) for piece in pieces) < PIECE_BYTES + 100
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl:2: it has no text in the field 'text'"),
+        ("a.jsonl.gz", b"not gzip", "not a whole gzip file"),
+        ("a.parquet", b"no parquet", "not a readable Parquet file"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.csv", b"", "ends in none of"),
+    ],
+)
+def test_a_faulty_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=words):
+        texts(Corpus(str(tmp_path / name)))
+
+
+def test_no_file_is_an_error_with_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="no file matches"):
+        Corpus(f"{tmp_path}/*.jsonl")
+    with pytest.raises(TextError, match=r"pretrain\.data is empty"):
+        Corpus("")
+
+
+def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:
+    one = Corpus(str(write(tmp_path, "a.jsonl"))).fingerprint()
+    assert Corpus(str(write(tmp_path, "b.jsonl"))).fingerprint() == one
+    assert Corpus(str(write(tmp_path, "c.jsonl", TEXTS[1:]))).fingerprint() != one
+
+
+def stream(folder: Path, **changed: Any) -> Stream:
+    return Stream(Corpus(str(write(folder, "a.jsonl"))), tiny_tokenizer(), **({"first": 2, "share": 4} | changed))
+
+
+def test_tokens_are_the_documents_end_to_end_and_every_epoch_has_all_of_them(tmp_path: Path) -> None:
+    wanted = tiny_tokenizer()("<eos>".join([*TEXTS[2:], ""]))["input_ids"]
+    opened = stream(tmp_path)
+    assert opened.sequences(1, len(wanted)).flatten().tolist() == wanted
+    assert opened.sequences(1, 2 * len(wanted)).flatten().tolist() == 2 * wanted
+    assert opened.epoch() == 2
+
+
+@pytest.mark.parametrize("before", [1, 7, 40, 130])
+def test_a_stream_goes_on_at_any_token(before: int, tmp_path: Path) -> None:
+    whole = stream(tmp_path).sequences(1, before + 60).flatten().tolist()
+    first = stream(tmp_path)
+    first.sequences(1, before)
+    again = stream(tmp_path)
+    assert first.place is not None
+    again.move(Place(**json.loads(json.dumps(first.place.to_json()))))
+    assert again.sequences(1, 60).flatten().tolist() == whole[before:]
+
+
+def test_sites_that_share_the_numbers_read_every_document_once(tmp_path: Path) -> None:
+    given = iter(range(100))
+    sites = [stream(tmp_path, first=3, share=2, take=lambda: next(given)) for _ in range(3)]
+    tokenizer, read = tiny_tokenizer(), [""] * 3
+    for _ in range(100):
+        for number in (0, 1, 1, 2):
+            place = sites[number].place
+            if place is not None and place.share >= 4:  # the second epoch
+                continue
+            read[number] += tokenizer.decode(sites[number].sequences(1, 1).flatten())
+    found = [text for part in read for text in part.split("<eos>") if text]
+    assert sorted(found) == sorted(TEXTS[3:])
+
+
+def test_held_out_documents_are_whole_sequences(tmp_path: Path) -> None:
+    corpus = Corpus(str(write(tmp_path, "a.jsonl")))
+    assert heldout(corpus, tiny_tokenizer(), 2, 3).tolist() == [
+        tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"][:3]
+    ] + [tiny_tokenizer()("0:<eos>1:ab<eos>")["input_ids"][3:6]]
+    with pytest.raises(TextError, match="there are 11 documents"):
+        heldout(corpus, tiny_tokenizer(), 12, 3)
+    with pytest.raises(TextError, match=r"raise pretrain\.heldout"):
+        heldout(corpus, tiny_tokenizer(), 1, 100)
+    with pytest.raises(TextError, match="none is left to train on"):
+        stream(tmp_path, first=11).sequences(1, 1)

@@ -1,0 +1,151 @@
+"""Pretraining alone: it learns, it resumes bit for bit, and the learning rate is what it says."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.cli.main import DONE, FAILED, USAGE, main
+from shoal.config.sites import PretrainSection
+from shoal.model.load import load_model
+from shoal.pretrain.trainer import rate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class StopAfter:
+    """Set once it was asked so many times, which is once a step."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(steps: int) -> None:
+        monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: StopAfter(steps))
+
+    install(10**9)
+    return install
+
+
+@pytest.fixture
+def config(tiny_folder: Path, tmp_path: Path) -> str:
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{i} + {i} = {2 * i}. " * 5}) + "\n" for i in range(60)))
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n[pretrain]\ndata = {json.dumps(str(data))}\n"
+        "steps = 8\nbatch = 4\nmicro_batch = 3\ntokens = 32\nlr = 3e-3\nwarmup_steps = 2\nheldout = 4\neval_every = 4\n"
+        "checkpoint_every = 3\nshare = 5\n"
+    )
+    return str(path)
+
+
+def train(config: str, out: Path, *overrides: str) -> int:
+    return main(["pretrain", config, "--out", str(out), *(word for each in overrides for word in ("--set", each))])
+
+
+def newest(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(max((out / "checkpoints").glob("step-*.safetensors")))
+
+
+def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
+    config: str, tmp_path: Path, stop_after: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config, tmp_path / "whole") == DONE
+    assert capsys.readouterr().out == f"{tmp_path / 'whole' / 'model'}\n"
+    load_model(tmp_path / "whole" / "model")
+    for steps in (5, 1, 10**9):
+        stop_after(steps)
+        assert train(config, tmp_path / "parts") == (FAILED if steps < 10 else DONE)
+    whole, parts = newest(tmp_path / "whole"), newest(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    lines = [(tmp_path / part / "metrics.jsonl").read_text().splitlines() for part in ("whole", "parts")]
+    losses = [[each["loss"] for line in part if "loss" in (each := json.loads(line))] for part in lines]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_after_a_kill_it_goes_on_from_the_newest_whole_checkpoint(
+    config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.pretrain.trainer import Pretraining
+
+    assert train(config, tmp_path / "whole") == DONE
+    monkeypatch.setattr(Pretraining, "finish", lambda self: None)  # as kill -9 leaves it
+    stop_after(5)
+    assert train(config, tmp_path / "killed") == FAILED
+    monkeypatch.undo()
+    (tmp_path / "killed" / "checkpoints" / ".step-00000006.safetensors.tmp").write_bytes(b"half")
+    monkeypatch.setattr("shoal.launch.process.begin", lambda name, *, threads: threading.Event())
+    assert train(config, tmp_path / "killed") == DONE
+    whole, killed = newest(tmp_path / "whole"), newest(tmp_path / "killed")
+    assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
+
+
+def test_a_step_does_not_depend_on_micro_batches_but_for_rounding(config: str, tmp_path: Path, stop_after: Any) -> None:
+    for name, size in (("one", 4), ("four", 1)):
+        assert train(config, tmp_path / name, f"pretrain.micro_batch={size}", "pretrain.steps=2") == DONE
+    one, four = newest(tmp_path / "one"), newest(tmp_path / "four")
+    assert all(torch.allclose(one[name], four[name], atol=1e-3) for name in one if name.startswith("exp_avg."))
+
+
+def test_the_rate_warms_up_and_follows_a_cosine() -> None:
+    settings = PretrainSection(lr=1.0, final_lr=0.1, warmup_steps=10, steps=110)
+    assert [rate(step, settings) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
+    assert rate(60, settings) == pytest.approx(0.55)
+    assert rate(110, settings) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "status", "words"),
+    [
+        ("pretrain.data=nowhere.jsonl", FAILED, "no file matches 'nowhere.jsonl'"),
+        ("pretrain.stepz=3", USAGE, "did you mean 'pretrain.steps'?"),
+        ("pretrain.lr=inf", USAGE, "pretrain.lr"),
+        ("pretrain.lr=1e30", FAILED, "lower pretrain.lr"),
+        ("model.device=cuda", USAGE, 'set model.device = "cpu"'),
+    ],
+)
+def test_a_failure_is_one_line(
+    config: str,
+    tmp_path: Path,
+    stop_after: Any,
+    override: str,
+    status: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(config, tmp_path / "out", override) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("shoal pretrain: ") and words in last
+
+
+def test_a_folder_of_another_run_is_refused(
+    config: str, tmp_path: Path, stop_after: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_after(1)
+    assert train(config, tmp_path / "out") == FAILED
+    assert train(config, tmp_path / "out", "pretrain.lr=1e-3") == USAGE
+    assert "holds a run with pretrain.lr = 0.003, not 0.001" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(
+    config: str, tmp_path: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("shoal.pretrain.checkpoint.write_file", full)
+    assert train(config, tmp_path / "out") == FAILED
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
