@@ -23,7 +23,7 @@ STAMP := $(VENV)/.setup-$(TORCH)
 .DEFAULT_GOAL := help
 AXE_VERSION := 4.10.3
 WEB := src/shoal/web
-.PHONY: help setup sandbox servers browser vendor run test test-slow lint lint-format lint-rules lint-types format bench clean
+.PHONY: help setup sandbox servers browser vendor run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
@@ -55,6 +55,9 @@ run: $(STAMP)  ## train a small model with every role on this machine; ARGS="...
 
 test: $(STAMP)  ## run the tests, except slow ones; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+mutants: $(STAMP)  ## apply deliberate faults one by one and name those that no test catches (takes half an hour); ARGS="--only NAME"
+	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 test-slow: $(STAMP)  ## run the slow tests (each takes minutes)
 	$(BIN)/python -m pytest -m slow $(ARGS)

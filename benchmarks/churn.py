@@ -1,11 +1,12 @@
 """Churn: every 20 s something happens to a random process of a whole run. Nothing that was accepted may be lost.
 
-    python benchmarks/churn.py --minutes 15 --steps 300 --out benchmarks/results/churn.json
+    python benchmarks/churn.py --minutes 15 --out benchmarks/results/churn.json
 
 8 workers, 2 validators, 2 relays, a learner, an origin, a coordinator and an evaluator with the tiny model, each in a
 network namespace of its own (churning/network.py), started and started again as `shoal run` does it. From the first
-trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (churning/faults.py). Faults
-end after `--minutes`; then the run trains its remaining steps in peace. Then churning/verdict.py says what is wrong.
+trained step on, every 20 s a process of a random role is killed, frozen, cut off or slowed (churning/faults.py), for
+`--minutes`. Then the run is stopped as with Ctrl-C, and resumed to train 8 steps more, which ends it. Then
+churning/verdict.py says what is wrong.
 
 Needs root on Linux and iproute2. Writes the result with every fault, every state that is not `active` as it was seen,
 restarts, and the machine. Exit status 0: the run completed, the audit passed, nothing accepted was lost, nobody was
@@ -14,6 +15,8 @@ penalised.
 
 import argparse
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -25,14 +28,18 @@ from churning.network import INSIDE, SUBNET, Network, enter, missing
 from churning.verdict import figures, judge
 
 from shoal import config as config_module
+from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.launch import members
 from shoal.launch.children import Child, Children
+from shoal.launch.folder import stopped_run
 from shoal.launch.swarm import Swarm
 
 HERE = Path(__file__).parent
 PORT = 8700
 SPARED = ("evaluator",)
+PEACE_S, MORE_STEPS = 20.0, 8
+STOPPED = 130  # exit status of a run that was stopped
 
 
 class InNamespaces(Children):
@@ -45,18 +52,22 @@ class InNamespaces(Children):
         return super().start(name, ["--namespace", name, module, *command, *more], "churning.node")
 
 
-class Churned(Swarm):
-    """`shoal run` in that network, with something that happens to its processes."""
+class Apart(Swarm):
+    """`shoal run`, with each process in its own namespace."""
 
-    def __init__(self, settings: argparse.Namespace) -> None:
-        self.settings = settings
-        chosen = [*CHOSEN, f"run.steps={settings.steps}", f"workers.count={settings.workers}", *settings.set]
-        config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
-        names = ["coordinator", *(member.name for member in members.members(config))]
-        self.network = Network(names)
-        super().__init__(config, "churn", settings.run)
+    def __init__(self, config: Config, run: str, out: Path, network: Network, address: str = "") -> None:
+        super().__init__(config, run, out, address)
         self.children = InNamespaces(self.out / "logs", config.run.max_restarts, config.model.device)
-        self.children.network = self.network
+        self.children.network = network
+        self.network = network
+
+
+class Churned(Apart):
+    """The same, with something that happens to its processes, until it is told to stop."""
+
+    def __init__(self, config: Config, settings: argparse.Namespace, network: Network) -> None:
+        super().__init__(config, "churn", settings.run, network)
+        self.settings = settings
         self.faults: list[Fault] = []
         self.states: list[dict[str, Any]] = []
         self.churned_s = 0.0
@@ -83,14 +94,26 @@ class Churned(Swarm):
                 self._note_states(begun_s)
             if over.is_set() or time.monotonic() - begun_s >= 60 * self.settings.minutes:
                 break
-            if fault.name in busy and busy[fault.name].is_alive():
-                continue
+            while fault.name in busy and busy[fault.name].is_alive() and not over.is_set():
+                busy[fault.name].join(0.2)  # one fault of a process at a time: this one waits for the last one's end
             self.faults.append(fault)
             self._say(f"churn: {fault.kind} {fault.name} for {fault.lasts_s} s")
             busy[fault.name] = in_background(fault, self._pid, self.network, lambda: time.monotonic() - begun_s)
         self.churned_s = time.monotonic() - begun_s
-        while not over.wait(0.2):
+        for fault in busy.values():
+            fault.join()
+        peace_s = time.monotonic() + PEACE_S
+        while time.monotonic() < peace_s and not over.wait(0.2):
             self._note_states(begun_s)
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would end it
+
+    def last_leg(self) -> Apart:
+        """The stopped run, resumed to train only a few steps more."""
+        name, address = stopped_run(self.out)
+        steps = len((self.out / "metrics.jsonl").read_text().splitlines()) + MORE_STEPS
+        config = config_module.load(self.out / "config.toml", [f"run.steps={steps}"])
+        return Apart(config, name, self.out, self.network, address)
 
     def _pid(self, name: str) -> int | None:
         for child in self.children.all:
@@ -109,6 +132,7 @@ class Churned(Swarm):
 
 
 CHOSEN = [
+    "run.steps=100000",
     "run.max_restarts=1000",
     "run.threads=1",
     "validator.count=2",
@@ -123,7 +147,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15, help="of faults")
     parser.add_argument("--every", type=float, default=20, metavar="S", help="between two faults")
-    parser.add_argument("--steps", type=int, default=300, help="of the run; it should last longer than the faults")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--run", type=Path, default=Path("runs/churn"), help="folder of the run; must not exist")
@@ -135,13 +158,17 @@ def main() -> int:
         sys.stderr.write(f"churn: {why}\n")
         return 2
     enter()
-    swarm = Churned(arguments)
-    failed = ""
+    chosen = [*CHOSEN, f"workers.count={arguments.workers}", *arguments.set]
+    config = config_module.load(HERE.parent / "configs" / "tiny.toml", chosen)
+    network = Network(["coordinator", *(member.name for member in members.members(config))])
+    swarm, failed, last = Churned(config, arguments, network), "", None
     try:
-        swarm.run()
+        if swarm.run() == STOPPED and swarm.churned_s:
+            last = swarm.last_leg()
+            last.run()
     except ShoalError as error:
         failed = str(error)
-    wrong = judge(swarm.out, arguments.steps) | ({"failed": [failed]} if failed else {})
+    wrong = judge(swarm.out, last.config.run.steps if last else 0) | ({"failed": [failed]} if failed else {})
     from machine import describe  # imports torch
 
     result = {

@@ -32,7 +32,7 @@ UPDATES = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=SMOLLM2)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = [measured(resolve(given.model), lr, given.dtype) for lr in (1e-6, 1e-5, 1e-4)]
@@ -64,10 +64,10 @@ def measured(folder: Path, lr: float, dtype: str) -> dict[str, float]:
 
 def groups(vocabulary: int) -> list[Group]:
     made = []
-    for number in range(4):
-        completions = [fixed_tokens(f"completion {number} {i}", 48, vocabulary) for i in range(4)]
-        prompt = fixed_tokens(f"prompt {number}", 64, vocabulary)
-        made.append(Group("s", 0, prompt, completions, [[-8.0] * 48] * 4, [0.0, 1.0, 0.0, 1.0]))
+    for number in range(2):
+        completions = [fixed_tokens(f"completion {number} {i}", 32, vocabulary) for i in range(4)]
+        prompt = fixed_tokens(f"prompt {number}", 32, vocabulary)
+        made.append(Group("s", 0, prompt, completions, [[-8.0] * 32] * 4, [0.0, 1.0, 0.0, 1.0]))
     return made
 
 

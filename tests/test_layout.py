@@ -24,7 +24,7 @@ ROOMS = {
     "store": ["errors", "files", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
-    "diloco": ["errors", "files"],
+    "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
@@ -50,6 +50,7 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
+    "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
@@ -58,9 +59,9 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "dashboard", "doctor", "engine", "errors", "evals", "launch",
-        "ledger", "model", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
-        "tracking", "validator", "view",
+        "audit", "config", "coordinator", "dashboard", "diloco", "doctor", "engine", "errors", "evals", "launch",
+        "ledger", "model", "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store",
+        "tasks", "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

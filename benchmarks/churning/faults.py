@@ -6,7 +6,7 @@
     slow      it runs 1/10 of the time, in slices of 20 ms
 
 Invariant: each pair of role and fault comes once before any comes twice; the order, the process and the length follow from
-the seed. A process has at most one fault at a time.
+the seed. A process has at most one fault at a time; the next one waits for its end.
 """
 
 import random
@@ -89,7 +89,7 @@ def suffer(fault: Fault, pid: Callable[[str], int | None], network: Network, now
 def in_background(
     fault: Fault, pid: Callable[[str], int | None], network: Network, now_s: Callable[[], float]
 ) -> threading.Thread:
-    thread = threading.Thread(target=suffer, args=(fault, pid, network, now_s), name=fault.name)
+    thread = threading.Thread(target=suffer, args=(fault, pid, network, now_s), name=fault.name, daemon=True)
     thread.start()
     return thread
 

@@ -3,9 +3,9 @@
 `incomplete`   the run has not trained and evaluated all of its steps
 `audit`        `shoal audit` found a broken link
 `lost`         a validator logged that it accepted a submission, or the ledger says so, and the pool does not have it; or one
-               of its useful groups was neither trained on, nor dropped as too old, nor left over at the end
-`penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted; or suspended for longer than
-               a fault was its own or another's
+               of its useful groups is in a batch that was not trained on
+`penalised`    an honest node was rejected for a hard reason, slashed, dismissed, evicted or suspended, or its credit was
+               forfeited
 
 Read from the coordinator's database, the ledger, the logs, and the states that were seen while the run was on.
 """
@@ -75,7 +75,7 @@ def audit(folder: Path) -> list[str]:
 
 def _incomplete(folder: Path, steps: int) -> list[str]:
     done = json.loads((folder / "summary.json").read_text())["steps"] if (folder / "summary.json").exists() else 0
-    return [] if done == steps else [f"{done} of {steps} steps"]
+    return [] if steps and done == steps else [f"{done} of {steps or 'unknown'} steps"]
 
 
 def _lost(folder: Path, database: sqlite3.Connection) -> list[str]:
@@ -110,6 +110,8 @@ def _penalised(folder: Path, database: sqlite3.Connection) -> list[str]:
     found = [f"{names[worker]}: {id} rejected ({why})" for worker, id, why in hard if why in {str(one) for one in HARD}]
     states = database.execute("SELECT name, state, reason FROM nodes WHERE state NOT IN ('active', 'left')")
     found += [f"{name}: {state} at the end ({why})" for name, state, why in states]
+    suspended = database.execute("SELECT name, suspensions FROM nodes WHERE suspensions > 0")
+    found += [f"{name}: suspended {times} times" for name, times in suspended]
     chain = open_run(folder)
     for kind in ("slashed", "dismissed", "forfeited"):
         found += [f"{names.get(str(body.get('worker')))}: {kind}" for body in chain.of(kind)]

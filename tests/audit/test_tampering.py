@@ -5,8 +5,9 @@ import pytest
 
 from shoal.audit.audit import Asked, audit
 from shoal.audit.opened import BrokenError
+from shoal.coordinator.seal import start
 
-from .recorded import copy_of, record_run
+from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
 from .tampering import tamperings
 
 QUICK = Asked(rerun=0)
@@ -58,6 +59,21 @@ def test_a_clean_run_passes_and_its_contributions_are_counted(finished: Path) ->
     assert "tables: as sealed" in lines
     assert any(line.startswith("step 0: alice 2 groups, 12 tokens; mallory 1 groups, 6 tokens") for line in lines)
     assert any(line.startswith("mallory") and line.endswith("slashed") for line in lines)
+
+
+@pytest.mark.parametrize("need", [NEED - 1, NEED + 1])
+def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, need: int) -> None:
+    """By the coordinator's own hand: a later start gives another size, and batches keep the earlier one."""
+    run = Recorded(tmp_path / "run")
+    section = run.config.coordinator.model_copy(update={"prompts_per_step": need})
+    start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"coordinator": section}))
+    run.publish(0)
+    run.submit(ALICE, 0)
+    run.submit(BOB, 0)
+    [entry] = run.pool.db.ledger.entries(kind="batch")
+    with pytest.raises(BrokenError, match="is not the batch of step 0") as broken:
+        audit(run.folder, Asked(rerun=0, unsealed=True), Random(0), lambda line: None)
+    assert broken.value.link == f"ledger entry {entry.seq}"
 
 
 @pytest.mark.parametrize("first", [0])

@@ -10,14 +10,13 @@ from shoal.config import parse
 from shoal.coordinator.curriculum import open_pages, read_page, recomputed
 from shoal.coordinator.database import PoolError
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.tables.connection import SqliteConnection, open_sqlite
-from shoal.ledger.sqlite import SqliteLedger
+from shoal.coordinator.tables.connection import Connection, open_sqlite
 from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Verdict
 
-from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Clock, Harness
+from .support import ALICE, BOB, COORDINATOR, VALIDATOR, Clock, Harness, open_ledger
 
 
-def open_harness(database: SqliteConnection, curriculum: str = "pass_rate") -> Harness:
+def open_harness(database: Connection, curriculum: str = "pass_rate") -> Harness:
     """A step needs two groups, a submission holds two."""
     config = parse(
         {
@@ -30,7 +29,7 @@ def open_harness(database: SqliteConnection, curriculum: str = "pass_rate") -> H
     )
     clock = Clock()
     return Harness(
-        Pool(database, SqliteLedger(database.sqlite, COORDINATOR, clock=clock), config, "r", clock, secret=b"secret"),
+        Pool(database, open_ledger(database, COORDINATOR, clock), config, "r", clock, secret=b"secret"),
         clock,
     )
 
@@ -172,3 +171,17 @@ def test_a_page_that_does_not_exist_and_a_folder_without_pages_are_named(harness
     assert refused.value.status == 404
     with pytest.raises(PoolError, match="name the folder of the run with --run"):
         open_pages(tmp_path / "elsewhere")
+
+
+def test_pages_in_postgresql_are_found_by_the_config_beside_the_folder(postgres: str, tmp_path: Path) -> None:
+    from shoal.coordinator.tables.postgres import open_postgres
+
+    from .backends import schema_url
+
+    url = schema_url(postgres, str(tmp_path))
+    harness = populated(open_harness(open_postgres(url)))
+    accept(harness, group(3, 1), group(5, 1))
+    named = harness.task().curriculum
+    (tmp_path / "config.toml").write_text(f'[coordinator]\ndatabase = "{url}"\n')
+    pages = open_pages(tmp_path / "coordinator")
+    assert named and pages.digest(1) == named and read_page(pages, named) == harness.pool.curriculum.page(named)

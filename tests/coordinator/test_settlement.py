@@ -142,15 +142,15 @@ def test_the_next_start_settles_what_the_last_one_could_not_and_nothing_twice(sc
     assert [event.kind for event in scene.contract.events()] == ["registered", "credited", "credited"]
 
 
-def test_a_wrong_contract_or_key_ends_the_start(scene: Scene, tmp_path: Path) -> None:
+def test_a_wrong_contract_or_key_ends_the_coordinator(scene: Scene, tmp_path: Path) -> None:
     scene.chain.address = "0x" + "22" * 20
     with pytest.raises(LedgerError, match="is operated by"):
-        scene.settlement()
+        asyncio.run(scene.settlement().run())
     scene.chain.address = ACCOUNT
     section = scene.config.ledger.model_copy(update={"contract": "0x" + "33" * 20})
     config = scene.config.model_copy(update={"ledger": section})
     with pytest.raises(LedgerError, match="no contract of Shoal"):
-        Settlement(config, scene.harness.pool.db, scene.stakes, scene.notices.append)
+        asyncio.run(Settlement(config, scene.harness.pool.db, scene.stakes, scene.notices.append).run())
     path = tmp_path / "key"
     path.write_text("ab" * 32)
     path.chmod(0o644)

@@ -81,7 +81,7 @@ def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2) -> Path:
     """A run's folder as a stopped run leaves it. `keep`: versions at the relays."""
     (folder / "coordinator").mkdir(parents=True)
     (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
-    config = parse({"learner": {"keep_every": keep_every}, "relays": {"keep": keep}})
+    config = parse({"learner": {"keep_every": keep_every, "keep_versions": 1}, "relays": {"keep": keep}})
     (folder / "config.toml").write_text(config_module.dumps(config))
     names = {
         "coordinator": ["pool.sqlite", "store/accepted/a.parquet"],

@@ -7,8 +7,8 @@ import torch
 
 from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
-from shoal.learner.lora import MissingPeftError
 from shoal.learner.out_of_memory import OutOfMemoryError, explained
+from shoal.model.adapters import AdapterError
 
 from .support import N_TOKENS, batches, make_policy, masters
 
@@ -66,6 +66,6 @@ def test_the_policy_explains_it_and_is_unchanged(
     assert all(torch.equal(before[name], now) for name, now in masters(policy).items())
 
 
-@pytest.mark.parametrize("error", [OutOfMemoryError("x"), MissingPeftError("x")])
+@pytest.mark.parametrize("error", [OutOfMemoryError("x"), AdapterError("x")])
 def test_the_message_is_one_line(error: Exception) -> None:
     assert isinstance(error, ShoalError)

@@ -200,7 +200,7 @@ def test_two_ranks_keep_the_whole_adapter(two: Path, alone: Path) -> None:
 
 def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    ranks = Ranks.start(timeout_s=1)
+    ranks = Ranks.start(timeout_s=1, leader_timeout_s=1)
     assert (ranks.rank, ranks.size, ranks.leads) == (0, 1, True)
     assert ranks.broadcast(b"\x00x") == b"\x00x" and ranks.broadcast(b"") == b""
     assert ranks.sum({"b": 1.5, "a": 2.0}) == {"b": 1.5, "a": 2.0}

@@ -88,7 +88,8 @@ def anvil_binary() -> str | None:
 
 
 @contextmanager
-def on_anvil() -> Iterator[Backend]:
+def anvil_node() -> Iterator[str]:
+    """A chain of one's own; yields the URL of its node. Skips the test if there is no anvil."""
     binary = anvil_binary()
     if binary is None or not Path(binary).exists():
         pytest.skip("no anvil: npm install @foundry-rs/anvil, and name its binary in SHOAL_ANVIL")
@@ -99,25 +100,36 @@ def on_anvil() -> Iterator[Backend]:
         port = free.getsockname()[1]
     process = subprocess.Popen([binary, "--port", str(port), "--silent"])
     try:
-        chain = _connected(f"http://127.0.0.1:{port}", process)
+        url = f"http://127.0.0.1:{port}"
+        _connected(url, process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def on_anvil() -> Iterator[Backend]:
+    with anvil_node() as url:
+        from shoal.ledger.evm.web3_chain import Web3Chain
+
+        chain = Web3Chain(url, poll_s=0.01)
 
         def passes(seconds: int) -> None:
             chain.web3.provider.make_request("evm_increaseTime", [seconds])
             chain.web3.provider.make_request("evm_mine", [])
 
         yield EvmStakes(chain, deploy(chain)), passes
-    finally:
-        process.terminate()
-        process.wait()
 
 
-def _connected(url: str, process: "subprocess.Popen[bytes]") -> Any:
+def _connected(url: str, process: "subprocess.Popen[bytes]") -> None:
     from shoal.ledger.evm.web3_chain import Web3Chain
 
     deadline_s = time.monotonic() + 60
     while True:
         try:
-            return Web3Chain(url, poll_s=0.01)
+            Web3Chain(url)
+            return
         except LedgerError:
             assert process.poll() is None and time.monotonic() < deadline_s, "anvil does not answer"
             time.sleep(0.02)

@@ -1,5 +1,6 @@
-"""Models that Shoal would compute wrongly are refused when they are loaded; those it computes rightly are not."""
+"""How a model is computed is found out when it is loaded: in packed rows, one sequence a row, or not at all."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +11,28 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    CohereConfig,
     DeepseekV32Config,
     Gemma2Config,
     Gemma3Config,
-    Gemma3TextConfig,
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
-    Phi3Config,
 )
 from transformers.models.llama import modeling_llama
 
-from shoal.model import attention, support
+from shoal.engine.protocol import Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.model import attention, rows, support
+from shoal.model.head import Change
 from shoal.model.load import WEIGHTS, load_model
-from shoal.model.support import LENGTH, UnsupportedModelError, _trees, check_config, check_packing
+from shoal.model.positions import TooManyTokensError, positions
+from shoal.model.scorer import Scorer
+from shoal.model.support import LENGTH, UnsupportedModelError, _trees, acts_on_long, change_of_logits
+from shoal.model.tree import Tree, pack
+
+from . import architectures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,8 +52,13 @@ LINEAR = {
 }
 MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 LFM2 = DENSE | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-FULL = ["full_attention"] * 26
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
+WINDOW = DENSE | {"sliding_window": 8}
 
 
 def saved(folder: Path, model: str, config: dict[str, Any]) -> Path:
@@ -82,42 +95,133 @@ def saved(folder: Path, model: str, config: dict[str, Any]) -> Path:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_model_with_full_attention_is_accepted(tmp_path: Path, model: str, config: dict[str, Any]) -> None:
-    assert type(load_model(saved(tmp_path, model, config))).__name__.startswith(model)
+    loaded = load_model(saved(tmp_path, model, config))
+    assert type(loaded).__name__.startswith(model) and rows.packs(loaded)
+
+
+WINDOWED = WINDOW | {"head_dim": 8, "final_logit_softcapping": 2.0}
+SOON = ("mamba2", "bloom", "gemma2", "gptj", "qwen2")  # in the default run; `slow` walks all
+TREES = [Tree(list(range(4, 24)), [[5, 6, 7], [8, 9]]), Tree([30, 31, 32], [list(range(33, 50))])]
+
+
+def by_transformers(model: Any, trees: list[Tree], temperature: float = 1.0) -> torch.Tensor:
+    """Logprobs of all completions by transformers' eager forward of each sequence alone."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    found = []
+    for tree in trees:
+        for completion in tree.completions:
+            ids_1L = torch.tensor([[*tree.prompt, *completion]])
+            logits_LV = model(input_ids=ids_1L, use_cache=False).logits[0].float() / temperature
+            logp_LV = logits_LV[len(tree.prompt) - 1 : -1].log_softmax(-1)
+            found.append(logp_LV.gather(-1, torch.tensor(completion)[:, None])[:, 0])
+    model.set_attn_implementation(own)
+    model.config._attn_implementation = own
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", SOON)
+def test_a_causal_model_is_computed_right_by_learner_and_engine(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = architectures.made(tmp_path, name)
+    loaded = load_model(folder)
+    load_model(folder)
+    said = [text for text in caplog.messages if "is computed one sequence a row, which is slower" in text]
+    assert rows.packs(loaded) is (name in architectures.PACKED) is (not said)
+    assert len(said) <= 1  # of two loads
+    wanted_N = by_transformers(loaded, TREES, 0.7)
+    found_N, entropy_N = Scorer(loaded)(pack(TREES), 0.7, True)
+    torch.testing.assert_close(found_N, wanted_N.detach(), rtol=1e-4, atol=1e-4)
+    (found_N.sum() + entropy_N.sum()).backward()  # type: ignore[union-attr]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in loaded.get_output_embeddings().parameters())
+    engine = TorchEngine("float32")
+    engine.model = loaded
+    prompts = [list(range(4, 16)), [9, 8, 7]]
+    drawn = engine.generate(prompts, [[1, 2], [3]], Sampling(temperature=0.7, max_tokens=6, eos_ids=()))
+    trees = [Tree(prompt, [one.tokens for one in group]) for prompt, group in zip(prompts, drawn, strict=True)]
+    claimed_N = torch.tensor([value for group in drawn for one in group for value in one.logprobs])
+    with torch.no_grad():
+        torch.testing.assert_close(claimed_N, by_transformers(loaded, trees, 0.7), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in (*architectures.PACKED, *architectures.SLOWER) if name not in SOON])
+def test_every_architecture_is_computed_right_by_learner_and_engine(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    test_a_causal_model_is_computed_right_by_learner_and_engine(tmp_path, name, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.REFUSED)
+def test_what_is_right_on_no_path_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="is not causal|differ from plain transformers"):
+        load_model(architectures.made(tmp_path, name))
+
+
+def test_the_page_names_every_architecture_of_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/learner.md").read_text()
+    for name in (*architectures.PACKED, *architectures.SLOWER, *architectures.REFUSED):
+        assert f"`{name}`" in page, name
+
+
+def test_gradients_on_the_slower_path_are_those_of_transformers(tmp_path: Path) -> None:
+    """Through the scaled and capped logits, too."""
+    loaded = load_model(saved(tmp_path, "Gemma2", WINDOWED))
+    weights = [loaded.get_input_embeddings().weight, loaded.model.layers[0].self_attn.q_proj.weight]
+    found = torch.autograd.grad(Scorer(loaded)(pack(TREES), 0.7, False)[0].sum(), weights)
+    wanted = torch.autograd.grad(by_transformers(loaded, TREES, 0.7).sum(), weights)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("model", "config"),
+    ("config", "change"),
     [
-        ("Mamba2", SIZES | ENDS | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
-        ("FalconMamba", SIZES | ENDS | {"state_size": 8}),
-        ("Qwen3Next", DENSE | LINEAR | EXPERTS),
-        ("Qwen3_5", DENSE | LINEAR),
-        ("Lfm2", LFM2),
-        ("Jamba", DENSE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 1}),
-        ("Bamba", DENSE | MAMBA | {"attn_layer_indices": [1]}),
-        ("Mpt", {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
-        ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4} | ENDS),
-        ("Falcon", DENSE | {"alibi": True}),
-        ("GptOss", DENSE | {"head_dim": 8, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
-        ("Rwkv", SIZES | ENDS | {"attention_hidden_size": 32, "intermediate_size": 48}),
+        (GraniteConfig(logits_scaling=4.0), Change(0.25)),
+        (CohereConfig(logit_scale=0.5), Change(0.5)),
+        (Gemma2Config(final_logit_softcapping=3.0), Change(1.0, 3.0)),
+        (LlamaConfig(), Change()),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: type(value).__name__,
 )
-def test_a_model_whose_state_ignores_packing_is_refused_by_name(
-    tmp_path: Path, model: str, config: dict[str, Any]
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{tmp_path}.*choose a model with full attention in every layer"):
-        load_model(saved(tmp_path, model, config))
+def test_what_happens_behind_the_output_head_is_found_by_field_and_example(config: Any, change: Change) -> None:
+    raw = 5 * torch.randn(40, 16)
+    assert change_of_logits(config, raw, change(raw)) == change
+    assert change_of_logits(config, raw, raw + raw.abs()) is None
+
+
+def test_small_logits_do_not_hide_a_cap(tmp_path: Path) -> None:
+    raw = 1e-6 * torch.randn(40, 16)
+    assert change_of_logits(Gemma2Config(final_logit_softcapping=3.0), raw, raw).cap == 3.0  # type: ignore[union-attr]
+
+
+def test_a_model_that_sees_what_comes_later_is_refused(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    torch.manual_seed(0)
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**config, is_decoder=False))
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=0.12)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="is not causal"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_difference_is_measured_in_float32_whatever_the_dtype(tmp_path: Path, dtype: Any) -> None:
+def test_the_difference_is_measured_in_float32_whatever_the_dtype(
+    tmp_path: Path, dtype: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """In bfloat16, rounding alone differs by as much as a state that leaks."""
-    folder = saved(tmp_path, "Lfm2", LFM2)
-    with pytest.raises(
-        UnsupportedModelError, match=r"Lfm2ForCausalLM.* by 0\.05\d* nats per token .*0\.001 is allowed"
-    ):
-        load_model(folder, dtype)
+    assert not rows.packs(load_model(saved(tmp_path, "Lfm2", LFM2), dtype))
+    assert re.search(r"Lfm2ForCausalLM.* packed rows differ by 0\.05\d* nats per token", caplog.text)
 
 
 def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_folder: Path) -> None:
@@ -141,12 +245,14 @@ def test_a_window_under_an_unknown_name_is_crossed(tiny_folder: Path, monkeypatc
         far = at[:, None] - at >= 100
         return eager(module, query, key, value, torch.where(far, torch.finfo(query.dtype).min, mask), **kwargs)
 
+    def differs(model: Any) -> float:
+        return support.difference(model, support.reference(model, tiny_folder), tiny_folder)
+
     model = load_model(tiny_folder)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", windowed)
-    check_packing(model, tiny_folder)  # too short to show it
+    assert differs(model) <= support.TOLERANCE  # too short to show it
     model.config.local_window_tokens = 100
-    with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
-        check_packing(model, tiny_folder)
+    assert differs(model) > support.TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -156,24 +262,36 @@ def test_a_window_under_an_unknown_name_is_crossed(tiny_folder: Path, monkeypatc
         (MistralConfig(sliding_window=4096), "sliding_window"),
         (Llama4TextConfig(), "attention_chunk_size"),
         (DeepseekV32Config(), "index_topk"),
-        (LlamaConfig(layer_types=["sliding_attention"] * 32), "layer_types"),
-        (Gemma2Config(sliding_window=None, final_logit_softcapping=None), "attn_logit_softcapping"),
-        (GraniteConfig(logits_scaling=2.0), "logits_scaling"),
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
-        (Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=4096), "longrope"),
-        (Gemma3TextConfig(sliding_window=None, layer_types=FULL, rope_parameters={FULL[0]: LONGROPE}), "longrope"),
+        (LlamaConfig(layer_types=["sliding_attention"] * 32), "layer_types: sliding_attention"),
+        (Gemma2Config(sliding_window=None, layer_types=["full_attention"] * 26), "attn_logit_softcapping"),
+        (LlamaConfig(), ""),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_setting_that_acts_on_long_sequences_or_logits_is_refused_by_its_name(config: Any, field: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"models/it \({config.model_type}\): .*'{field}'"):
-        check_config(config, Path("models/it"))
+def test_what_acts_on_long_sequences_alone_is_known_by_its_field(config: Any, field: str) -> None:
+    assert acts_on_long(config) == field
 
 
-def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    LlamaConfig(**DENSE, rope_parameters={"rope_type": "dynamic", "factor": 2.0}).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="'dynamic' depends on a sequence's length"):
-        load_model(tmp_path)  # there is no weights file
+@pytest.mark.parametrize(
+    ("rope", "extra"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, {"max_position_embeddings": 64}),
+        (LONGROPE | {"original_max_position_embeddings": 64}, {}),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_rope_that_depends_on_the_length_is_right_up_to_it_and_refused_beyond(
+    tmp_path: Path, rope: dict[str, Any], extra: dict[str, Any]
+) -> None:
+    config = DENSE | {"rope_parameters": rope, "head_dim": 96 if rope["rope_type"] == "longrope" else 8} | extra
+    loaded = load_model(saved(tmp_path, "Llama", config))
+    assert rows.packs(loaded) and positions(loaded.config.to_dict()) == 64
+    trees = [Tree(list(range(40)), [list(range(24)), [5, 6]]), Tree([1, 2], [[3]])]
+    with torch.no_grad():
+        found_N, _ = Scorer(loaded)(pack(trees), 1.0, False)
+        torch.testing.assert_close(found_N, by_transformers(loaded, trees), rtol=1e-4, atol=1e-4)
+        with pytest.raises(TooManyTokensError, match="65 tokens: the model's RoPE changes beyond 64"):
+            Scorer(loaded)(pack([Tree(list(range(40)), [list(range(25))])]), 1.0, False)
 
 
 @pytest.mark.parametrize(("positions", "length"), [(12, 12), (LENGTH, LENGTH), (4096, LENGTH)])
@@ -183,13 +301,23 @@ def test_the_compared_sequences_fit_the_models_positions(positions: int, length:
     assert lengths == {length}
 
 
-@pytest.mark.parametrize(("differs", "refused"), [(0.9e-3, False), (1.1e-3, True), (float("nan"), True)])
-def test_the_mean_difference_decides(differs: float, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_packed_logprobs", lambda model, trees: torch.tensor([0.0, 2 * differs]))
-    monkeypatch.setattr(support, "_plain_logprobs", lambda model, trees: torch.zeros(2))
-    model = SimpleNamespace(config=LlamaConfig(), modules=list)
-    if refused:
-        with pytest.raises(UnsupportedModelError, match=r"0\.001 is allowed"):
-            check_packing(model, Path("model"))
-    else:
-        check_packing(model, Path("model"))
+@pytest.mark.parametrize(("differs", "packs"), [(0.9e-3, True), (1.1e-3, False), (float("nan"), False)])
+def test_the_mean_difference_decides(
+    tiny_folder: Path, differs: float, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = support._own_logprobs
+
+    def changed(model: Any, trees: list[Tree]) -> torch.Tensor:
+        found_N = own(model, trees)
+        found_N[: len(found_N) // 2] += 2 * differs if rows.packs(model) else 0.0
+        return found_N
+
+    monkeypatch.setattr(support, "_own_logprobs", changed)
+    assert rows.packs(load_model(tiny_folder)) is packs
+
+
+def test_a_model_that_is_wrong_on_both_paths_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = support._own_logprobs
+    monkeypatch.setattr(support, "_own_logprobs", lambda model, trees: own(model, trees) + 0.1)
+    with pytest.raises(UnsupportedModelError, match=rf"{tiny_folder}.* by 0\.1 nats per token \(0\.001 is allowed\)"):
+        load_model(tiny_folder)

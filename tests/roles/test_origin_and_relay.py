@@ -14,12 +14,14 @@ import pytest
 
 from shoal.config import parse
 from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
+from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import Evaluation, Ok, Status
 from shoal.protocol.node import Node
 from shoal.roles.origin import run_origin
 from shoal.roles.relay import run_relay
+from shoal.roles.serving import Listen
 from shoal.rollout.worker import follow
 from shoal.shardcast import Access, Client, FetchError, PublishError
 from shoal.shardcast.fetch.follow import fetch_published
@@ -128,6 +130,35 @@ def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str
     access = Access(publisher, RUN, token=token)
     folder, _ = Client([site.node("relay").url], access, site.folder / "cache", timeout_s=5).fetch(version)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only(site: Site, tmp_path: Path) -> None:
+    """Its nodes connect to the proxy, and show it passes that name the proxy. Any relay may be on a machine of its own."""
+    proxy = "http://127.0.0.1:9"
+    listen = Listen(host="127.0.0.1", port=0, url=proxy)
+
+    def run(invite: Invite, folder: Path, stop: threading.Event) -> str:
+        return run_relay(invite, folder, stop, listen)
+
+    origin, relay = site.origin(), InThread(run, site.invite("relay"), tmp_path / "relay")
+    files = site.write(0)
+    wait_until(lambda: site.node("relay") is not None and site.node("relay").policy_version == 0)
+    assert site.node("relay").url == proxy
+    reader = Node.join(site.invite("worker"), tmp_path / "worker")
+    assert reader.beat().relays == [proxy]
+    here = f"http://127.0.0.1:{(tmp_path / 'relay' / 'port').read_text()}"
+    config_json = f"{here}/v000000/manifest.json"
+    passes = {
+        url: httpx.get(config_json, headers={"Authorization": f"Bearer {reader.reader_pass(url)}"})
+        for url in (proxy, here)
+    }
+    assert (passes[proxy].status_code, passes[here].status_code) == (200, 401)
+    assert files and origin.stopped() == relay.stopped() == "stopped"
+
+
+def test_a_url_to_announce_that_is_none_is_refused() -> None:
+    with pytest.raises(AddressError):
+        Listen(url="relay.example:8720")
 
 
 def test_a_version_goes_from_the_learners_folder_through_origin_and_relay(site: Site, tmp_path: Path) -> None:

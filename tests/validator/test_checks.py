@@ -723,6 +723,7 @@ def test_someone_elses_rollouts_under_ones_own_signature(
         {"step": 4, "policy_version": 3},
         {"nonce": "e" * 32},
         {"curriculum": "e" * 64},
+        {"groups": ASKED.groups + 1},
     ],
 )
 def test_another_assignment_in_the_header(

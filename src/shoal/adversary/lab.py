@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
+from shoal.model.head import logits
 from shoal.model.logprobs import token_logprobs
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.model.turns import model_positions, model_tokens
@@ -65,7 +66,7 @@ class Attack(Producer):
             tree = Tree(prompt, [c.tokens for c in group], [c.turns for c in group])
             packed = pack([tree]).to(self.model.device)
             hidden_NH = forward_hidden(self.model, packed)
-            logits_NV = self.model.lm_head(hidden_NH).float() / self.sampling.temperature
+            logits_NV = logits(self.model, hidden_NH).float() / self.sampling.temperature
             logprobs_N = token_logprobs(logits_NV, packed.target_N)
             lengths = [model_tokens(c.turns, len(c.tokens)) for c in group]
             completions.append(
@@ -84,7 +85,7 @@ class Attack(Producer):
         hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
         sampled = model_positions(completion.turns, len(completion.tokens))
         tokens_T = torch.tensor([completion.tokens[at] for at in sampled], device=hidden_TH.device)
-        logprobs_T = token_logprobs(self.model.lm_head(hidden_TH).float() / self.sampling.temperature, tokens_T)
+        logprobs_T = token_logprobs(logits(self.model, hidden_TH).float() / self.sampling.temperature, tokens_T)
         return replace(completion, logprobs=logprobs_T.clamp(max=0.0).tolist())
 
 

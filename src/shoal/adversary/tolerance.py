@@ -20,6 +20,7 @@ import torch
 
 from shoal.adversary.lab import Attack
 from shoal.engine.protocol import Completion
+from shoal.model.head import logits
 from shoal.model.sampling import gumbel_noise, position_keys
 from shoal.tasks.derive import GroupPlan
 
@@ -99,7 +100,7 @@ class SpendsTolerance(Attack):
                 if completion.turns:
                     continue
                 hidden_TH = completion.hidden_TH.to(self.model.device, self.model.dtype)
-                scaled_TV = self.model.lm_head(hidden_TH).float().cpu() / self.sampling.temperature
+                scaled_TV = logits(self.model, hidden_TH).float().cpu() / self.sampling.temperature
                 movable += sum(1.0 - math.exp(logprob) for logprob in completion.logprobs)
                 count, vocabulary = scaled_TV.shape
                 keys_T = position_keys([plans[g].seeds[number]] * count, range(count))

@@ -73,7 +73,12 @@ days = real(0.01, 3650)
 
 
 def takes_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument("config", type=Path, nargs=None if required else "?", help="a TOML file, see configs/")
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs=None if required else "?",
+        help="a TOML file, or the name of one that comes with Shoal, such as quickstart",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override one key"
     )

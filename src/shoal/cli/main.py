@@ -6,6 +6,7 @@
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal doctor [ROLE]                  whether this machine will do, and what to do if not
+    shoal plan CONFIG                    memory, seconds a step, bottleneck and cost, by arithmetic
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
     shoal stake ACTION                   stake on a worker; an operator's contract on a chain
@@ -15,7 +16,8 @@
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
-    shoal pretrain CONFIG                training on plain text, alone
+    shoal pretrain CONFIG                training on plain text, alone or as one of several sites
+    shoal meet CONFIG --dir DIR          where these sites meet
 
 Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
 unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
@@ -36,6 +38,7 @@ from shoal.cli import (
     filter,
     grade,
     nodes,
+    plan,
     pool,
     pretrain,
     run,
@@ -69,6 +72,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "relay": nodes.relay,
     "fetch": shardcast.run_fetch,
     "doctor": doctor.doctor,
+    "plan": plan.plan,
     "config": tools.config,
     "verify": tools.verify,
     "calibrate": tools.calibrate,
@@ -82,6 +86,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "filter": filter.run_filter,
     "sft": sft.run_sft,
     "pretrain": pretrain.run_pretrain,
+    "meet": pretrain.run_meet,
     "eval": evals.run_eval,
     "serve": serve.serve,
     "verify-reply": serve.verify_reply,
@@ -107,11 +112,12 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, dashboard):
+    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, dashboard, plan):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
     pretrain.pretrain_arguments(commands.add_parser("pretrain", help="train on plain text"))
+    pretrain.meet_arguments(commands.add_parser("meet", help="where the sites of one pretraining meet"))
     return parser
 
 

@@ -1,9 +1,12 @@
-"""`shoal pretrain CONFIG`: training on plain text. With --join it is one of several sites.
+"""`shoal pretrain CONFIG`: training on plain text. With --join it is one of several sites, which
+meet at `shoal meet CONFIG`.
 
 It prints one line to standard output, the finished model's folder. Progress goes to the log. Called by `cli`.
 """
 
 import argparse
+import asyncio
+import logging
 import sys
 import threading
 import time
@@ -15,6 +18,10 @@ from shoal.cli.arguments import threads
 from shoal.config import Config, ConfigError
 from shoal.errors import ShoalError
 from shoal.launch import process
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, read_invite, run_id
+
+log = logging.getLogger(__name__)
 
 
 class StoppedError(ShoalError):
@@ -22,11 +29,21 @@ class StoppedError(ShoalError):
 
 
 def pretrain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, help="a TOML file, see configs/pretrain.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    _config_arguments(parser)
     parser.add_argument(
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
+    parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
+
+
+def meet_arguments(parser: argparse.ArgumentParser) -> None:
+    _config_arguments(parser)
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="a TOML file, see configs/pretrain.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
 
 
@@ -35,13 +52,53 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
     config = config_module.load(arguments.config, arguments.overrides)
     stop = process.begin("pretrain", threads=arguments.threads)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    model = _train(config, out, stop)
+    model = _train(config, out, arguments.join, stop)
     if model is None:
         raise StoppedError(f"stopped before the last step; add --out {out} to resume")
     sys.stdout.write(f"{model}\n")
 
 
-def _train(config: Config, out: Path, stop: threading.Event) -> Path | None:
+def run_meet(arguments: argparse.Namespace) -> None:
+    """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
+    config = config_module.load(arguments.config, arguments.overrides)
+    stop = process.begin("meet", threads=arguments.threads)
+    asyncio.run(_meet(config, arguments.dir, arguments.config.stem, stop))
+
+
+async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) -> None:
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.diloco.serve import Server, serve, site_invite
+    from shoal.launch.prepare import model_folder
+    from shoal.pretrain.about import about
+    from shoal.pretrain.outer import named, terms_of
+    from shoal.protocol.node import KEY
+    from shoal.shardcast.serve.server import url_of
+    from shoal.shardcast.tls import server_context
+
+    settings, where = config.sites, model_folder(config.model.name)
+    tensors = named(_model(where, config))
+    terms = terms_of(config, tensors)
+    identity = Identity.load_or_create(folder / KEY)
+    run = run_id(name, identity.public)
+    meeting = Meeting(
+        folder, terms, about(config, where, None, sites=True), run, lambda: Agreed.of(tensors, terms.fragments)
+    )
+    server = Server(meeting, identity)
+    tls = server_context(_path(settings.tls_cert), _path(settings.tls_key))
+    runner, port = await serve(server, settings.host, port=settings.port, tls=tls, listening=folder / "port")
+    try:
+        url = settings.url or url_of(settings.host, port, tls=tls is not None)
+        for number in range(settings.sites):
+            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
+        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
+        await server.live(stop.is_set)
+    finally:
+        await runner.cleanup()
+    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, terms.rounds)
+
+
+def _train(config: Config, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
     from shoal.launch.prepare import model_folder
     from shoal.model import dtype
     from shoal.model.load import load_tokenizer
@@ -56,9 +113,25 @@ def _train(config: Config, out: Path, stop: threading.Event) -> Path | None:
     kept = heldout(corpus, tokenizer, settings.heldout, settings.tokens)
     model = _model(folder, config)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
-    stream = Stream(corpus, tokenizer, first=settings.heldout, share=settings.share)
-    training = Pretraining(model, tokenizer, stream, kept, config, out, autocast=picked == "bfloat16")
-    return training.run(about(config, folder, corpus, sites=False), stop)
+    outer = _outer(config, model, out, read_invite(invite), stop) if invite else None
+    take = outer.roster.take if outer else None
+    stream = Stream(corpus, tokenizer, first=settings.heldout, share=settings.share, take=take)
+    training = Pretraining(model, tokenizer, stream, kept, config, out, autocast=picked == "bfloat16", outer=outer)
+    return training.run(about(config, folder, corpus, sites=outer is not None), stop)
+
+
+def _outer(config: Config, model: Any, out: Path, invite: Invite, stop: threading.Event) -> Any:
+    from shoal.diloco.remote import Remote
+    from shoal.pretrain.outer import Outer, named, terms_of
+
+    settings, tensors = config.sites, named(model)
+    terms = terms_of(config, tensors)
+    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=_path(settings.tls_ca), stop=stop)
+    return Outer(remote.name, settings, terms, remote, remote, tensors, out, stop.is_set)
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 def _model(folder: Path, config: Config) -> Any:

@@ -1,5 +1,8 @@
 """Reads a config: a TOML file, overlays, and `section.key=value` overrides, checked as one `Config`; and writes it.
 
+A config is found by its path. Where there is no such file, `NAME`, `NAME.toml` and `configs/NAME.toml` mean the packaged
+config of that name.
+
 Invariant: unknown keys are refused with the nearest known name, and every error is a `ConfigError` that names the key.
 Called by `cli`, `shoal run` and every node. `explain` uses the same list of known keys.
 """
@@ -17,6 +20,8 @@ from shoal.config.recipe import Section
 from shoal.config.sections import Config
 from shoal.errors import ShoalError
 
+PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout: a link to the folder of that name
+
 
 class ConfigError(ShoalError):
     """A config that cannot be used. The message names the key and the next step."""
@@ -27,6 +32,7 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
 
     Raises ConfigError.
     """
+    path = find(path)
     values = _read(path)
     _find_beside(values, path.parent)
     for overlay in overlays or []:
@@ -36,6 +42,13 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
     for override in overrides or []:
         _override(values, override)
     return parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
+
+
+def find(path: Path) -> Path:
+    """The file that `path` means: itself if it exists, else the packaged config of that name, else itself again."""
+    packaged = PACKAGED / f"{path.stem}.toml"
+    named = path in (Path(path.stem), Path(f"{path.stem}.toml"), Path("configs", f"{path.stem}.toml"))
+    return packaged if named and not path.is_file() and packaged.is_file() else path
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
@@ -72,8 +85,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
-        known = sorted(str(p) for p in Path("configs").glob("*.toml"))
-        raise ConfigError(f"no config at {path}" + (f"; there are {', '.join(known)}" if known else "")) from error
+        known = [
+            *sorted(str(p) for p in Path("configs").glob("*.toml")),
+            *sorted(p.stem for p in PACKAGED.glob("*.toml")),
+        ]
+        raise ConfigError(f"no config at {path}; there are {', '.join(known)}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
 

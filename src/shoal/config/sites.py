@@ -40,7 +40,7 @@ class PretrainSection(Section):
 
 
 class SitesSection(Section):
-    """Several sites that train one model and meet once in many steps (docs/diloco.md)."""
+    """Several sites that train one model and meet once in many steps (`shoal meet`)."""
 
     sites: int = Field(default=2, ge=1, description="sites that the first round waits for, and invites that are made")
     inner_steps: int = Field(

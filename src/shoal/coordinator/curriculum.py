@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.opening import named_database
 from shoal.coordinator.tables.connection import SqliteConnection
 from shoal.coordinator.tables.curricula import Curricula
 from shoal.ledger.interface import JSON, Entry
@@ -64,8 +65,12 @@ def read_page(table: Curricula, digest: str) -> CurriculumPage:
 
 
 def open_pages(folder: Path) -> Curricula:
-    """The pages in a coordinator's folder, to read. Raises PoolError."""
+    """The pages of the coordinator that uses this folder, to read. Raises PoolError, ConfigError, DatabaseLostError."""
     path = folder / "pool.sqlite"
+    if not path.is_file() and (database := named_database(folder)):
+        from shoal.coordinator.tables.postgres import open_postgres
+
+        return Curricula(open_postgres(database))
     try:
         return Curricula(SqliteConnection(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)))
     except sqlite3.OperationalError as error:

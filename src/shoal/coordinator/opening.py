@@ -37,12 +37,19 @@ def open_tables(folder: Path) -> Connection:
     """The tables of the coordinator that uses this folder, beside it. Raises PoolError, ConfigError, DatabaseLostError."""
     if (folder / "pool.sqlite").is_file():
         return open_sqlite(folder / "pool.sqlite")
+    if database := named_database(folder):
+        from shoal.coordinator.tables.postgres import open_postgres
+
+        return open_postgres(database)
+    raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+
+
+def named_database(folder: Path) -> str:
+    """`coordinator.database` of the coordinator that uses this folder; "" if it uses none. Raises ConfigError."""
     for path in (folder / "config.toml", folder.parent / "config.toml"):  # of a pool; of `shoal run`
         if path.is_file() and (database := load(path).coordinator.database):
-            from shoal.coordinator.tables.postgres import open_postgres
-
-            return open_postgres(database)
-    raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+            return database
+    return ""
 
 
 def _in_files(folder: Path, identity: Identity) -> State:

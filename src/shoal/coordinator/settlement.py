@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 class Settlement:
     def __init__(self, config: Config, db: Database, stakes: ChainStakes, notify: Callable[[str], None]) -> None:
-        """Raises LedgerError if the contract is another one or another's, and does not if the chain is only away."""
         self.config = config
         self.db = db
         self.stakes = stakes
@@ -48,26 +47,19 @@ class Settlement:
         self._contracts: dict[str, EvmStakes] = {}  # by the thread that uses it
         self._strangers = 0
         self._settling, self._looking = (ThreadPoolExecutor(1, f"chain-{name}") for name in ("settle", "look"))
-        self._opened(self._settling)
-
-    def _opened(self, thread: ThreadPoolExecutor) -> None:
-        try:
-            thread.submit(self._contract, "settle").result()
-        except LedgerError as error:
-            if not error.restart_helps:
-                raise
-            self._tell(error)
 
     # --- on the event loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled. Raises LedgerError if the contract is another one; not if the chain is away."""
         pause_s = LOOK_S
         while True:
             members = self._news()
             try:
                 await asyncio.get_running_loop().run_in_executor(self._settling, self._work, members)
             except LedgerError as error:
+                if "settle" not in self._contracts and not error.restart_helps:
+                    raise
                 self._tell(error)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:

@@ -69,7 +69,7 @@ class Meeting:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the meeting in `folder`, or found it with the state of `first`. Raises MeetingError for another run's."""
-        self.folder, self.terms, self.about, self.run, self.clock = folder, terms, about, run, clock
+        self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
         self.members: dict[str, Member] = {}
         self.round, self.next_share, self.lost_shares = 0, 0, 0
         self.norms: list[float] = []
@@ -96,6 +96,8 @@ class Meeting:
 
     def join(self, name: str, greeting: Greeting) -> Welcome:
         """Raises MeetingError if the site trains another model, tokenizer, data or recipe."""
+        if "data" not in self.about and "data" in greeting.about:  # the meeting itself reads none
+            self.about["data"] = greeting.about["data"]
         self._compare(name, greeting.about)
         member = self.members.get(name)
         if member is None or not member.expected:
@@ -134,6 +136,9 @@ class Meeting:
 
     def offer(self, name: str, round: int, digest: str, data: bytes) -> None:
         member, number = self._member(name), self.terms.fragment(self.round)
+        ended = self.outcomes.get(round)
+        if ended is not None and name in {*ended.kept, *ended.left_out}:
+            return  # it counted, and only the answer was lost
         if round != self.round or self.over:
             raise ClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digests[number]:
@@ -256,6 +261,7 @@ class Meeting:
 
     def _reopen(self) -> None:
         held = json.loads((self.folder / "meeting.json").read_text())
+        self.about = {key: text for key, text in held["about"].items() if key == "data"} | self.about
         self._compare(f"the meeting in {self.folder}", held["about"])
         self.round, self.norms = held["round"], held["norms"]
         self.next_share, self.lost_shares = held["next_share"], held["lost_shares"]

@@ -70,11 +70,15 @@ class Site:
         for feedback in self.feedback:
             feedback.left.zero_()
 
+    def settle(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set all parameters to what is agreed: those too whose fragment had no part in the last round."""
+        for number, values in enumerate(self.agreed.parameters):
+            self.terms.fragments.scatter_(tensors, number, values)
+
     def adopt(self, tensors: Mapping[str, Tensor], round: int, data: bytes) -> None:
         """Take over the meeting's state as it is before `round`."""
         self.agreed = Agreed.from_bytes(data, self.terms.fragments)
-        for number, values in enumerate(self.agreed.parameters):
-            self.terms.fragments.scatter_(tensors, number, values)
+        self.settle(tensors)
         self.round = round
         self.forget()
 

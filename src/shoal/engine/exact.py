@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from shoal.model.exact import KEYS, Step, rounded
 from shoal.model.numerics import ROW_UNIT
+from shoal.model.rows import body
 from shoal.model.tree import Tree, forward_row, pack
 
 GROW_BY = 128  # positions by which a full cache grows
@@ -45,7 +46,7 @@ class ExactDecoding:
         self.lengths_B += 1
         step = Step(self.lengths_B)
         self.cache.begin(step, self.lengths_B - 1)
-        output = self.model.base_model(
+        output = body(self.model)(
             input_ids=F.pad(tokens_B, (0, len(self.lengths_B) - len(tokens_B)))[:, None],
             position_ids=(self.lengths_B - 1)[:, None],
             attention_mask=tokens_B.new_empty(1, 1, 1, 1),  # unused; 4-D, so that transformers builds no mask

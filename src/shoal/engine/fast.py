@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from shoal.model.rows import body
+
 GROW_BY = 64  # positions by which a full cache grows
 
 
@@ -31,7 +33,7 @@ class FastDecoding:
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append a token to each row. Returns the hidden states that the next ones are drawn from."""
         self.seen_BL = torch.cat([self.seen_BL, self.seen_BL.new_ones(len(tokens_B), 1)], dim=1)
-        output = self.model.base_model(
+        output = body(self.model)(
             input_ids=tokens_B[:, None],
             position_ids=self.positions_B[:, None].to(self.model.device),
             attention_mask=self.seen_BL[:, None, None, :],
@@ -59,8 +61,8 @@ def prefill(model: Any, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, "Grou
     positions_PL = (seen_PL.cumsum(-1) - 1).clamp(min=0)
     itself = torch.eye(longest, dtype=torch.bool)  # keeps the softmax of padded queries defined; their output is unused
     mask_P1LL = (seen_PL[:, None, None, :] & torch.ones(longest, longest, dtype=torch.bool).tril()) | itself
-    cache = GroupCache(model.config.num_hidden_layers)
-    output = model.base_model(
+    cache = GroupCache(model.config.get_text_config(decoder=True).num_hidden_layers)
+    output = body(model)(
         input_ids=ids_PL.to(model.device),
         position_ids=positions_PL.to(model.device),
         attention_mask=mask_P1LL.to(model.device),

@@ -26,7 +26,8 @@ from shoal.engine.protocol import Completion, Sampling
 from shoal.engine.torch_engine import TorchEngine
 from shoal.files import write_file
 from shoal.model.dtype import DtypeName
-from shoal.model.fingerprint import fixed_tokens
+from shoal.model.fingerprint import fixed_tokens, vocabulary_of
+from shoal.model.head import logits
 from shoal.model.logprobs import token_logprobs
 from shoal.model.sources import cache_dir
 from shoal.model.threads import temporarily_on
@@ -59,7 +60,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     """What differs from decoding everything together, one line each; none on a machine that computes alike in all shapes."""
     engine = TorchEngine(dtype, device)
     engine.model = model
-    vocabulary, found = model.config.vocab_size, []
+    vocabulary, found = vocabulary_of(model), []
     prompts = [fixed_tokens(f"self-test {length}", length, vocabulary) for length in PROMPTS]
     sampling = Sampling(temperature=1.0, max_tokens=TOKENS, eos_ids=())
     seeds = [[17 * group + number for number in range(COMPLETIONS)] for group in range(len(prompts))]
@@ -94,7 +95,7 @@ def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion
     claimed_N = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
     for step in (len(tokens_N), 16):
         parts = [
-            token_logprobs(model.lm_head(hidden_NH[start : start + step]), tokens_N[start : start + step])
+            token_logprobs(logits(model, hidden_NH[start : start + step]), tokens_N[start : start + step])
             for start in range(0, len(tokens_N), step)
         ]
         if not torch.equal(torch.cat(parts).cpu(), claimed_N):

@@ -4,8 +4,9 @@
     The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
     Tokens that an environment gives take the place of sampled ones, one a step.
 
-Two ways of decoding: `exact` (a completion depends on its prompt, its seed and the weights alone) and `fast` (it depends
-on the other rows of its batch through rounding). The noise is seeded in both.
+Three ways of decoding: `exact` (a completion depends on its prompt, its seed and the weights alone), `fast` (it depends
+on the other rows of its batch through rounding), and `uncached` for models that need transformers' own attention. The
+noise is seeded in all of them.
 Called by the worker and by evaluation. Left out: paged caches, continuous batching, prefix reuse across groups.
 """
 
@@ -21,7 +22,8 @@ from torch import Tensor
 from shoal.engine.exact import ExactDecoding
 from shoal.engine.fast import FastDecoding
 from shoal.engine.protocol import Completion, Respond, Sampling
-from shoal.model import numerics
+from shoal.engine.uncached import UncachedDecoding
+from shoal.model import head, numerics, rows
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.numerics import Numerics
@@ -62,11 +64,10 @@ class TorchEngine:
         drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
         live = [draft for group in drafts for draft in group]  # by batch row
 
-        start = ExactDecoding if numerics.of(self.model) == "exact" else FastDecoding
-        rows = start(self.model, prompts, [draft.group for draft in live], sampling.max_tokens)
-        hidden_BH = rows.first_BH
+        decoding = self._decoding()(self.model, prompts, [draft.group for draft in live], sampling.max_tokens)
+        hidden_BH = decoding.first_BH
         for position in range(sampling.max_tokens):
-            logits_BV = self.model.lm_head(hidden_BH)
+            logits_BV = head.logits(self.model, hidden_BH)
             tokens_B, logprobs_B = choose(
                 logits_BV, [draft.seed for draft in live], [position] * len(live), sampling.temperature
             )
@@ -84,11 +85,16 @@ class TorchEngine:
             if not keep or position + 1 == sampling.max_tokens:
                 break
             if finished:
-                rows.keep(keep)
+                decoding.keep(keep)
                 live = [live[row] for row in keep]
                 tokens_B = tokens_B[torch.tensor(keep)]
-            hidden_BH = rows.step(tokens_B)
+            hidden_BH = decoding.step(tokens_B)
         return [[draft.completion() for draft in group] for group in drafts]
+
+    def _decoding(self) -> type[ExactDecoding] | type[FastDecoding] | type[UncachedDecoding]:
+        if not rows.packs(self.model):
+            return UncachedDecoding
+        return ExactDecoding if numerics.of(self.model) == "exact" else FastDecoding
 
 
 @dataclass

@@ -11,7 +11,9 @@ from shoal.config import Config
 
 def available_cores(wanted: int) -> int:
     """The number of cores to share: `wanted`, or all that this process may use if it is 0."""
-    return wanted or len(os.sched_getaffinity(0))
+    if wanted or not hasattr(os, "sched_getaffinity"):  # macOS has no such call
+        return wanted or os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def share_threads(config: Config, cores: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ Called by the learner's loop.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,20 +37,31 @@ class _Part:
     behaviour: list[list[float]]
     advantages: list[float]
 
+    def alone(self) -> Iterator["_Part"]:
+        """Each completion as a part of its own."""
+        branches = zip(self.tree.branches(), self.behaviour, self.advantages, strict=True)
+        for (completion, turns), behaviour, advantage in branches:
+            yield _Part(Tree(self.tree.prompt, [completion], [turns] if turns else ()), [behaviour], [advantage])
+
 
 def teaching(groups: Sequence[Group], loss: LossSection) -> list[Group]:
     """The groups that have a gradient. Groups of equal rewards have none if both beta and entropy are 0."""
     return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
-def micro_batches(groups: Sequence[Group], *, row_tokens: int, normalize_std: bool) -> list[MicroBatch]:
+def micro_batches(
+    groups: Sequence[Group], *, row_tokens: int, normalize_std: bool, packs: bool = True
+) -> list[MicroBatch]:
     """The groups' trees in rows of `row_tokens` positions, filled by best fit.
 
     Rows are longer if a prompt and one of its completions need it: what the validator accepted can be trained on.
+    Without `packs`, each row is one completion behind its prompt (`model/rows`).
     """
     longest = max((len(group.prompt) + max(map(len, group.completions)) for group in groups), default=0)
     row_tokens = max(row_tokens, longest)
     parts = [part for group in groups for part in _parts(group, row_tokens, normalize_std)]
+    if not packs:
+        return [_micro_batch([one]) for part in parts for one in part.alone()]
     rows = assign_rows([part.tree.n_tokens for part in parts], row_tokens)
     return [_micro_batch([parts[i] for i in row]) for row in rows]
 

@@ -114,6 +114,7 @@ class Learner:
                 teaching(share, settings.loss),
                 row_tokens=settings.row_tokens,
                 normalize_std=settings.loss.normalize_std,
+                packs=self.policy.packs,
             )
             for share in shares
         ]

@@ -48,16 +48,17 @@ class Shape:
 
 
 def shape_of(model: Any) -> Shape:
-    """The shape of a dense causal language model of `transformers`."""
-    config, head = model.config, model.get_output_embeddings().weight
+    """The shape of a dense causal language model of `transformers`. Layers without attention count as if they had it."""
+    config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings().weight
     ends = {id(head), id(model.get_input_embeddings().weight)}
     matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in ends]
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     return Shape(
         body=sum(p.numel() for p in matrices),
         head=head.numel(),
         layers=config.num_hidden_layers,
-        width=config.num_attention_heads * size,
+        width=heads * size,
     )
 
 

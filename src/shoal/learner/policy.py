@@ -23,6 +23,7 @@ from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
 from shoal.learner.loss import policy_loss
 from shoal.learner.ranks import Ranks, whole
+from shoal.model import rows
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.numerics import Numerics
@@ -81,6 +82,9 @@ class Policy:
         """Shard the model, copy the trained weights as fp32 masters, and round the model to bf16, in compute dtype."""
         self.ranks.shard(scorer, self.compute)
         masters = {}
+        for name, buffer in scorer.model.named_buffers():
+            if name in self.stored and buffer.is_floating_point():  # published, but not trained
+                buffer.copy_(buffer.bfloat16())
         for name, parameter in scorer.model.named_parameters():
             exact = parameter.detach()
             rounded = exact.bfloat16()
@@ -130,6 +134,11 @@ class Policy:
             return figures | {"optim/skipped": 1.0}
         self.skipped_in_row = 0
         return figures
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows may hold several sequences."""
+        return rows.packs(self.model)
 
     @property
     def lr(self) -> float:

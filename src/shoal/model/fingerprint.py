@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model import numerics
+from shoal.model import head, numerics
 from shoal.model.tree import Tree, forward_hidden, pack
 
 PROMPT, BRANCHES = 5, (67, 3)  # tokens; attention's tiles are powers of two
@@ -27,14 +27,20 @@ def fixed_tokens(name: str, length: int, vocabulary: int) -> list[int]:
     return [int.from_bytes(digest[:8], "big") % vocabulary for digest in digests]
 
 
+def vocabulary_of(model: Any) -> int:
+    """How many token ids the model knows."""
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
+
+
 @torch.inference_mode()
 def fingerprint(model: Any) -> str:
     """SHA-256 of hidden states and logits at 70 positions, as hex."""
-    vocabulary = model.config.vocab_size
+    vocabulary = vocabulary_of(model)
     branches = [fixed_tokens(f"branch {number}", length, vocabulary) for number, length in enumerate(BRANCHES)]
     packed = pack([Tree(fixed_tokens("prompt", PROMPT, vocabulary), branches)]).to(model.device)
     hidden_NH = forward_hidden(model, packed)
-    logits_NV = model.lm_head(hidden_NH)
+    logits_NV = head.logits(model, hidden_NH)
     digest = hashlib.sha256(
         f"shoal/fingerprint/1\n{numerics.of(model)}\n{hidden_NH.dtype}\n{logits_NV.dtype}\n".encode()
     )

@@ -6,8 +6,10 @@ Called by every role that touches weights.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,28 +21,61 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from shoal.model import adapters, attention, exact
+from shoal.model import adapters, attention, exact, head, rows, support
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import Numerics
+from shoal.model.positions import limit_
 from shoal.model.products import repeatable_
-from shoal.model.support import NEXT_STEP, UnsupportedModelError, check_config, check_packing
+from shoal.model.support import UnsupportedModelError
 
 WEIGHTS = "model.safetensors"
+log = logging.getLogger(__name__)
+
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
 
 
 def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", numerics: Numerics = "fast") -> Any:
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
 
-    `numerics` stays with the model: `numerics.of(model)`.
-
-    Raises UnsupportedModelError for a model whose packed logprobs are not those of plain transformers.
+    It computes packed rows with these numerics where that is right for the model, and otherwise one sequence a row, slower
+    and with fast numerics, which is said once (`rows.packs`, `numerics.of`).
+    Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    name = exact.NAME if numerics == "exact" else attention.NAME
-    AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    check_config(config, folder)
+    why = support.acts_on_long(config)
+    model = None if why else _load(folder, config, dtype, device, numerics)
+    if model is not None:
+        known = support.reference(model, folder)
+        setattr(model, head.ATTRIBUTE, known.change)
+        try:
+            differs = support.difference(model, known, folder)
+            why = "" if differs <= support.TOLERANCE else f"packed rows differ by {differs:.2g} nats per token"
+        except UnsupportedModelError as error:
+            why = str(error)
+    else:
+        why = f"config field {why!r}" if why else "its attention cannot be replaced by Shoal's"
+    if why:
+        _say(f"{support.name_of(config, folder)} is computed one sequence a row, which is slower: {why}")
+        model = _load(folder, config, dtype, device, None) if model is None else model
+        rows.use_(model)
+        known = support.reference(model, folder)
+        setattr(model, head.ATTRIBUTE, known.change)
+        differs = support.difference(model, known, folder)
+        if not differs <= support.TOLERANCE:
+            raise UnsupportedModelError(
+                f"{support.name_of(config, folder)}: logprobs differ from plain transformers by {differs:.2g} nats per "
+                f"token ({support.TOLERANCE:g} is allowed), packed and one sequence a row; choose another model"
+            )
+    limit_(model, config.to_dict())
+    return model
+
+
+def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics | None) -> Any:
+    """With Shoal's attention, or transformers' own if `numerics` is None. None if the attention cannot be replaced."""
+    name = {"exact": exact.NAME, "fast": attention.NAME, None: rows.NAME}[numerics]
+    if numerics is not None:
+        AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
+        AttentionMaskInterface.register(name, sdpa_mask)
     section = adapters.stored_in(config)
     try:
         with _quiet(section is not None):  # it does not know the adapters
@@ -51,18 +86,23 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
                 use_safetensors=True,
                 local_files_only=True,
             )
-    except KeyError as error:
-        if error.args != (name,):
+    except (KeyError, ValueError) as error:
+        if numerics is None or name not in str(error):
             raise
-        raise UnsupportedModelError(f"{folder}: its attention cannot be replaced by Shoal's; {NEXT_STEP}") from error
+        return None
     model = model.to(device).eval()
     if numerics == "exact":
         repeatable_(model)
     if section is not None:
         adapters.attach_(model, section, exact=numerics == "exact")
         _load_adapters_(model, folder)
-    check_packing(model, folder)
     return model
+
+
+@cache
+def _say(message: str) -> None:
+    """Once in a process: learner and reference are two loads of one model."""
+    log.warning(message)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.model import numerics
+from shoal.model.head import change_of
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.tree import Pack, forward_hidden
 
@@ -22,15 +23,17 @@ class Scorer(nn.Module):
     def forward(self, packed: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(logp_N, entropy_N or None) of the pack's targets, in their order; float32, nats."""
         hidden_NH = forward_hidden(self.model, packed)
-        head_VH = self.model.get_output_embeddings().weight
+        layer = self.model.get_output_embeddings()
         return chosen_logprobs(
             hidden_NH,
-            head_VH,
+            layer.weight,
             packed.target_N,
             temperature=temperature,
             with_entropy=with_entropy,
             keep_logits=self.keep_logits,
             exact=numerics.of(self.model) == "exact",
+            bias_V=getattr(layer, "bias", None),
+            change=change_of(self.model),
         )
 
     @property

@@ -1,14 +1,15 @@
-"""Which models Shoal computes correctly, checked once when a model is loaded.
+"""How Shoal computes a model, found out once when it is loaded: in packed rows, one sequence a row, or not at all.
 
 Shoal packs the completions of several prompts into one row (`tree`) and tells them apart by its own attention
 (`attention`). A model that passes state between positions in another way ignores that: linear attention, state spaces,
-convolutions, position biases of its own, attention sinks and windows. It would train without an error, but wrongly.
+convolutions, position biases of its own, attention sinks and windows. It would train without an error, but wrongly. Such a
+model takes the slower path (`rows`).
 
-    check_config     refuses settings that act only on long sequences, or on logits, by the field's name
-    check_packing    compares packed logprobs with those of transformers' eager attention, one sequence a row
+    change_of_logits   what happens behind the output head, from the config's fields and a comparison
+    acts_on_long       config fields that act only on long sequences, which a short comparison would not show
+    difference         between logprobs on the model's path and those of transformers' eager attention, one sequence a row
 
-Invariant: `load_model` returns no model that failed either check. Called by `load`.
-Left out: slow, exact computation of models that are refused.
+Invariant: `load_model` returns no model whose logprobs differ from those of plain transformers. Called by `load`.
 
 Tolerance. The comparison runs in float32 whatever dtype the model computes in, because bfloat16 hides the difference:
 SmolLM2-135M differs by 6e-6 nats per token in float32 and by 0.08 in bfloat16 (means over 65 tokens, three draws), and
@@ -21,7 +22,7 @@ another expert.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.model import attention
+from shoal.model import attention, head, rows
 from shoal.model.tree import Tree, forward_hidden, pack
 
 TOLERANCE = 1e-3  # nats per token, mean
@@ -38,7 +39,8 @@ BEYOND = 16  # tokens by which the sequences exceed a small window
 SMALL = 512  # windows up to this size are crossed
 LIMITING = re.compile("window|chunk|local_attention|block_size|topk")  # config fields that may hold a window's size
 
-LOGIT_FIELDS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")  # config fields: of logits
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap", "softcap")
 WINDOW_FIELDS = (
     "sliding_window",
     "sliding_window_size",
@@ -49,72 +51,99 @@ WINDOW_FIELDS = (
     "index_topk_blocks",
 )
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies change with the length of the row
-NEXT_STEP = "choose a model with full attention in every layer, such as Llama, Qwen2 or Qwen3"
 
 
 class UnsupportedModelError(ShoalError):
     """A model that Shoal would compute wrongly; the message names its architecture and what is wrong."""
 
 
-def check_config(config: Any, folder: Path) -> None:
-    """Look at the config of a transformers model and at the text config inside it. Raises UnsupportedModelError."""
+def acts_on_long(config: Any) -> str:
+    """The config field by which a model limits or bends attention over long sequences; empty if none does."""
     text = config.get_text_config(decoder=True)
-    name = f"{folder} ({_architecture(config)})"
-    for field in LOGIT_FIELDS:
-        if getattr(text, field, None) not in (None, 1, 1.0):
-            raise UnsupportedModelError(f"{name}: config field {field!r} changes the logits, which Shoal ignores")
     for field in WINDOW_FIELDS:
         if getattr(text, field, None) and getattr(text, "use_sliding_window", True):
-            raise UnsupportedModelError(
-                f"{name}: config field {field!r} limits attention, and Shoal attends to whole sequences; {NEXT_STEP}"
-            )
+            return field
     for kind in WINDOWED_LAYERS:
         if kind in (getattr(text, "layer_types", None) or ()):
-            raise UnsupportedModelError(
-                f"{name}: config field 'layer_types' holds {kind!r}, and Shoal attends to whole sequences; {NEXT_STEP}"
-            )
-    for kind in _rope_types(text):
-        if kind in LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModelError(
-                f"{name}: RoPE of type {kind!r} depends on a sequence's length, which differs when sequences are packed; "
-                f"{NEXT_STEP}"
-            )
+            return f"layer_types: {kind}"
+    return "attn_logit_softcapping" if getattr(text, "attn_logit_softcapping", None) else ""
+
+
+def name_of(config: Any, folder: Path) -> str:
+    return f"{folder} ({', '.join(config.architectures or [config.model_type])})"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Logprobs of the trees' completions by transformers alone, and what it does to its head's output."""
+
+    trees: list[Tree]
+    logprobs_N: Tensor
+    change: head.Change
 
 
 @torch.no_grad()
-def check_packing(model: Any, folder: Path) -> None:
-    """Compare packed with plain logprobs of random tokens, in float32. Raises UnsupportedModelError."""
+def reference(model: Any, folder: Path) -> Reference:
+    """By transformers' forward with eager attention, one sequence a row, in float32. Raises UnsupportedModelError."""
     trees = _trees(model)
-    name = f"{folder} ({_architecture(model.config)})"
+    name = name_of(model.config, folder)
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no output head that transformers names")
+    with _explained(f"{name} cannot be computed"), _in_float32(model):
+        ids_BL = torch.tensor([[*tree.prompt, *of] for tree in trees for of in tree.completions], device=model.device)
+        raw_BLV, logits_BLV = _plain_logits(model, ids_BL)
+        _, begun_BSV = _plain_logits(model, ids_BL[:, : ids_BL.shape[1] // 2])
+    ahead = (
+        (begun_BSV.float().log_softmax(-1) - logits_BLV[:, : begun_BSV.shape[1]].float().log_softmax(-1)).abs().mean()
+    )
+    if not float(ahead) <= TOLERANCE:
+        raise UnsupportedModelError(f"{name} is not causal: its logprobs of a token depend on tokens behind it")
+    if raw_BLV.shape != logits_BLV.shape:
+        raise UnsupportedModelError(f"{name}: its logits {tuple(logits_BLV.shape)} are not those of its output head")
+    change = change_of_logits(model.config, raw_BLV, logits_BLV)
+    if change is None:
+        raise UnsupportedModelError(
+            f"{name} changes the logits behind its output head in a way that Shoal does not know"
+        )
+    prompts = [len(tree.prompt) for tree in trees for _ in tree.completions]
+    logp_BLV = logits_BLV[:, :-1].float().log_softmax(-1)
+    logp_BL = logp_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
+    logprobs_N = torch.cat([logp_L[prompt - 1 :] for logp_L, prompt in zip(logp_BL, prompts, strict=True)])
+    return Reference(trees, logprobs_N, change)
+
+
+def change_of_logits(config: Any, raw: Tensor, logits: Tensor) -> head.Change | None:
+    """What turns the head's output into logits, by the config's fields and one example; None if nothing fits."""
+    text = config.get_text_config(decoder=True)
+    scales = [value for field in SCALES if isinstance(value := getattr(text, field, None), int | float) and value != 1]
+    caps = [float(value) for field in CAPS if (value := getattr(text, field, None))]
+    every_scale = [one for value in scales for one in (float(value), 1 / value)]
+    for scale in (*every_scale, 1.0):
+        for cap in (*caps, None):
+            change = head.Change(scale, cap)
+            if float((change(raw).float() - logits.float()).abs().mean()) <= TOLERANCE:
+                return change
+    return None
+
+
+@torch.no_grad()
+def difference(model: Any, known: Reference, folder: Path) -> float:
+    """Mean difference, in nats per token, of logprobs on the model's path. Raises UnsupportedModelError if it has none."""
+    with _explained(f"{name_of(model.config, folder)} cannot be computed"), _in_float32(model):
+        found_N = _own_logprobs(model, known.trees)
+    value = float((found_N - known.logprobs_N).abs().mean())
+    return value if value == value else float("inf")
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
     try:
-        with _in_float32(model):
-            packed_N = _packed_logprobs(model, trees)
-            plain_N = _plain_logprobs(model, trees)
+        yield
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # whatever a model does that does not know packed rows
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise UnsupportedModelError(
-            f"{name} cannot compute packed sequences ({type(error).__name__}: {reason}); {NEXT_STEP}"
-        ) from error
-    difference_N = (packed_N - plain_N).abs()
-    mean = float(difference_N.mean())
-    if not mean <= TOLERANCE:
-        raise UnsupportedModelError(
-            f"{name} does not keep packed sequences apart: logprobs differ from plain transformers by {mean:.2g} nats per "
-            f"token (at most {float(difference_N.max()):.2g}; {TOLERANCE:g} is allowed); {NEXT_STEP}"
-        )
-
-
-def _architecture(config: Any) -> str:
-    return ", ".join(config.architectures or [config.model_type])
-
-
-def _rope_types(text: Any) -> set[str]:
-    parameters = getattr(text, "rope_parameters", None) or {}
-    found = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one per layer type
-    return {kind for one in found if isinstance(kind := one.get("rope_type"), str)}
+        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {reason})") from error
 
 
 def _trees(model: Any) -> list[Tree]:
@@ -135,28 +164,27 @@ def _trees(model: Any) -> list[Tree]:
     ]
 
 
-def _packed_logprobs(model: Any, trees: list[Tree]) -> Tensor:
+def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     packed = pack(trees)
     if model.device.type != "cpu":  # the architecture is checked here, not a compiled kernel
         layout = attention.Layout(packed.layout.spans, model.device, kernel="masked")
         packed = replace(packed.to(model.device), layout=layout)
-    logp_NV: Tensor = model.lm_head(forward_hidden(model, packed)).float().log_softmax(-1)
+    logp_NV: Tensor = head.logits(model, forward_hidden(model, packed)).float().log_softmax(-1)
     return logp_NV.gather(-1, packed.target_N[:, None])[:, 0]
 
 
-def _plain_logprobs(model: Any, trees: list[Tree]) -> Tensor:
-    """Logprobs of the same tokens by transformers alone: its forward, its eager attention, one sequence a row."""
-    sequences = [[*tree.prompt, *completion] for tree in trees for completion in tree.completions]
-    prompts = [len(tree.prompt) for tree in trees for _ in tree.completions]
-    ids_BL = torch.tensor(sequences, device=model.device)
+def _plain_logits(model: Any, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """(what the output head gives, the model's logits), one sequence a row."""
     own = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    given: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: given.append(output))
+    rows.use_(model)
     try:
-        logp_BLV = model(input_ids=ids_BL, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        logits_BLV: Tensor = model(input_ids=ids_BL, use_cache=False).logits
     finally:
-        model.set_attn_implementation(own)
-    logp_BL = logp_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
-    return torch.cat([logp_L[prompt - 1 :] for logp_L, prompt in zip(logp_BL, prompts, strict=True)])
+        hook.remove()
+        rows.use_(model, own)
+    return given[-1], logits_BLV
 
 
 @contextmanager

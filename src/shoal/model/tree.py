@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model import numerics
+from shoal.model import numerics, rows
 from shoal.model.attention import Layout, Span
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
@@ -146,10 +146,12 @@ def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
 def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
     """Final hidden states of every position of the row. Returns hidden_TH, with padding behind it if numerics are exact.
 
-    `cache`: a transformers cache, which sees each block's keys and values.
+    `cache`: a transformers cache, which sees each block's keys and values; for models that compute packed rows.
     """
+    if not rows.packs(model):
+        return rows.forward_row(model, packed)
     padding = -len(packed.tokens_T) % ROW_UNIT if numerics.of(model) == "exact" else 0
-    output = model.base_model(  # type: ignore[operator]
+    output = rows.body(model)(
         input_ids=F.pad(packed.tokens_T, (0, padding))[None],
         position_ids=F.pad(packed.positions_T, (0, padding))[None],
         attention_mask=packed.tokens_T.new_empty(1, 1, 1, 1),  # unused; 4-D, so that transformers builds no mask

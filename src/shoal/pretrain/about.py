@@ -29,14 +29,15 @@ MODEL = ("config.json",)
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
-def about(config: Config, folder: Path, corpus: Corpus, *, sites: bool) -> dict[str, str]:
-    """`folder` is the model's."""
+def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -> dict[str, str]:
+    """`folder` is the model's. Without a corpus, whoever has one says which data it is."""
     found = {
         "model": _digest(folder, MODEL),
         "tokenizer": _digest(folder, TOKENIZER),
-        "data": corpus.fingerprint(),
         "run.seed": str(config.run.seed),
     }
+    if corpus is not None:
+        found["data"] = corpus.fingerprint()
     for name in ("pretrain", "sites") if sites else ("pretrain",):
         section = getattr(config, name)
         found |= {f"{name}.{key}": str(value) for key, value in section if key not in OWN[name]}

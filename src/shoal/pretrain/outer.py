@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.config import Config, ConfigError
 from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed
+from shoal.diloco.fragments import Fragments
 from shoal.diloco.messages import ClosedError, Exchange, Greeting, Outcome, Roster, Terms
 from shoal.diloco.site import DifferentError, Site, meet
 from shoal.files import write_file
@@ -77,6 +79,8 @@ class Outer:
             last = self.site.round + 1 == self.site.terms.rounds
             if last or not self.settings.delay:
                 step, landed = self.land(step, reset)
+            if last:
+                self.site.settle(self.tensors)
         return step, landed
 
     def depart(self, step: int, place: dict[str, int] | None) -> None:
@@ -144,10 +148,18 @@ class Outer:
         write_file(self.places, json.dumps(kept | {str(self.site.round): place}).encode())
 
 
-def terms_of(settings: SitesSection, fragments: Any, steps: int) -> Terms:
+def terms_of(config: Config, tensors: Mapping[str, Tensor]) -> Terms:
+    """How the sites of this run meet. Raises ConfigError if the steps are no whole number of rounds."""
+    settings, steps = config.sites, config.pretrain.steps
+    if steps % settings.inner_steps:
+        raise ConfigError(
+            f"pretrain.steps = {steps} is not a multiple of sites.inner_steps = {settings.inner_steps}: "
+            "the last steps would reach no other site"
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Terms(
-        fragments,
-        rounds=-(-steps // settings.round_steps),
+        Fragments(shapes, settings.fragments),
+        rounds=steps // settings.round_steps,
         kind=settings.kind,
         lr=settings.lr,
         momentum=settings.momentum,

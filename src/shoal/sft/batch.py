@@ -87,9 +87,16 @@ def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[
     return updates
 
 
-def micro_batches(examples: Sequence[Example], *, row_tokens: int) -> list[MicroBatch]:
-    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once."""
-    rows = assign_rows([len(example.tokens) for example in examples], row_tokens)
+def micro_batches(examples: Sequence[Example], *, row_tokens: int, packs: bool = True) -> list[MicroBatch]:
+    """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once.
+
+    Without `packs`, each has a row of its own (`model/rows`).
+    """
+    rows = (
+        assign_rows([len(example.tokens) for example in examples], row_tokens)
+        if packs
+        else [[i] for i in range(len(examples))]
+    )
     return [
         MicroBatch(
             pack([examples[i].tree for i in row]),

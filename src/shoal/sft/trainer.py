@@ -139,7 +139,7 @@ class Sft:
         return loss
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        return micro_batches(examples, row_tokens=self.config.sft.max_tokens)
+        return micro_batches(examples, row_tokens=self.config.sft.max_tokens, packs=self.policy.packs)
 
 
 def open_policy(folder: Path, config: Config, dtype: DtypeName) -> Policy:

@@ -24,6 +24,7 @@ from shoal import tasks
 from shoal.config import Config
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName
+from shoal.model.fingerprint import vocabulary_of
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
 from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
@@ -116,7 +117,7 @@ class Judge:
             eos_ids=ends,
             conversation=Conversation(self.config, self.environments, tokenizer, ends),
             special_ids=frozenset(tokenizer.all_special_ids) - frozenset(ends),
-            vocabulary=self.model.config.vocab_size,
+            vocabulary=vocabulary_of(self.model),
         )
 
     def open(self, assignment: Assignment, worker: str, data: bytes) -> Case | Finding:

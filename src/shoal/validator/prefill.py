@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.model.head import logits
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 from shoal.model.turns import model_positions
@@ -34,7 +35,7 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens
     for start in range(0, len(tokens_N), CACHED_ROWS):
         within = start % VOCABULARY_ROWS
         if within == 0:
-            logits_WV = model.lm_head(hidden_NH[start : start + VOCABULARY_ROWS])
+            logits_WV = logits(model, hidden_NH[start : start + VOCABULARY_ROWS])
         span = slice(start, start + CACHED_ROWS)
         scaled_CV = logits_WV[within : within + CACHED_ROWS].float().div_(temperature)
         margins.append(replay_margins(scaled_CV, tokens_N[span], seeds[span], positions[span]))

@@ -1,0 +1,118 @@
+"""A site's side of a meeting over HTTP: `Roster` and `Exchange` by signed requests, repeated while the meeting is away.
+
+Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
+only if its bytes are those of a signed descriptor. It opens no port.
+Called by `shoal pretrain --join`.
+"""
+
+import threading
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel
+
+from shoal.diloco.codec import most_bytes
+from shoal.diloco.messages import (
+    ClosedError,
+    ForgottenError,
+    Greeting,
+    MeetingError,
+    Outcome,
+    Progress,
+    Share,
+    Terms,
+    Welcome,
+    Why,
+)
+from shoal.diloco.serve import JoinRequest, name_of, open_descriptor
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.invite import Invite
+from shoal.protocol.node import KEY, Node, NodeError, RefusedError
+from shoal.shardcast.tls import client_context
+
+ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: ClosedError}
+GOOD_BYE_S = 3.0
+STATE_TRIES = 3  # a round may end between a descriptor and its file
+
+
+class Ack(BaseModel):
+    """An answer without content."""
+
+
+class Remote:
+    def __init__(
+        self,
+        invite: Invite,
+        folder: Path,
+        terms: Terms,
+        *,
+        patience_s: float,
+        authority: Path | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`folder` holds the site's key. Raises MeetingError for an invite that is not for a site."""
+        self.name, self.invite, self.terms = name_of(invite), invite, terms
+        context = client_context(authority)
+        self.node = Node.of(
+            invite,
+            Identity.load_or_create(folder / KEY),
+            patience_s=patience_s,
+            stop=stop,
+            transport=httpx.HTTPTransport(verify=context) if context else None,
+        )
+
+    def join(self, greeting: Greeting) -> Welcome:
+        try:
+            return self.node.post("/v1/join", JoinRequest(invite=self.invite.signed, greeting=greeting), Welcome)
+        except RefusedError as error:
+            raise MeetingError(str(error)) from error
+
+    def take(self) -> int:
+        return self.node.post("/v1/shares", None, Share).number
+
+    def leave(self) -> None:
+        """Say good-bye. A meeting that does not hear it finds out by itself, after `sites.wait_s`."""
+        self.node.patience_s = GOOD_BYE_S
+        with suppress(NodeError):
+            self.node.post("/v1/leave", None, Ack)
+
+    def offer(self, round: int, digest: str, data: bytes) -> None:
+        try:
+            self.node.put(f"/v1/rounds/{round}/{digest}", data, Ack)
+        except RefusedError as error:
+            raise _meant(error) from error
+
+    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
+        try:
+            progress = self.node.get(f"/v1/rounds/{round}", Progress)
+            if progress.outcome is None:
+                return progress.waiting_for
+            size = self.terms.fragments.sizes[self.terms.fragment(round)]
+            most = most_bytes(self.terms.kind, size)
+            kept = progress.outcome.kept
+            return progress.outcome, self.node.get_bytes(
+                f"/v1/rounds/{round}/average", most_bytes=most
+            ) if kept else b""
+        except RefusedError as error:
+            raise _meant(error) from error
+
+    def state(self, why: str) -> tuple[int, bytes]:
+        for last in (False,) * (STATE_TRIES - 1) + (True,):
+            signed = self.node.post("/v1/state", Why(why=why), Signed)
+            described = open_descriptor(signed, self.invite.key, self.invite.run)
+            try:
+                data = self.node.get_bytes(f"/v1/state/{described.round}", most_bytes=described.size_bytes)
+            except RefusedError as error:
+                if last or error.status != ClosedError.status:
+                    raise _meant(error) from error
+                continue
+            if sha256(data).hexdigest() != described.sha256:
+                raise MeetingError(f"the state of round {described.round} is not the one that the meeting signed")
+            return described.round, data
+        raise AssertionError
+
+
+def _meant(error: RefusedError) -> MeetingError:
+    return ERRORS.get(error.status, MeetingError)(str(error))

@@ -1,0 +1,90 @@
+"""Bytes that each role holds at its peak.
+
+    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; spread over its
+                devices by FSDP2. A reference model adds 2 or 4.
+    activations a saved tensor's elements per token and layer: 4 hidden (the residual, twice normalised, attention's output),
+                2 width (queries, heads' outputs), 2 kv_width, 3 intermediate (gate, up, their product). With recomputation:
+                `hidden` of each layer, and one layer's own
+    logits      2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`), or less where all are fewer
+    worker      weights, keys and values of the completions decoded together, float32 logits of one position
+    validator   weights, one layer's activations, logits as above
+
+Invariant: on a CPU a role also holds what a process with torch holds before any model, measured in runs of a 3M model
+(`tiny-exact.json`); SHARED_BYTES of it is the same pages in all children of `shoal run`.
+Left out: fragmentation, copies between devices, tasks.
+"""
+
+from dataclasses import dataclass
+
+from shoal.plan.sizes import Sizes
+from shoal.plan.work import Work, cache_bytes_per_token
+
+MB = 10**6
+BASE_BYTES = {  # of a process, without its model
+    "coordinator": 325 * MB,
+    "origin": 345 * MB,
+    "relay": 330 * MB,
+    "learner": 760 * MB,
+    "worker": 520 * MB,
+    "validator": 580 * MB,
+    "evaluator": 430 * MB,
+}
+SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
+CONTEXT_BYTES = 500 * MB  # on an accelerator, in place of BASE_BYTES: an assumption
+LOGITS_BYTES = 2 * (128 << 20)
+MASTER_BYTES = 12  # fp32 master and two moments
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process of each role; of the learner on each of its devices."""
+
+    roles: dict[str, float]
+
+    def together(self, counts: dict[str, int]) -> float:
+        """What all processes of `shoal run` hold, shared pages counted once."""
+        total = sum(self.roles[role] * count for role, count in counts.items())
+        return total - (sum(counts.values()) - 1) * SHARED_BYTES
+
+
+def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1, cpu: bool = True) -> Memory:
+    base = BASE_BYTES if cpu else dict.fromkeys(BASE_BYTES, CONTEXT_BYTES)
+    weights = compute_bytes * sizes.parameters
+    logits = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.row_tokens)
+    checked = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.validator_tokens)
+    reference = weights if work.extra_forwards > int(work.recomputes) else 0
+    state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices
+    cache = work.at_once * (work.prompt + work.length) * cache_bytes_per_token(sizes, compute_bytes)
+    decoding = cache + 2 * 4 * work.at_once * sizes.vocab
+    return Memory(
+        {
+            "coordinator": BASE_BYTES["coordinator"],
+            "origin": BASE_BYTES["origin"],
+            "relay": BASE_BYTES["relay"],
+            "learner": base["learner"] + state + activation_bytes(sizes, work, compute_bytes) + logits,
+            "worker": base["worker"] + weights + decoding,
+            "validator": base["validator"]
+            + weights
+            + checked
+            + layer_bytes(sizes, compute_bytes) * work.validator_tokens,
+            "evaluator": base["evaluator"] + weights + decoding,
+        }
+    )
+
+
+def layer_bytes(sizes: Sizes, compute_bytes: int) -> int:
+    """What one layer saves of a token for the backward pass."""
+    elements = 4 * sizes.hidden + 2 * sizes.width + 2 * sizes.kv_width + 3 * sizes.intermediate
+    return elements * compute_bytes
+
+
+def activation_bytes(sizes: Sizes, work: Work, compute_bytes: int) -> int:
+    each = layer_bytes(sizes, compute_bytes)
+    if work.recomputes:
+        return work.row_tokens * (sizes.layers * sizes.hidden * compute_bytes + each)
+    return work.row_tokens * sizes.layers * each
+
+
+def largest_parameters(memory_bytes: float, devices: int, *, lora: bool = False) -> float:
+    """Parameters whose training fits in bf16, a tenth left for activations: all of them, or the weights under adapters."""
+    return 0.9 * memory_bytes * devices / (2 if lora else 4 + MASTER_BYTES)

@@ -1,0 +1,102 @@
+"""A step is trained again from a checkpoint that the learner kept, by the learner's own code, to the last bit."""
+
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.audit import rerun as rerun_module
+from shoal.audit.opened import BrokenError
+from shoal.audit.rerun import rerun, states
+from shoal.learner.groups import fetch
+from shoal.learner.loop import Learner
+from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks
+from shoal.learner.record import DOMAIN
+from shoal.model import numerics
+from shoal.protocol.identity import Signed
+from shoal.protocol.messages import Batch, StepRecord
+
+from ..learner.support import Pool, run_config, step_file
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
+    """A run of three steps whose learner kept a checkpoint of each, and what an audit's walk found of it."""
+    folder, config = tmp_path_factory.mktemp("trained"), run_config(STEPS, {"checkpoint_every": 1})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_folder)})})
+    pool = Pool(*[step_file(step) for step in range(STEPS)])
+    torch.manual_seed(config.run.seed)
+    picked = numerics.pick(config.model.numerics, "float32", "cpu")
+    policy = Policy(tiny_folder, config.learner, "float32", "cpu", config.sampling.temperature, Ranks(), picked)
+    learner = Learner(pool, config, policy, folder / "learner")  # type: ignore[arg-type]
+    assert learner.run(threading.Event()) == "finished"
+    signed = [Signed.model_validate_json(report.record) for report in pool.reports]
+    records = [StepRecord.model_validate_json(one.open(one.key, domain=DOMAIN)) for one in signed]
+    batches = [pool.get(f"/v1/batches/{step}", Batch) for step in range(STEPS)]
+    groups = [fetch(pool, batch, config, folder / "quarantine") for batch in batches]  # type: ignore[arg-type]
+    return SimpleNamespace(run=SimpleNamespace(folder=folder), records=records, configs=[config] * STEPS, groups=groups)
+
+
+@pytest.fixture
+def found(trained: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(rerun_module, "gather_step", lambda run, found, step: trained.groups[step])
+    return trained
+
+
+def test_every_step_with_a_state_before_it_can_be_run_again(found: Any, tmp_path: Path) -> None:
+    assert states(found.run, found) == [0, 1, 2]
+    partial = shutil.copytree(found.run.folder, tmp_path / "partial")
+    shutil.rmtree(partial / "learner" / "checkpoints" / "step-000001")
+    assert states(SimpleNamespace(folder=partial), found) == [0, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 2])
+def test_a_step_again_gives_the_same_weights(found: Any, tmp_path: Path, step: int) -> None:
+    with rerun(found.run, found, step, tmp_path) as again:
+        assert again.compared and again.before.is_dir()
+    kept = found.run.folder / "learner" / "versions"
+    for version in (step, step + 1):
+        name = f"v{version:06d}/model.safetensors"
+        assert (tmp_path / "versions" / name).read_bytes() == (kept / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", ["before", "after"])
+def test_weights_that_a_kept_checkpoint_does_not_give_are_named(found: Any, tmp_path: Path, field: str) -> None:
+    records = list(found.records)
+    records[1] = records[1].model_copy(update={field: "0" * 64})
+    lied = SimpleNamespace(records=records, configs=found.configs)
+    version = 1 if field == "before" else 2
+    with pytest.raises(BrokenError, match=f"weights of version {version}"):  # noqa: SIM117
+        with rerun(found.run, lied, 1, tmp_path):  # type: ignore[arg-type]
+            pass
+
+
+def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path: Path) -> None:
+    """A checkpoint that the learner itself signed, of a state in which it never was."""
+    run = SimpleNamespace(folder=shutil.copytree(found.run.folder, tmp_path / "run"))
+    checkpoints = run.folder / "learner" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-000002")
+    shutil.copytree(checkpoints / "step-000001", checkpoints / "step-000002")
+    with pytest.raises(BrokenError) as broken:  # noqa: SIM117
+        with rerun(run, found, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
+            pass
+    assert broken.value.link == "step 2"
+
+
+@pytest.mark.slow
+def test_a_machine_that_computes_otherwise_compares_nothing(found: Any, tmp_path: Path) -> None:
+    other = found.records[1].computed.model_copy(update={"machine": "another"})
+    records = list(found.records)
+    records[1] = records[1].model_copy(update={"computed": other, "after": "0" * 64})
+    elsewhere = SimpleNamespace(records=records, configs=found.configs)
+    with rerun(found.run, elsewhere, 1, tmp_path) as again:  # type: ignore[arg-type]
+        assert not again.compared

@@ -1,0 +1,242 @@
+"""The meeting over real sockets: sites in threads, restarts, strangers, and what everybody is told."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.meeting import Meeting
+from shoal.diloco.messages import BadOfferError, ClosedError, Greeting, MeetingError, Terms
+from shoal.diloco.remote import Remote
+from shoal.diloco.serve import Server, serve, site_invite
+from shoal.diloco.site import Site, meet
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite
+from shoal.protocol.node import NodeError
+from shoal.protocol.signing import SignedAuth
+from tests.diloco.test_meeting import ABOUT, start, terms
+
+RUN = "run-0123456789abcdef"
+
+
+class Served:
+    """A meeting on a port of loopback, in a thread; `kill` ends it without a word."""
+
+    def __init__(self, folder: Path, agreed_terms: Terms) -> None:
+        self.folder, self.terms = folder, agreed_terms
+        self.identity = Identity.load_or_create(folder / "identity.pem")
+        self.start()
+
+    def start(self) -> None:
+        self.stopping, ready = threading.Event(), threading.Event()
+
+        async def live() -> None:
+            fragments = self.terms.fragments
+            self.meeting = Meeting(self.folder, self.terms, ABOUT, RUN, lambda: Agreed.of(start(), fragments))
+            server = Server(self.meeting, self.identity)
+            runner, self.port = await serve(server, "127.0.0.1", 0, None, self.folder / "port")
+            ready.set()
+            try:
+                await server.live(self.stopping.is_set)
+            finally:
+                await runner.cleanup()
+
+        self.thread = threading.Thread(target=asyncio.run, args=(live(),), daemon=True)
+        self.thread.start()
+        assert ready.wait(30)
+
+    def kill(self) -> None:
+        self.stopping.set()
+        self.thread.join(30)
+
+    def invite(self, name: str) -> Invite:
+        return site_invite(self.identity, f"http://127.0.0.1:{self.port}", RUN, name)
+
+
+@contextmanager
+def served(folder: Path, agreed_terms: Terms) -> Iterator[Served]:
+    host = Served(folder, agreed_terms)
+    try:
+        yield host
+    finally:
+        host.kill()
+
+
+class Trainee:
+    """A site that trains by adding random numbers, in a thread of its own."""
+
+    def __init__(self, host: Served, name: str, folder: Path) -> None:
+        self.remote = Remote(host.invite(name), folder / name, host.terms, patience_s=20.0)
+        self.tensors = start()
+        self.site = Site(name, host.terms, Agreed.of(self.tensors, host.terms.fragments))
+        self.draw = torch.Generator().manual_seed(ord(name[-1]))
+        self.history: list[str] = []
+
+    def join(self) -> None:
+        greeting = Greeting(about=ABOUT, round=self.site.round, digests=self.site.agreed.digests)
+        if not self.remote.join(greeting).same:
+            self.site.adopt(self.tensors, *self.remote.state("joins"))
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            for tensor in self.tensors.values():
+                tensor += torch.randn(tensor.shape, generator=self.draw) * 0.01
+            digest, data = self.site.offer(self.tensors)
+            outcome, average = meet(self.remote, self.site.round, digest, data, give_up_s=20.0)
+            self.site.apply(self.tensors, outcome, average)
+            self.history.append(outcome.digest)
+
+
+def at_once(*calls: Any) -> None:
+    failures: list[BaseException] = []
+
+    def run(call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+def test_sites_agree_over_http_through_a_killed_and_restarted_meeting(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms(sites=2, rounds=6, fragments=2)) as host:
+        a, b = (Trainee(host, name, tmp_path) for name in ("site-a", "site-b"))
+        for each in (a, b):
+            each.join()
+        at_once(lambda: a.rounds(2), lambda: b.rounds(2))
+        assert a.history == b.history and len(set(a.history)) == 2
+
+        def restart() -> None:
+            while not host.meeting.offers:  # one offer is in memory only, and is lost
+                time.sleep(0.01)
+            host.kill()
+            host.start()
+            at_once(lambda: b.rounds(2))
+
+        at_once(lambda: a.rounds(2), restart)
+        assert a.history == b.history
+        assert host.meeting.round == 4
+        c = Trainee(host, "site-c", tmp_path)
+        c.join()
+        assert c.site.round == 4 and c.site.agreed.digests == a.site.agreed.digests
+
+        def after_c(site: Trainee) -> None:
+            while "site-c" not in host.meeting.offers:  # a newcomer is not waited for in its first round
+                time.sleep(0.01)
+            site.rounds(2)
+
+        at_once(lambda: after_c(a), lambda: after_c(b), lambda: c.rounds(2))
+        assert a.history == b.history and c.history == a.history[4:]
+        for each in (a, b, c):
+            each.remote.leave()
+        host.thread.join(10)  # over, and everybody left
+        assert not host.thread.is_alive()
+
+
+def test_who_has_no_invite_of_this_meeting_is_told_so(tmp_path: Path) -> None:
+    greeting = Greeting(about=ABOUT, round=0, digests=[])
+    with served(tmp_path / "meet", terms()) as host:
+        other = site_invite(Identity.generate(), "http://127.0.0.1:1", RUN, "site-x")
+        forged = host.invite("site-x").model_copy(update={"signed": other.signed})
+        remote = Remote(host.invite("site-x"), tmp_path / "x", host.terms, patience_s=5.0)
+        remote.invite = forged
+        with pytest.raises(MeetingError, match="the invite is not one of this meeting"):
+            remote.join(greeting)
+        with pytest.raises(MeetingError, match="this key has not joined"):
+            remote.offer(0, "0" * 64, b"")
+        Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0).join(greeting)
+        again = Remote(host.invite("site-a"), tmp_path / "another", host.terms, patience_s=5.0)
+        with pytest.raises(MeetingError, match="the invite of site-a is used by another key"):
+            again.join(greeting)
+        url = f"http://127.0.0.1:{host.port}/v1/state"
+        assert httpx.post(url, content=b"{}").status_code == 401
+        auth = SignedAuth(Identity.generate(), RUN)
+        assert httpx.post(url, content=b"{}", auth=auth).status_code == 403
+
+
+def test_a_meeting_of_another_key_is_not_believed(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms()) as host:
+        invite = site_invite(Identity.generate(), f"http://127.0.0.1:{host.port}", RUN, "site-a")
+        remote = Remote(invite, tmp_path / "a", host.terms, patience_s=0.3)
+        with pytest.raises(NodeError, match="it is signed by"):
+            remote.join(Greeting(about=ABOUT, round=0, digests=[]))
+
+
+def test_a_wrong_clock_is_corrected(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms()) as host:
+        remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=20.0)
+        remote.node.clock.clock = lambda: time.time() - 3600
+        assert remote.join(Greeting(about=ABOUT, round=0, digests=[])).round == 0
+        assert remote.node.clock.offset_s == pytest.approx(3600, abs=30)
+
+
+def test_bad_bytes_and_a_round_that_is_over_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms()) as host:
+        a = Trainee(host, "site-a", tmp_path)
+        a.join()
+        digest = a.site.agreed.digests[0]
+        with pytest.raises(MeetingError, match="the offer of site-a for round 0 is malformed"):
+            a.remote.offer(0, digest, b"x" * 100)
+        with pytest.raises(MeetingError, match="at most"):
+            a.remote.offer(0, digest, b"x" * 1_000_000)
+        with pytest.raises(ClosedError, match="round 7 is over; round 0 is open"):
+            a.remote.offer(7, digest, b"x")
+        a.rounds(1)
+        assert BadOfferError.status == 422
+
+
+def test_a_changed_state_is_not_taken(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms()) as host:
+        a = Trainee(host, "site-a", tmp_path)
+        a.join()
+        signed = host.meeting.state
+
+        def changed() -> Any:
+            described, path = signed()
+            return described.model_copy(update={"sha256": "0" * 64}), path
+
+        host.meeting.state = changed  # type: ignore[method-assign]
+        with pytest.raises(MeetingError, match="is not the one that the meeting signed"):
+            a.remote.state("test")
+
+
+def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path / "meet", terms(rounds=2)) as host:
+        a = Trainee(host, "site-a", tmp_path)
+        a.join()
+        a.rounds(1)
+        ended: list[BaseException] = []
+        monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_value))
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device", str(path))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.diloco.meeting.write_file", full)
+            at_most = threading.Thread(target=a.rounds, args=(1,), daemon=True)
+            at_most.start()
+            host.thread.join(20)
+        assert isinstance(ended[0], OSError) and ended[0].errno == 28
+        host.start()
+        at_most.join(30)
+        assert len(a.history) == 2 and host.meeting.agreed.digests == a.site.agreed.digests
+        lines = [json.loads(line) for line in (tmp_path / "meet" / "rounds.jsonl").read_text().splitlines()]
+        assert lines[-1]["round"] == 1 and lines[-1]["digest"] == a.history[-1]

@@ -1,0 +1,290 @@
+"""Deliberate faults, each with the few tests meant to catch it. `run` applies them one by one; a survivor is a missing test.
+
+Invariant: the text to replace occurs exactly once in its file (`test_faults` checks it, so a change of the code shows here).
+"""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    file: str  # in src/shoal
+    old: str
+    new: str
+    tests: str  # a file in tests/
+    only: str = ""  # pytest's -k
+
+    @property
+    def name(self) -> str:
+        old, new = (text.strip().splitlines() or ["(gone)"] for text in (self.old, self.new))
+        return f"{self.file}: {old[0][:60]} -> {new[0][:90]}"
+
+
+LOOP, POLICY, CHECKPOINT, BATCH = "learner/loop.py", "learner/policy.py", "learner/checkpoint.py", "learner/batch.py"
+GROUPS, LOSS, METRICS, GUARD = "learner/groups.py", "learner/loss.py", "learner/metrics.py", "learner/guard.py"
+LOGPROBS, TREE, SAMPLING, HEAD = "model/logprobs.py", "model/tree.py", "model/sampling.py", "model/head.py"
+CHECKS, DELTA, FORMAT = "validator/checks.py", "shardcast/format/delta.py", "shardcast/format/delta_format.py"
+FIELD, PROOF, CHUNK, VERIFY = "toploc/field.py", "toploc/proof.py", "toploc/chunk.py", "toploc/verify.py"
+
+UPDATES, LOSSES, TREES = "learner/test_updates.py", "learner/test_loss.py", "model/test_tree.py"
+SAMPLED, JUDGED, DELTAS = "model/test_sampling.py", "validator/test_checks.py", "shardcast/test_delta.py"
+TOPLOC, MALFORMED = "toploc/test_toploc_verify.py", "toploc/test_toploc_malformed.py"
+
+FAULTS = [
+    # --- the learner's updates
+    Fault(
+        LOOP,
+        "n_tokens = sum(group.n_tokens for group in share)",
+        "n_tokens = sum(group.n_tokens for group in groups)",
+        UPDATES,
+        "eight",
+    ),
+    Fault(
+        LOOP,
+        "n_rollouts = sum(len(group.completions) for group in share)",
+        "n_rollouts = sum(len(group.completions) for group in groups)",
+        UPDATES,
+        "eight",
+    ),
+    Fault(
+        LOOP,
+        "n_tokens = sum(group.n_tokens for group in share)",
+        "n_tokens = sum(group.n_tokens for group in teaching(share, settings.loss)) or 1",
+        UPDATES,
+        "eight",
+    ),
+    Fault(LOOP, "shares = [groups[update::n_updates] for", "shares = [groups[0::n_updates] for", UPDATES, "eight"),
+    Fault(
+        LOOP,
+        "n_updates = min(settings.optimizer_steps_per_step, len(groups))",
+        "n_updates = settings.optimizer_steps_per_step",
+        UPDATES,
+        "fewer",
+    ),
+    Fault(
+        LOOP,
+        "elif not all(group.checked for group in groups):",
+        "elif False:",
+        "learner/test_behaviour.py",
+        "nobody_checked",
+    ),
+    Fault(LOOP, "commit_folder(temporary, final)", "temporary.rename(final)", "learner/test_loop.py", "on_disk_before"),
+    Fault(LOOP, "self.policy.skipped_in_row += 1", "pass", "learner/test_loop.py", "several_times_in_a_row"),
+    Fault(POLICY, 'group["lr"] = self.lr', "pass", UPDATES, "adamw"),
+    Fault(POLICY, "betas=config.betas, ", "", UPDATES, "adamw"),
+    Fault(POLICY, "weight_decay=config.weight_decay, ", "weight_decay=0.0, ", UPDATES, "adamw"),
+    Fault(
+        POLICY,
+        "(self.updates + 1) / max(1, self.config.warmup_steps)",
+        "self.updates / max(1, self.config.warmup_steps)",
+        "learner/test_policy.py",
+        "warms_up",
+    ),
+    Fault(
+        POLICY,
+        "self.optimizer.step()\n        self.round()",
+        "self.optimizer.step()",
+        "learner/test_policy.py",
+        "published_is_the_masters",
+    ),
+    Fault(
+        POLICY, "grad if master.grad is None else master.grad.add_(grad)", "grad", "learner/test_policy.py", "in_pieces"
+    ),
+    Fault(
+        POLICY, "self.optimizer.zero_grad(set_to_none=True)", "pass", "learner/test_policy.py", "skipped_update_leaves"
+    ),
+    Fault(POLICY, "        self.before_update()\n", "", "learner/test_checkpoint.py"),
+    Fault(
+        POLICY,
+        "clip_grad_norm_(self.masters.values(), self.config.grad_clip)",
+        "clip_grad_norm_(self.masters.values(), 1e9)",
+        "learner/test_policy.py",
+        "before_clipping",
+    ),
+    Fault(
+        CHECKPOINT,
+        '["step"].copy_(step)',
+        '["step"].fill_(self.policy.updates)',
+        "learner/test_checkpoint.py",
+        "empty_updates",
+    ),
+    Fault(
+        CHECKPOINT, "        torch.set_rng_state(tensors[RNG])\n", "", "learner/test_checkpoint.py", "random_numbers"
+    ),
+    Fault(
+        CHECKPOINT,
+        "replace(progress, trained=[*progress.trained])",
+        "progress",
+        "learner/test_checkpoint.py",
+        "as_it_was_at_the_beginning",
+    ),
+    # --- its data
+    Fault(BATCH, "row_tokens = max(row_tokens, longest)", "pass", "learner/test_loop.py", "longer_than_a_row"),
+    Fault(BATCH, "row.behaviour_N.isnan()", "row.behaviour_N.isinf()", "learner/test_behaviour.py", "nobody_checked"),
+    Fault(
+        BATCH,
+        "advantages.repeat_interleave(lengths)",
+        "advantages.repeat_interleave(lengths).abs()",
+        "learner/test_behaviour.py",
+        "rollout_by_rollout",
+    ),
+    Fault(
+        BATCH,
+        "behaviour[at:end], advantages[at:end]",
+        "behaviour[at:end], advantages[: end - at]",
+        "learner/test_policy.py",
+        "in_pieces",
+    ),
+    Fault(
+        GROUPS,
+        "batch.step - file.header.policy_version > config.coordinator.async_level",
+        "batch.step - file.header.policy_version > config.coordinator.async_level + 1",
+        "learner/test_groups.py",
+        "beyond_the_async_level",
+    ),
+    Fault(GROUPS, "if header.signer not in validators:", "if False:", "learner/test_groups.py", "left_out"),
+    Fault(
+        GROUPS,
+        "for value in logprobs if group.checked else ():",
+        "for value in logprobs:",
+        "learner/test_groups.py",
+        "nobody_checked",
+    ),
+    Fault(
+        GROUPS,
+        "math.isfinite(value) and abs(value) <= LARGEST_REWARD",
+        "abs(value) <= LARGEST_REWARD",
+        "learner/test_groups.py",
+        "impossible_reward",
+    ),
+    Fault(GROUPS, "checked=file.header.prefilled,", "checked=True,", "learner/test_groups.py", "nobody_checked"),
+    # --- the loss
+    Fault(LOSS, "bounded_N = ratio_N.clamp(max=delta) * advantage_N", "bounded_N = ratio_N * advantage_N", LOSSES),
+    Fault(LOSS, "torch.minimum(bounded_N, clipped_N)", "torch.maximum(bounded_N, clipped_N)", LOSSES),
+    Fault(LOSS, "return float(max_tokens * n_rollouts)", "return float(n_tokens)", LOSSES),
+    Fault(
+        LOSS, "loss_N = loss_N - settings.entropy * entropy_N", "loss_N = loss_N + settings.entropy * entropy_N", LOSSES
+    ),
+    Fault(LOSS, "kl_N = k3(logp_N, reference_N)", "kl_N = k3(reference_N, logp_N)", LOSSES),
+    Fault(LOSS, "torch.exp(drift_N.clamp(max=MAX_LOG_RATIO))", "torch.exp(drift_N)", LOSSES),
+    Fault(
+        LOSS,
+        "low_N = (advantage_N < 0) & (moved_N < -threshold)",
+        "low_N = (advantage_N < 0) & (moved_N < threshold)",
+        LOSSES,
+    ),
+    Fault(GUARD, "if not math.isfinite(value):", "if math.isnan(value):", "learner/test_guard.py"),
+    Fault(
+        GUARD,
+        "if skipped_in_row >= settings.max_skips:",
+        "if skipped_in_row > settings.max_skips:",
+        "learner/test_guard.py",
+    ),
+    Fault(METRICS, "2.0 * (shape.body * (prompt + length)", "2.0 * (shape.body * length", "learner/test_metrics.py"),
+    # --- the model
+    Fault(LOGPROBS, "z_RV if temperature == 1.0 else z_RV.div_(temperature)", "z_RV", "model/test_logprobs.py"),
+    Fault(LOGPROBS, "(grad_N / ctx.temperature for grad_N", "(grad_N for grad_N", "model/test_logprobs.py"),
+    Fault(
+        LOGPROBS,
+        "                    grad_RV.mul_(slope)\n",
+        "                    pass\n",
+        "model/test_support.py",
+        "gradients_on_the_slower",
+    ),
+    Fault(
+        HEAD,
+        "torch.tanh(scaled_NV / self.cap) * self.cap",
+        "scaled_NV.clamp(-self.cap, self.cap)",
+        "model/test_support.py",
+        "gradients_on_the_slower",
+    ),
+    Fault(
+        TREE,
+        "positions += range(len(tree.prompt), len(tree.prompt) + len(completion))",
+        "positions += range(len(completion))",
+        TREES,
+    ),
+    Fault(TREE, "if position else last_of_prompt for position in own]", "for position in own]", TREES),
+    Fault(
+        "model/attention.py",
+        "merged_Ch = torch.logaddexp(own_Ch, other_Ch)",
+        "merged_Ch = torch.maximum(own_Ch, other_Ch)",
+        TREES,
+    ),
+    Fault(
+        "model/rows.py",
+        "hidden_LH if number == 0 else hidden_LH[len(prompt) :]",
+        "hidden_LH[len(prompt) * (number > 0) :].roll(1, 0)",
+        "model/test_support.py",
+        "gradients_on_the_slower",
+    ),
+    Fault("model/adapters.py", "alpha=self.scale", "alpha=1.0", "learner/test_lora.py", "adds_its_product"),
+    Fault("model/positions.py", "if longest > most:", "if longest > most + 1:", "model/test_support.py", "rope_that"),
+    # --- sampling
+    Fault(SAMPLING, "(np.asarray(positions, np.uint64) + np.uint64(1))", "np.uint64(1)", SAMPLED),
+    Fault(SAMPLING, "score_C += scaled.ravel()[flat_C]", "pass", SAMPLED),
+    Fault(
+        SAMPLING,
+        "gumbel_noise(keys_N, given_N).numpy() - LARGEST_NOISE",
+        "gumbel_noise(keys_N, given_N).numpy() - 1.0",
+        SAMPLED,
+    ),
+    Fault(SAMPLING, r'\n{rollout}" + (f"\n{nonce}"', r'\n0" + (f"\n{nonce}"', SAMPLED),
+    Fault(SAMPLING, "uniform.log_().neg_().log_().neg_()", "uniform.log_().neg_().log_()", SAMPLED),
+    # --- the validator
+    Fault(CHECKS, "if far == 0 and beyond <= allowed", "if beyond <= allowed", JUDGED),
+    Fault(CHECKS, "mean <= limits.sampling_margin_mean:", "True:", JUDGED),
+    Fault(CHECKS, "if error <= rules.config.validator.logprob_error_mean:", "if True:", JUDGED),
+    Fault(
+        CHECKS,
+        "likely_N = prefill.logprobs_N.exp() > limits.eos_probability",
+        "likely_N = prefill.logprobs_N.exp() >= 0",
+        JUDGED,
+    ),
+    Fault(CHECKS, "if not failed and exponents", "if exponents", JUDGED),
+    Fault(
+        CHECKS,
+        "if not all(0 <= token < vocabulary for token in row.tokens):",
+        "if not all(0 <= token <= vocabulary for token in row.tokens):",
+        JUDGED,
+    ),
+    Fault(CHECKS, "if any(token in rules.eos_ids for token in row.tokens[start : end - 1]):", "if False:", JUDGED),
+    Fault(CHECKS, "and not abs(row.reward - own) <= _tolerance(own)", "and abs(row.reward - own) > 1e9", JUDGED),
+    Fault(CHECKS, "if case.header.prompts != prompts_digest(case.prompts):", "if False:", JUDGED),
+    Fault(
+        CHECKS,
+        "if header.signer != case.worker or header.worker != case.worker:",
+        "if header.worker != case.worker:",
+        JUDGED,
+    ),
+    # --- proofs
+    Fault(FIELD, "PRIME = 65497", "PRIME = 65521", "toploc/test_toploc_format.py"),
+    Fault(PROOF, 'astype(">u2")', 'astype("<u2")', "toploc/test_toploc_format.py"),
+    Fault(PROOF, "if not MODULUS_MIN <= modulus <= PRIME:", "if not 1 <= modulus <= PRIME:", MALFORMED),
+    Fault(PROOF, "if largest >= PRIME:", "if largest > PRIME:", MALFORMED),
+    Fault(
+        CHUNK,
+        "remainder = (tokens - prefill) % chunk_tokens",
+        "remainder = tokens % chunk_tokens",
+        "toploc/test_toploc_prefill.py",
+    ),
+    Fault(VERIFY, "& ~forged_B[:, None]", "", TOPLOC),
+    Fault(
+        VERIFY,
+        "exponent_own_BK = (own_BK & 0x7FFF) >> mantissa_bits",
+        "exponent_own_BK = (own_BK & 0x3FFF) >> mantissa_bits",
+        TOPLOC,
+    ),
+    Fault(VERIFY, "mean_B[agreeing_B == 0] = inf", "pass", TOPLOC),
+    # --- weights over the network
+    Fault(DELTA, "words[places_K] += steps_K", "words[places_K] = steps_K", DELTAS),
+    Fault(
+        DELTA,
+        "if any(reader.take(len(header_hash)) != header_hash for reader in readers):",
+        "if any(not reader.take(len(header_hash)) for reader in readers):",
+        DELTAS,
+    ),
+    Fault(DELTA, "writer.write(MAGIC + bytes(kinds))", "writer.write(MAGIC + bytes(reversed(kinds)))", DELTAS),
+    Fault(FORMAT, "if places_K[-1] >= words:", "if places_K[-1] > words:", DELTAS),
+    Fault(FORMAT, "if zstandard.frame_content_size(data) != raw_bytes:", "if False:", DELTAS),
+    Fault(FORMAT, 'raise DeltaError("the delta has extra bytes after its last file")', "pass", DELTAS),
+]
