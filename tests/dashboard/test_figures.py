@@ -1,5 +1,6 @@
 """What the dashboard computes from a run: curves, answers, lanes, words."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -123,4 +124,13 @@ def test_what_a_page_has_seen_is_read_strictly() -> None:
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(WatchedError, match="no pool.sqlite"):
+        WatchedFolder(tmp_path)
+
+
+def test_a_run_of_another_format_is_named(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "pool.sqlite").write_bytes((finished / "coordinator" / "pool.sqlite").read_bytes())
+    database = sqlite3.connect(tmp_path / "pool.sqlite")
+    database.execute("PRAGMA user_version = 2")
+    database.close()
+    with pytest.raises(WatchedError, match="format 2"):
         WatchedFolder(tmp_path)

@@ -153,7 +153,7 @@ def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
             question,
             "Caught",
             "bad",
-            f"Slashed: {names}{f' ({why})' if why else ''}. What was rejected is never trained on.",
+            f"Slashed: {names}{f' ({why})' if why else ''}. Rejected work is never trained on.",
         )
     if hard:
         why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())

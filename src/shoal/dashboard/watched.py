@@ -16,7 +16,7 @@ from typing import Protocol
 import httpx
 
 from shoal.config import Config, ConfigError, parse
-from shoal.coordinator.database import Database
+from shoal.coordinator.database import Database, PoolError
 from shoal.coordinator.history import HistoryLog
 from shoal.coordinator.status import read_status
 from shoal.coordinator.tables.connection import SqliteConnection
@@ -69,7 +69,10 @@ class WatchedFolder:
         sqlite = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
         self.connection = SqliteConnection(sqlite)
         self._now_s = 0.0  # of the newest look
-        self.db = Database(self.connection, UnwrittenLedger(), lambda: self._now_s, create=False)
+        try:
+            self.db = Database(self.connection, UnwrittenLedger(), lambda: self._now_s, create=False)
+        except PoolError as error:
+            raise WatchedError(f"{error}. Look at it with that version") from error
         self.queries: Queries | None = Queries(self.connection)
         self.config: Config | None = self._config()
         self.history = RunHistory()

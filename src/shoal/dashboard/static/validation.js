@@ -61,7 +61,7 @@ export class Validation {
     const now = this.run.overview.state === "running";
     replace(this.queue, queue.length ? el("table", {}, el("thead", {}, el("tr", {}, ["Submission", "Worker", "Groups", "Version", "State", "By", "Uploaded"].map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, queue.map((row) => el("tr", {}, el("td", {}, `#${row.submission}`), el("td", {}, row.worker), el("td", {}, row.groups), el("td", {}, row.version), el("td", {}, row.state), el("td", {}, row.validator ?? "–"), el("td", {}, clock(row.uploaded_s)))))) : el("p", { class: "muted" }, now ? "Nothing waits for a verdict." : "Nothing is left to check."));
     replace(this.reasons, rejected.length ? rejected.map(rejection) : el("p", { class: "muted" }, "Nothing was rejected."));
-    replace(this.feed, this.entries.map((entry) => el("li", { class: entry.kind === "slashed" || entry.kind === "rejected" ? "bad" : null }, el("time", {}, clock(entry.time_s)), el("span", {}, entry.text, entry.submission ? el("a", { href: `#rollouts/${entry.submission}` }, " Show") : null))));
+    replace(this.feed, this.entries.map((entry) => el("li", { class: entry.kind === "slashed" || entry.kind === "rejected" ? "bad" : null }, el("time", {}, clock(entry.time_s)), el("span", {}, `${entry.text} `, entry.submission ? el("a", { href: `#rollouts/${entry.submission}` }, "Show") : null))));
   }
 }
 
