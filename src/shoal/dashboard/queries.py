@@ -37,7 +37,7 @@ class Queries:
         found = self.connection.row(
             "SELECT (SELECT max(seen_s) FROM nodes), (SELECT max(published_s) FROM policies), (SELECT started_s FROM run)"
         )
-        return max(value for value in found if value is not None)
+        return max(float(value) for value in found if value is not None)
 
     # --- per step ----------------------------------------------------------------------------------------------------
 

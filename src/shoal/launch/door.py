@@ -54,7 +54,7 @@ class Door:
     def _watch(self) -> None:
         """Start the server at the first connection, and again at the next one after it died."""
         while True:
-            ready, _, _ = select.select([self._listener, self._wake], [], [])
+            ready, _, _ = select.select([self._listener.fileno(), self._wake], [], [])
             if self._wake in ready:
                 return
             self._server = self._start()
