@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from .support import DEADLINE_S, Running
+from .support import Running
 
 PASSWORD = "correct horse battery"
 
@@ -14,7 +14,7 @@ class Person:
     def __init__(self, running: Running, name: str = "ada") -> None:
         self.name = name
         self.model = running.model
-        self.http = httpx.Client(base_url=running.url, timeout=DEADLINE_S, headers={"Origin": running.url})
+        self.http = running.client(headers={"Origin": running.url})
         self.csrf = ""
 
     def enter(self, route: str = "register", password: str = PASSWORD) -> httpx.Response:

@@ -95,6 +95,7 @@ class Visit:
         self.context.close()
 
 
+@pytest.mark.slow
 def test_register_chat_and_verify(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("ada")
     visit.say("one and two")

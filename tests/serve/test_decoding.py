@@ -42,7 +42,7 @@ def decoded(of: Held, prompts: list[range], limits: Limits) -> list[Generation]:
         scheduler.start()
         generations = []
         for number, prompt in enumerate(prompts):
-            generations.append(generation(of, prompt, 100 + number, 5 + 4 * number, proof=True))
+            generations.append(generation(of, prompt, 100 + number, 4 + 2 * number, proof=True))
             scheduler.submit(generations[-1:])
             await asyncio.sleep(0.002)
         await finished(generations)
@@ -95,10 +95,10 @@ def test_what_does_not_fit_the_cache_is_refused_and_what_fits_waits_for_room(tin
     of = held(tiny_folder)
 
     async def main() -> int:
-        scheduler = Scheduler(Limits(cache_bytes=of.token_bytes * 16 * 200))
+        scheduler = Scheduler(Limits(cache_bytes=of.token_bytes * 16 * 100))
         with pytest.raises(TooLargeError, match="lower max_tokens"):
             scheduler.submit([generation(of, range(5, 9), 1, 400)])
-        generations = [generation(of, range(5, 9), n, 100) for n in range(20)]  # 16 fit at a time
+        generations = [generation(of, range(5, 9), n, 24) for n in range(20)]  # 16 fit at a time
         scheduler.submit(generations)
         most = 0
         observe = scheduler._observe

@@ -12,6 +12,11 @@ import pytest
 from argon2 import PasswordHasher
 
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts
+from shoal.serve.chat.conversations import (
+    CONVERSATION_CHARACTERS,
+    MESSAGE_CHARACTERS,
+    Conversations,
+)
 from shoal.serve.chat.database import connect
 from shoal.web.guard import RefusedError
 from shoal.web.headers import POLICY
@@ -125,8 +130,9 @@ def test_behind_a_proxy_each_client_is_counted_alone_and_elsewhere_nobody_names_
     page: Running, tiny_folder: Path, tmp_path: Path
 ) -> None:
     def last_answer(running: Running) -> int:
+        person = Person(running)
         for n in range(22):  # each with another name, and pretending another address
-            person = Person(running, f"somebody-{n}")
+            person.name = f"somebody-{n}"
             person.http.headers["X-Forwarded-For"] = f"1.2.3.4, 10.0.{n}.1"
             status = person.enter("login").status_code
         return status
@@ -266,6 +272,21 @@ def test_the_page_is_light(page: Running) -> None:
     from shoal.web.files import SHARED, Files
 
     assert sum(Files([SHARED, STATIC]).sizes_bytes.values()) < 110_000
+
+
+def test_one_user_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    db = connect(tmp_path / "db")
+    opened = asyncio.run(Accounts(db, hasher=CHEAP).register("ada", "correct horse battery", "here"))
+    tree, user, text = Conversations(db), opened.session.user, "x" * MESSAGE_CHARACTERS
+    id = tree.create(user)
+    for _ in range(CONVERSATION_CHARACTERS // MESSAGE_CHARACTERS):
+        tree.add(user, id, None, "user", text)
+    with pytest.raises(RefusedError, match="full"):
+        tree.add(user, id, None, "user", text)
+    tree.create(user)
+    monkeypatch.setattr("shoal.serve.chat.conversations.USER_CHARACTERS", CONVERSATION_CHARACTERS)
+    with pytest.raises(RefusedError, match="space"):
+        tree.create(user)
 
 
 def test_many_verifications_are_slowed(page: Running, eve: Person) -> None:

@@ -16,6 +16,8 @@ from shoal.web.guard import RefusedError
 
 MOST_CONVERSATIONS, MOST_MESSAGES = 2000, 2000
 MESSAGE_CHARACTERS = 100_000
+CONVERSATION_CHARACTERS, USER_CHARACTERS = 4_000_000, 64_000_000  # texts and proofs
+SIZE = "sum(length(content) + coalesce(length(proof), 0))"
 TITLE_CHARACTERS = 80
 FOUND = 200
 ABSENT = "there is no such conversation"
@@ -30,6 +32,9 @@ class Conversations:
         count = self.db.execute("SELECT count(*) FROM conversation WHERE user = ?", (user,)).fetchone()[0]
         if count >= MOST_CONVERSATIONS:
             raise RefusedError(409, f"there are {count} conversations; delete some first")
+        own = f"SELECT {SIZE} FROM message JOIN conversation c ON c.id = conversation WHERE user = ?"
+        if (self.db.execute(own, (user,)).fetchone()[0] or 0) >= USER_CHARACTERS:
+            raise RefusedError(409, "your conversations fill their space; delete some first")
         id, now_s = secrets.token_hex(12), self.clock()
         self.db.execute("INSERT INTO conversation VALUES(?, ?, '', NULL, ?, ?)", (id, user, now_s, now_s))
         return id
@@ -81,9 +86,10 @@ class Conversations:
         own = self._own(user, id)
         if len(content) > MESSAGE_CHARACTERS and role == "user":
             raise RefusedError(413, f"a message has at most {MESSAGE_CHARACTERS} characters")
-        count = self.db.execute("SELECT count(*) FROM message WHERE conversation = ?", (id,)).fetchone()[0]
-        if count >= MOST_MESSAGES:
-            raise RefusedError(409, f"this conversation has {count} messages; begin another")
+        sizes = f"SELECT count(*), {SIZE} FROM message WHERE conversation = ?"
+        count, size = self.db.execute(sizes, (id,)).fetchone()
+        if count >= MOST_MESSAGES or (size or 0) + len(content) > CONVERSATION_CHARACTERS:
+            raise RefusedError(409, f"this conversation is full ({count} messages); begin another")
         new, now_s = secrets.token_hex(12), self.clock()
         title = own["title"] or " ".join(content.split())[:TITLE_CHARACTERS]
         self.db.execute(

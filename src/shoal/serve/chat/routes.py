@@ -80,6 +80,7 @@ class Chat:
         self.files = Files([SHARED, STATIC])
         self._verifying = asyncio.Semaphore(1)  # a verification costs a forward pass
         self._verified = Allowance(30, 60)
+        self._searched = Allowance(60, 60)  # a search reads all that a user has
 
     def attach(self, application: web.Application) -> None:
         get, post = application.router.add_get, application.router.add_post
@@ -219,7 +220,10 @@ class Chat:
         )
 
     async def listed(self, request: web.Request) -> web.Response:
-        return web.json_response(self.conversations.listed(request[OWN].user, request.query.get("search", "")))
+        search = request.query.get("search", "")
+        if search:
+            self._searched.take(str(request[OWN].user), "searches")
+        return web.json_response(self.conversations.listed(request[OWN].user, search))
 
     async def create(self, request: web.Request) -> web.Response:
         await _body(request, Strict, SMALL_BYTES)
