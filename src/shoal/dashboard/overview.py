@@ -47,8 +47,8 @@ def overview(
         "version": status.newest_version,
         "have": status.have,
         "need": status.need,
-        "elapsed_s": round(status.now_s - status.started_s, 1),
-        "left_s": eta_s(status, history.metrics) if state == "running" else None,
+        "elapsed_s": _about(status.now_s - status.started_s, 10.0 if state == "running" else 0.1),
+        "left_s": _about(eta_s(status, history.metrics), 5.0) if state == "running" else None,
         "answers": [
             asdict(_learning(history)),
             asdict(_healthy(status, history, state)),
@@ -79,6 +79,11 @@ def overview(
         found["loss"] = config.learner.loss.kind
         found["sources"] = [clean(source.label) for source in config.tasks.sources]
     return found
+
+
+def _about(seconds: float | None, grain_s: float) -> float | None:
+    """Rounded, so that a clock that ticks is no news to every page."""
+    return None if seconds is None else round(round(seconds / grain_s) * grain_s, 1)
 
 
 def run_name(run: str) -> str:
