@@ -55,10 +55,13 @@ ROOMS = {
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
+    "dashboard": [
+        "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
+    ],
     "cli": [
-        "audit", "config", "coordinator", "diloco", "doctor", "engine", "errors", "evals", "launch", "ledger", "model",
-        "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks", "tracking", "validator",
-        "view",
+        "audit", "config", "coordinator", "dashboard", "diloco", "doctor", "engine", "errors", "evals", "launch",
+        "ledger", "model", "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
+        "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",

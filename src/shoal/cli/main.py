@@ -10,6 +10,7 @@
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
     shoal stake ACTION                   stake on a worker; an operator's contract on a chain
+    shoal dashboard FOLDER|URL           watch a run in a browser; `shoal report FOLDER` writes it as one HTML file
     shoal grade CONFIG COMPLETIONS       score completions as a run would
     shoal serve RUN|MODEL                an OpenAI-compatible endpoint and a chat page; `verify-reply` recomputes a reply
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
@@ -32,6 +33,7 @@ from shoal import __version__
 from shoal.cli import (
     audit,
     backup,
+    dashboard,
     doctor,
     evals,
     filter,
@@ -80,6 +82,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "audit": audit.audit,
     "ledger": audit.ledger,
     "stake": stake.stake,
+    "dashboard": dashboard.dashboard,
+    "report": dashboard.report,
     "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
@@ -110,7 +114,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, plan, backup):
+    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, plan, backup, dashboard):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
