@@ -216,7 +216,6 @@ class Pool:
         invite = make_invite(self.coordinator, url=self.url, run=self.run, role=role, name=name, expires_s=expires_s)
         url = "http://127.0.0.1:9" if role == "origin" else None
         return body_of({"invite": invite.signed.model_dump_json(), "url": url, "protocol": VERSION})
-        return body_of({"protocol": VERSION, "invite": invite.signed.model_dump_json(), "url": url})
 
     def _signed(self, key: Identity, path: str, body: bytes) -> bytes:
         return request(key, self.run, self.url.removeprefix("http://"), path, body)
