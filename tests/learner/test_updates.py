@@ -72,14 +72,11 @@ def test_fewer_groups_than_updates_are_an_update_each(tiny_folder: Path, tmp_pat
 def test_the_ratio_of_every_update_is_to_the_policy_that_sampled(tiny_folder: Path, tmp_path: Path) -> None:
     """Not to the one that the update begins with: of later updates it is not 1."""
     trained = learner(tiny_folder, tmp_path, "grpo", optimizer_steps_per_step=2)
-    rows = trained.policy.recompute_behaviour(micro_batches(groups(2), row_tokens=512, normalize_std=False))
-    own = [
-        part.tolist() for part in torch.split(rows[0].behaviour_N, [len(c) for g in groups(2) for c in g.completions])
-    ]
-    on_policy, at = [], 0
+    on_policy = []
     for group in groups(2):
-        on_policy.append(replace(group, behaviour=own[at : at + len(group.completions)]))
-        at += len(group.completions)
+        rows = trained.policy.recompute_behaviour(micro_batches([group], row_tokens=512, normalize_std=False))
+        parts = torch.split(rows[0].behaviour_N, [len(completion) for completion in group.completions])
+        on_policy.append(replace(group, behaviour=[part.tolist() for part in parts]))
     seen: list[float] = []
     update = trained.policy.update
 
