@@ -61,6 +61,7 @@ def test_a_follower_stops_when_it_is_told_to(url: str) -> None:
     first.live_on()
 
 
+@pytest.mark.slow
 def test_a_leader_that_lives_keeps_the_lead(url: str) -> None:
     """The follower would end a leader that is silent for 3 s; this one is not."""
     first, second = leads(url), Following(url, silent_s=3.0)

@@ -169,7 +169,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("where", ["generate", "append"])
+@pytest.mark.parametrize("where", [pytest.param("generate", marks=pytest.mark.slow), "append"])
 def test_a_filter_that_was_killed_ends_with_the_same_files(
     one_thread: None, tiny_folder: Path, tmp_path: Path, where: str
 ) -> None:

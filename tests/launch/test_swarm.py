@@ -302,6 +302,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_a_swarm_killed_outright_takes_its_children_along(tmp_path: Path) -> None:
     swarm = start(tmp_path / "run", "--set", "model.dtype=float32")
     wait_until(lambda: len(children(tmp_path / "run")) >= 8, DEADLINE_S, "eight processes")

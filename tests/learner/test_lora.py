@@ -170,7 +170,7 @@ def test_targets_that_the_model_does_not_have_are_named(tiny_folder: Path) -> No
 
 
 def test_peft_reads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
-    peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install 'shoal[lora]'")
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     policy = adapted(tiny_folder)
     policy.update(batches(), N_TOKENS)
     assert policy.config.lora is not None

@@ -35,7 +35,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}, "behaviour_logprobs": "recomputed", "activation_checkpointing": True},
 }
 RUNS = list(CHANGED)
-ON_TWO = [name for name in RUNS if name != "bfloat16"]  # four ranks run all of them
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,7 +106,7 @@ def alone(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFacto
 def two(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks' runs, by name."""
     folder = tmp_path_factory.mktemp("two")
-    torchrun(2, folder, [job(tiny_folder, files, folder / name, name) for name in ON_TWO])
+    torchrun(2, folder, [job(tiny_folder, files, folder / name, name) for name in RUNS])
     return folder
 
 
@@ -148,11 +147,12 @@ def assert_same_run(found: Path, wanted: Path) -> None:
         assert_same_weights(version(found, number), version(wanted, number))
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_train_as_one_does(two: Path, alone: Path, name: str) -> None:
     assert_same_run(two / name, alone / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_four_ranks_train_as_one_does(four: Path, alone: Path, name: str) -> None:
     assert_same_run(four / name, alone / name)
@@ -172,6 +172,7 @@ def test_two_ranks_checkpoint_resumes_on_one(tiny_folder: Path, files: Path, two
     assert_continued(out, two / "float32", pool.reports)
 
 
+@pytest.mark.slow
 def test_two_ranks_checkpoint_resumes_on_four(four: Path, two: Path) -> None:
     assert_continued(four / "resumed", two / "float32", reports(four / "resumed"))
 
@@ -187,7 +188,7 @@ def assert_continued(out: Path, straight: Path, posted: list[StepReport]) -> Non
         assert report.metrics[name] == pytest.approx(wanted.metrics[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.skipif("lora" not in RUNS, reason="peft is not installed: pip install 'shoal[lora]'")
+@pytest.mark.skipif("lora" not in RUNS, reason="peft is not installed: pip install peft")
 def test_two_ranks_keep_the_whole_adapter(two: Path, alone: Path) -> None:
     found, wanted = (load_file(run / "lora/adapter/adapter_model.safetensors") for run in (two, alone))
     assert found.keys() == wanted.keys()

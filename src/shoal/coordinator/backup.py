@@ -10,11 +10,9 @@ Called by `shoal backup`. Left out: PostgreSQL and buckets, which have backups o
 """
 
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
-from shoal.coordinator.tables.connection import open_sqlite
+from shoal.coordinator.tables.connection import copy_sqlite, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces
 from shoal.errors import ShoalError
 from shoal.files import discard, fsync
@@ -52,10 +50,8 @@ def back_up(folder: Path, copy: Path) -> int:
 
 
 def _copy_tables(source: Path, target: Path) -> None:
-    with closing(sqlite3.connect(source, timeout=10)) as old, closing(sqlite3.connect(target)) as new:
-        old.backup(new)
-        if (found := new.execute("PRAGMA integrity_check").fetchone()[0]) != "ok":
-            raise BackupError(f"{source} is damaged: {found}; go back to an older copy")
+    if (found := copy_sqlite(source, target)) != "ok":
+        raise BackupError(f"{source} is damaged: {found}; go back to an older copy")
 
 
 def _unwanted(folder: str, names: list[str]) -> set[str]:

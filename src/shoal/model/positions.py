@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.model.rows import body
 
 
 class TooManyTokensError(ShoalError):
@@ -58,6 +57,8 @@ def limit_(model: Any, config: Mapping[str, Any]) -> None:
                 f"a sequence of {longest} tokens: the model's RoPE changes beyond {most}, and with it the logprobs of all "
                 "tokens before; lower sampling.max_tokens"
             )
+
+    from shoal.model.rows import body  # with torch, which reading a config does not need
 
     body(model).register_forward_pre_hook(check, with_kwargs=True)
 
