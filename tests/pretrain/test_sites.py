@@ -127,16 +127,16 @@ def test_sites_and_meeting_are_killed_and_stopped_and_all_end_with_the_same_bits
 def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None:
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 20"))
     run.start("meet", "sites.sites=2")
-    run.start("site-0", "sites.sites=2")
-    invite = (run.folder / "meet" / "invites" / "site-1.invite").read_text()
-    run.until_round(1)
+    invite = run.folder / "meet" / "invites" / "site-1.invite"
+    run.until(invite.exists, "the invite")
     for override, words in (
         ("pretrain.lr=2e-3", "has another pretrain.lr: 0.002, and the run has 0.001; give every site the same"),
         ("pretrain.field=url", "it has no text in the field 'url'"),
         ("sites.kind=int8", "has another sites.kind: int8"),
     ):
-        command = [sys.executable, "-m", "shoal", "pretrain", str(run.config), "--out", str(run.folder / "wrong")]
-        done = subprocess.run([*command, "--join", invite, "--set", override], capture_output=True, text=True)
+        command = [sys.executable, "-m", "shoal", "pretrain", str(run.config), "--out", str(run.folder / override)]
+        done = subprocess.run([*command, "--join", str(invite), "--set", override], capture_output=True, text=True)
         assert done.returncode == 1
         assert words in done.stderr.splitlines()[-1]
+    run.start("site-0")
     assert [run.end(name) for name in ("site-0", "meet")] == [0, 0]
