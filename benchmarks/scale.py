@@ -8,7 +8,7 @@ its heartbeats are signed before the clock runs (scaling/requests.py), so the cl
 
 For each number of workers, in turn:
 
-    register    all that are new, as fast as answers come
+    register    200 that are new, as fast as answers come; the other new ones go straight into the table of nodes
     idle        heartbeats that ask for no task (a worker that generates or uploads), as fast as answers come
     waiting     heartbeats that ask for a task while there is none (a worker that waits)
     one_each    idle heartbeats, each over a new connection
@@ -38,14 +38,16 @@ import psutil
 from scaling.requests import Sent, body_of, identities, request, send
 
 from shoal import config as config_module
+from shoal.coordinator.opening import open_tables
+from shoal.coordinator.tables.nodes import Nodes
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
-from shoal.protocol.messages import Policy, Role
+from shoal.protocol.messages import VERSION, Policy, Role
 
 HERE = Path(__file__).parent
 START_S = 60.0
 PREPARED = 12_000  # requests: signing them takes a second or two, and they are good for a minute
-AT_ONCE = 500  # registrations
+MEASURED = 200  # registrations
 NODE_BEATS_S = 1.0
 STATS = {"doing": "generating for step 7", "tokens": 123456, "busy_s": 1234.5, "waiting_s": 67.8, "rss_bytes": 1 << 31}
 
@@ -100,7 +102,7 @@ async def measure(folder: Path, url: str, arguments: argparse.Namespace) -> list
     coordinator = Identity.load_or_create(folder / "pool" / "identity.pem")
     run = run_id("scale", coordinator.public)
     with listening(folder, run, arguments.profile) as (process, address):
-        pool = Pool(address, run, coordinator, process, arguments)
+        pool = Pool(address, run, coordinator, process, arguments, folder / "pool")
         await pool.begin()
         return [await pool.of(count) for count in arguments.workers]
 
@@ -126,9 +128,16 @@ class Pool:
     """The simulated members of one coordinator."""
 
     def __init__(
-        self, url: str, run: str, coordinator: Identity, process: psutil.Process, arguments: argparse.Namespace
+        self,
+        url: str,
+        run: str,
+        coordinator: Identity,
+        process: psutil.Process,
+        arguments: argparse.Namespace,
+        folder: Path,
     ) -> None:
         self.url, self.run, self.coordinator, self.process, self.arguments = url, run, coordinator, process, arguments
+        self.folder = folder
         self.workers: list[Identity] = []
 
     async def begin(self) -> None:
@@ -154,20 +163,22 @@ class Pool:
         return found
 
     async def _register(self, count: int) -> dict[str, Any]:
-        """So many new workers, a few hundred at a time: a signature is good for a minute. Returns the last measurement."""
-        found: dict[str, Any] = {}
-        while count > 0:
-            new = identities(min(count, AT_ONCE))
-            names = range(len(self.workers), len(self.workers) + len(new))
-            joining = [
-                self._signed(key, "/v1/register", self._joining("worker", f"w{name}"))
-                for key, name in zip(new, names, strict=True)
-            ]
-            found = await self._timed(joining, seconds=3600.0)
-            if set(found["statuses"]) != {"200"}:
-                raise RuntimeError(f"workers could not register: {found['statuses']}")
-            self.workers += new
-            count -= len(new)
+        """So many new workers: the first over HTTP, which is measured; the others into the table of nodes."""
+        new, first = identities(count), len(self.workers)
+        known, rest = new[:MEASURED], new[MEASURED:]
+        joining = [
+            self._signed(key, "/v1/register", self._joining("worker", f"w{number}"))
+            for number, key in enumerate(known, start=first)
+        ]
+        found = await self._timed(joining, seconds=3600.0)
+        if set(found["statuses"]) != {"200"}:
+            raise RuntimeError(f"workers could not register: {found['statuses']}")
+        tables = open_tables(self.folder)
+        with tables.transaction():
+            for number, key in enumerate(rest, start=first + len(known)):
+                Nodes(tables).add(key.public, f"w{number}", "worker", None, f"invite {number}", time.time())
+        tables.close()
+        self.workers += new
         return found
 
     def _beats(self, *, wants_task: bool, most: int = PREPARED) -> list[bytes]:
@@ -175,7 +186,7 @@ class Pool:
         body = body_of({"policy_version": 0, "wants_task": wants_task, "stats": STATS})
         return [
             self._signed(self.workers[n % len(self.workers)], "/v1/heartbeat", body)
-            for n in range(min(most, PREPARED, int(3000 * self.arguments.seconds)))
+            for n in range(min(most, PREPARED, int(1500 * self.arguments.seconds)))
         ]
 
     async def _timed(
@@ -204,7 +215,7 @@ class Pool:
         expires_s = int(time.time()) + 3600
         invite = make_invite(self.coordinator, url=self.url, run=self.run, role=role, name=name, expires_s=expires_s)
         url = "http://127.0.0.1:9" if role == "origin" else None
-        return body_of({"invite": invite.signed.model_dump_json(), "url": url})
+        return body_of({"invite": invite.signed.model_dump_json(), "url": url, "protocol": VERSION})
 
     def _signed(self, key: Identity, path: str, body: bytes) -> bytes:
         return request(key, self.run, self.url.removeprefix("http://"), path, body)

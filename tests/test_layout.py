@@ -16,6 +16,7 @@ ROOMS = {
     "config": ["errors"],
     "toploc": [],
     "evidence": [],
+    "web": [],
     "sandbox": [],
     "shardcast": ["errors", "files"],
     "model": ["errors"],
@@ -51,16 +52,35 @@ ROOMS = {
     ],
     "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
+    "serve": [
+        "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
+    ],
+    "dashboard": [
+        "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
+    ],
     "cli": [
-        "audit", "config", "coordinator", "doctor", "engine", "errors", "evals", "launch", "ledger", "model", "plan",
-        "pretrain", "protocol", "roles", "sft", "shardcast", "store", "tasks", "tracking", "validator", "view",
+        "audit", "config", "coordinator", "dashboard", "diloco", "doctor", "engine", "errors", "evals", "launch",
+        "ledger", "model", "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
+        "tracking", "validator", "view",
     ],
     "adversary": [
         "config", "engine", "launch", "model", "protocol", "roles", "rollout", "store", "tasks", "toploc",
     ],
 }  # fmt: skip
 PROCESSES = ["learner", "rollout", "validator", "coordinator"]
-LIBRARIES = ["model", "toploc", "shardcast", "store", "tasks", "ledger", "engine", "sandbox", "evidence", "diloco"]
+LIBRARIES = [
+    "model",
+    "toploc",
+    "shardcast",
+    "store",
+    "tasks",
+    "ledger",
+    "engine",
+    "sandbox",
+    "evidence",
+    "diloco",
+    "web",
+]
 LOOSE = {"", "__main__", "errors", "files"}  # modules at the root
 
 SUB_ROOMS = {  # of shardcast, likewise
@@ -179,7 +199,7 @@ def test_a_process_reaches_no_other_process(process: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_reaches_no_process(library: str) -> None:
-    processes = {*PROCESSES, "evals", "roles", "launch", "audit", "cli", "adversary"}
+    processes = {*PROCESSES, "evals", "roles", "launch", "audit", "serve", "cli", "adversary"}
     for name in members(library):
         assert {other for other in reached(name) if room(other) in processes} == set()
 

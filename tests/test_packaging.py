@@ -43,7 +43,7 @@ def files(folder: Path, *patterns: str) -> set[str]:
 def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {f"shoal/{name}" for name in files(ROOT / "src" / "shoal", "*.py", "py.typed", "stakes.*")}
+    expected = {f"shoal/{name}" for name in files(ROOT / "src" / "shoal", "*.py", "py.typed", "stakes.*", "static/*")}
     expected |= {f"shoal/configs/{path.name}" for path in (ROOT / "configs").glob("*.toml")}
     assert names == expected
     assert wheel.name == f"shoal-{__version__}-py3-none-any.whl"
@@ -100,6 +100,7 @@ def test_a_file_of_ones_own_comes_before_a_packaged_one(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path) -> None:
     """A virtual environment that borrows this one's other packages, so that nothing is downloaded."""
     venv, empty = tmp_path / "venv", tmp_path / "empty"
@@ -124,7 +125,7 @@ def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path
 
     def shoal(*arguments: str) -> str:
         done = subprocess.run(
-            [bin_ / "shoal", *arguments], cwd=empty, env=env, capture_output=True, text=True, timeout=500
+            [bin_ / "shoal", *arguments], cwd=empty, env=env, capture_output=True, text=True, timeout=1700
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -135,5 +136,18 @@ def test_an_installed_wheel_runs_from_an_empty_folder(dist: Path, tmp_path: Path
     assert where.stdout.startswith(str(site))
     assert shoal("--version") == f"shoal {__version__}\n"
     assert "steps" in shoal("config", "quickstart")
-    shoal("run", "tiny", "--set", "run.steps=1", "--set", "evaluator.n=8", "--set", "tasks.heldout=8", "--out", "out")
+    shoal(
+        "run",
+        "tiny",
+        "--set",
+        "run.steps=1",
+        "--set",
+        "coordinator.prompts_per_step=4",
+        "--set",
+        "evaluator.n=8",
+        "--set",
+        "tasks.heldout=8",
+        "--out",
+        "out",
+    )
     assert (empty / "out" / "summary.json").exists()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from shoal.protocol.invite import Invite
 from shoal.protocol.node import NodeError
 from shoal.protocol.signing import SignedAuth
 from tests.diloco.test_meeting import ABOUT, start, terms
+from tests.shardcast.test_server import certificate
 
 RUN = "run-0123456789abcdef"
 
@@ -31,8 +33,8 @@ RUN = "run-0123456789abcdef"
 class Served:
     """A meeting on a port of loopback, in a thread; `kill` ends it without a word."""
 
-    def __init__(self, folder: Path, agreed_terms: Terms) -> None:
-        self.folder, self.terms = folder, agreed_terms
+    def __init__(self, folder: Path, agreed_terms: Terms, tls: ssl.SSLContext | None = None) -> None:
+        self.folder, self.terms, self.tls = folder, agreed_terms, tls
         self.identity = Identity.load_or_create(folder / "identity.pem")
         self.start()
 
@@ -43,7 +45,7 @@ class Served:
             fragments = self.terms.fragments
             self.meeting = Meeting(self.folder, self.terms, ABOUT, RUN, lambda: Agreed.of(start(), fragments))
             server = Server(self.meeting, self.identity)
-            runner, self.port = await serve(server, "127.0.0.1", 0, None, self.folder / "port")
+            runner, self.port = await serve(server, "127.0.0.1", 0, self.tls, self.folder / "port")
             ready.set()
             try:
                 await server.live(self.stopping.is_set)
@@ -59,12 +61,12 @@ class Served:
         self.thread.join(30)
 
     def invite(self, name: str) -> Invite:
-        return site_invite(self.identity, f"http://127.0.0.1:{self.port}", RUN, name)
+        return site_invite(self.identity, f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}", RUN, name)
 
 
 @contextmanager
-def served(folder: Path, agreed_terms: Terms) -> Iterator[Served]:
-    host = Served(folder, agreed_terms)
+def served(folder: Path, agreed_terms: Terms, tls: ssl.SSLContext | None = None) -> Iterator[Served]:
+    host = Served(folder, agreed_terms, tls)
     try:
         yield host
     finally:
@@ -240,3 +242,16 @@ def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
         assert len(a.history) == 2 and host.meeting.agreed.digests == a.site.agreed.digests
         lines = [json.loads(line) for line in (tmp_path / "meet" / "rounds.jsonl").read_text().splitlines()]
         assert lines[-1]["round"] == 1 and lines[-1]["digest"] == a.history[-1]
+
+
+def test_with_a_certificate_the_traffic_is_encrypted_and_the_authority_is_checked(tmp_path: Path) -> None:
+    tls, _ = certificate(tmp_path)
+    authority = next(path for path in tmp_path.glob("*.pem") if b"CERTIFICATE" in path.read_bytes())
+    greeting = Greeting(about=ABOUT, round=0, digests=[])
+    with served(tmp_path / "meet", terms(), tls) as host:
+        invite = host.invite("site-a")
+        remote = Remote(invite, tmp_path / "a", host.terms, patience_s=20.0, authority=authority)
+        assert remote.join(greeting).round == 0
+        stranger = Remote(invite, tmp_path / "b", host.terms, patience_s=0.3)
+        with pytest.raises(NodeError, match="did not answer"):
+            stranger.join(greeting)

@@ -97,8 +97,7 @@ def test_a_run_on_postgresql_s3_and_a_chain_passes_its_audit(servers: Place) -> 
 
         entries = [json.loads(line) for line in servers.done("ledger", out).splitlines() if line.startswith("{")]
         credited = sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "credited")
-        assert credited == sum(entry["body"]["tokens"] for entry in entries if entry["kind"] == "accepted") > 0
-        assert on_chain(rpc, contract, entries) == credited
+        assert on_chain(rpc, contract, entries) == credited > 0
         assert servers.done("stake", "settle", out).strip().endswith("0 entries settled")
 
 

@@ -55,7 +55,8 @@ def train(config: str, out: Path, *overrides: str) -> int:
 
 
 def newest(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((out / "checkpoints").glob("step-*.safetensors")))
+    tensors: dict[str, torch.Tensor] = load_file(max((out / "checkpoints").glob("step-*.safetensors")))
+    return tensors
 
 
 def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(

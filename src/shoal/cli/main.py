@@ -2,7 +2,7 @@
 
     shoal run CONFIG                     everything on this machine; `prepare` and `clean` go with it
     shoal pool init CONFIG --dir DIR     a pool of several machines: the coordinator's folder and all invites
-    shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`
+    shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`, `backup`
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal doctor [ROLE]                  whether this machine will do, and what to do if not
@@ -10,7 +10,9 @@
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
     shoal stake ACTION                   stake on a worker; an operator's contract on a chain
+    shoal dashboard FOLDER|URL           watch a run in a browser; `shoal report FOLDER` writes it as one HTML file
     shoal grade CONFIG COMPLETIONS       score completions as a run would
+    shoal serve RUN|MODEL                an OpenAI-compatible endpoint and a chat page; `verify-reply` recomputes a reply
     shoal eval SUITE,... --model MODEL   measure models on public benchmarks
     shoal filter CONFIG --out DIR        pass rates of training tasks, and which are worth training on
     shoal sft [CONFIG]                   supervised fine-tuning on conversations (without a config: makes bundled:tiny)
@@ -30,6 +32,8 @@ from collections.abc import Callable
 from shoal import __version__
 from shoal.cli import (
     audit,
+    backup,
+    dashboard,
     doctor,
     evals,
     filter,
@@ -39,6 +43,7 @@ from shoal.cli import (
     pool,
     pretrain,
     run,
+    serve,
     sft,
     shardcast,
     stake,
@@ -63,6 +68,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "drain": pool.drain,
     "readmit": pool.readmit,
     "status": pool.status,
+    "backup": backup.backup,
     **dict.fromkeys(ROLES, nodes.node),
     "origin": nodes.origin,
     "relay": nodes.relay,
@@ -76,12 +82,16 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "audit": audit.audit,
     "ledger": audit.ledger,
     "stake": stake.stake,
+    "dashboard": dashboard.dashboard,
+    "report": dashboard.report,
     "grade": grade.grade,
     "filter": filter.run_filter,
     "sft": sft.run_sft,
     "pretrain": pretrain.run_pretrain,
     "meet": pretrain.run_meet,
     "eval": evals.run_eval,
+    "serve": serve.serve,
+    "verify-reply": serve.verify_reply,
 }
 
 
@@ -104,7 +114,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, doctor, plan):
+    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, plan, backup, dashboard):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))

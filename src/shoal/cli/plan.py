@@ -61,7 +61,17 @@ def plan(arguments: argparse.Namespace) -> None:
         arguments.origin_up, arguments.relay_up, arguments.worker_down, config.relays.count, arguments.delta
     )
     level = config.coordinator.async_level
-    found = room.plan(sizes, work, compute, level, *(fleets[role] for role in ROLES), links, together=together)
+    found = room.plan(
+        sizes,
+        work,
+        compute,
+        level,
+        fleets["learner"],
+        fleets["workers"],
+        fleets["validators"],
+        links,
+        together=together,
+    )
     device = fleets["learner"].device
     memory = room.memory_of(sizes, work, compute, devices=fleets["learner"].count, cpu=device.cpu)
     largest = {

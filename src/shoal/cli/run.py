@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shoal import config as config_module
-from shoal.cli.arguments import USAGE, Commands, UsageError, read_config, run_name, takes_config, takes_threads
+from shoal.cli.arguments import USAGE, Commands, UsageError, port, read_config, run_name, takes_config, takes_threads
 from shoal.config import Config
 
 
@@ -22,6 +22,10 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     run_.add_argument("--resume", type=Path, metavar="DIR", help="resume the run in DIR (instead of a config)")
     run_.add_argument("--seed", type=int, help="overrides run.seed")
     run_.add_argument("--out", type=Path, help="folder of this run (default: runs/CONFIG-TIME)")
+    run_.add_argument(
+        "--dashboard", type=port, default=0, metavar="PORT", help="of the page that shows the run (default: any)"
+    )
+    run_.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="open no such page")
     run_.add_argument(
         "--dry-run", action="store_true", help="print the resolved config, check it on this machine, and stop"
     )
@@ -54,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.resume:
         name, address = stopped_run(arguments.resume)
-        return Swarm(config, name, arguments.resume, address).run()
+        return Swarm(config, name, arguments.resume, address, dashboard=arguments.dashboard).run()
     stem = arguments.config.stem
     name = run_name(f"{stem}-{config.run.seed}", "rename the config file, after which the run is called")
     out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Swarm(config, name, out).run()
+    return Swarm(config, name, out, dashboard=arguments.dashboard).run()
 
 
 def _dry_run(config: Config) -> int:

@@ -41,8 +41,13 @@ class PoolError(ShoalError):
 
 
 class Database:
-    def __init__(self, connection: Connection, ledger: Ledger, clock: Callable[[], float]) -> None:
-        """`ledger` must use the same connection. Raises PoolError for a run in another format."""
+    def __init__(
+        self, connection: Connection, ledger: Ledger, clock: Callable[[], float], *, create: bool = True
+    ) -> None:
+        """`ledger` must use the same connection. `create`: False to read a run that another process writes.
+
+        Raises PoolError for a run in another format.
+        """
         self.connection = connection
         self.ledger = ledger
         self.clock = clock
@@ -57,7 +62,9 @@ class Database:
         self.policies = policies.Policies(self.connection)
         self.history = history.HistoryTable(self.connection)
         self.run = runs.Run(self.connection)
-        self._create()
+        self._check_format()
+        if create:
+            self._create()
 
     def transaction(self) -> AbstractContextManager[None]:
         """All of the block or nothing of it. A nested block belongs to the outer one: an error undoes both."""
@@ -71,13 +78,15 @@ class Database:
         """Whether the last version, after `steps` steps, was evaluated, which ends the run."""
         return self.history.has("evaluation", f"{steps} final")
 
-    def _create(self) -> None:
+    def _check_format(self) -> None:
         found = self.connection.format
         if self.connection.has_table("run") and found != FORMAT:
             raise PoolError(
                 f"{self.connection.place} belongs to a run in format {found}; this version of Shoal resumes format {FORMAT}."
                 " Finish the run with the version that started it, or start a new run with its last weights (model.name)"
             )
+
+    def _create(self) -> None:
         self.connection.set_format(FORMAT)
         for statement in SCHEMA:
             self.connection.create(statement)

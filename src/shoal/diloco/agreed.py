@@ -60,7 +60,8 @@ class Agreed:
         return cls(*found)
 
     def to_bytes(self) -> bytes:
-        return save(self.tensors())
+        data: bytes = save(self.tensors())
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, fragments: Fragments) -> "Agreed":

@@ -38,19 +38,21 @@ def encode(values: Tensor, kind: Kind) -> bytes:
     if kind in FLOATS:
         if kind == "fp16":
             values = torch.where(values.isinf(), values, values.clamp(-FP16_MAX, FP16_MAX))
-        return save({"data": values.to(FLOATS[kind])})
+        plain: bytes = save({"data": values.to(FLOATS[kind])})
+        return plain
     largest = LARGEST[kind]
     blocks_BK = _blocks(values.float(), BLOCK[kind])
     scale_B1 = blocks_BK.abs().amax(1, keepdim=True).div_(largest)
     steps_BK = (blocks_BK / scale_B1.where(scale_B1 != 0, 1.0)).nan_to_num(0.0, largest, -largest)
     whole = steps_BK.round_().clamp_(-largest, largest).to(torch.int8).flatten()[: len(values)]
-    return save({"data": _packed(whole) if kind == "int4" else whole, "scale": scale_B1.flatten()})
+    data: bytes = save({"data": _packed(whole) if kind == "int4" else whole, "scale": scale_B1.flatten()})
+    return data
 
 
 def decode(data: bytes, kind: Kind, length: int) -> Tensor:
     """The vector, in float64 for fp64 and else in float32. Raises CodecError for any other bytes."""
     try:
-        tensors = load(data)
+        tensors: dict[str, Tensor] = load(data)
     except SafetensorError as error:
         raise CodecError(f"not a safetensors file: {error}") from error
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -24,6 +24,7 @@ from shoal.launch import disk, members
 from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
 from shoal.launch.cores import available_cores
+from shoal.launch.door import Door
 from shoal.launch.folder import locked
 from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.launch.memory import Peaks
@@ -47,9 +48,12 @@ class SwarmError(ShoalError):
 
 
 class Swarm:
-    """`address`: where the coordinator of a resumed run listened. Its members know no other address."""
+    """`address`: where the coordinator of a resumed run listened. Its members know no other address.
 
-    def __init__(self, config: Config, run: str, out: Path, address: str = "") -> None:
+    `dashboard`: the port of the page that shows the run; 0: any that is free; None: no page.
+    """
+
+    def __init__(self, config: Config, run: str, out: Path, address: str = "", dashboard: int | None = None) -> None:
         self.config = config
         self.run_name = run
         self.out = out.resolve()
@@ -62,6 +66,8 @@ class Swarm:
         self.pool = PoolWatch(address, httpx.Client(timeout=5))
         self.peaks = Peaks()
         self.legs: list[Leg] = []
+        self.dashboard = dashboard
+        self.door: Door | None = None
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
 
@@ -90,11 +96,14 @@ class Swarm:
         try:
             self._prepare()
             self._start_all()
+            self._open_dashboard()
             self._watch()
         except Interrupted:
             self.console.print("stopping")
             raise
         finally:
+            if self.door:
+                self.door.close()
             self.children.stop_all()
             self.pool.client.close()
             if self.children.all:
@@ -166,6 +175,11 @@ class Swarm:
             members.invite(member, identity, self.run_name, self.url, self.out)
             command = members.command(member, self.config, self.out, self.cores)
             self.children.start(member.name, command, members.module_of(member.command))
+
+    def _open_dashboard(self) -> None:
+        if self.dashboard is not None and not self.config.coordinator.database:
+            self.door = Door(self.out, self.dashboard)
+            self._note(f"dashboard: {self.door.url}")
 
     def _wait_for_coordinator(self) -> None:
         coordinator = self.children.all[0]
@@ -257,6 +271,8 @@ class Swarm:
         )
         freed = remove_caches(self.out, self.config)
         self.console.print(summary_table(summary, self.out))
+        if not self.config.coordinator.database:
+            self._note(f"look again: shoal dashboard {shlex.quote(str(self.out))}, or shoal report for one HTML file")
         self._note(f"disk: {disk.gigabytes(freed)} of caches freed, {disk.gigabytes(disk.used_bytes(self.out))} kept")
 
 

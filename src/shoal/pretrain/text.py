@@ -13,6 +13,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -96,7 +97,7 @@ class Corpus:
             with opener(path, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.isspace():
-                        yield lambda line=line, number=number: self._parse(path, number, line)
+                        yield partial(self._parse, path, number, line)
         except (EOFError, gzip.BadGzipFile) as error:
             raise TextError(f"{path}: not a whole gzip file ({error})") from error
 
@@ -122,15 +123,20 @@ class Corpus:
                 for batch in file.iter_batches(batch_size=256, columns=[self.field]):
                     for value in batch.column(0):
                         number += 1
-                        yield lambda value=value, number=number: _text(path, number, value.as_py())
+                        yield partial(_row, path, number, value)
         except pyarrow.ArrowException as error:
             raise TextError(f"{path}: not a readable Parquet file ({error})") from error
 
 
-def _text(path: Path, number: int, value: object) -> Document:
-    if not isinstance(value, str):
+def _row(path: Path, number: int, value: Any) -> Document:
+    text = value.as_py()
+    if not isinstance(text, str):
         raise TextError(f"{path} row {number}: it holds no text")
-    return Document(value, ends=True)
+    return Document(text, ends=True)
+
+
+def _piece(lines: list[str], ends: bool) -> Document:  # noqa: FBT001 - called through partial
+    return Document("".join(lines), ends)
 
 
 def _pieces(path: Path) -> Iterator[Item]:
@@ -139,7 +145,7 @@ def _pieces(path: Path) -> Iterator[Item]:
             lines = file.readlines(PIECE_BYTES)
             while lines:
                 following = file.readlines(PIECE_BYTES)
-                yield lambda lines=lines, ends=not following: Document("".join(lines), ends)
+                yield partial(_piece, lines, not following)
                 lines = following
     except UnicodeDecodeError as error:
         raise TextError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error

@@ -153,7 +153,7 @@ class Pretraining:
         """Record the mean loss over the held-out sequences, in nats per token, and its perplexity."""
         if len(self.heldout_ST):
             self.model.eval()
-            losses = [self._loss(ids_BT) * len(ids_BT) for ids_BT in self.heldout_ST.split(self.settings.micro_batch)]
+            losses = [self._loss(ids_BT) * len(ids_BT) for ids_BT in self._micro_batches(self.heldout_ST)]
             self.model.train()
             loss = float(torch.stack(losses).sum()) / len(self.heldout_ST)
             self.record(heldout_loss=loss, perplexity=round(math.exp(min(loss, 100)), 4))
@@ -205,11 +205,15 @@ class Pretraining:
     def _accumulate(self, ids_BT: Tensor) -> float:
         """Add the gradients of the step's mean loss, a micro-batch at a time. Returns the loss."""
         total = 0.0
-        for micro_MT in ids_BT.split(self.settings.micro_batch):
+        for micro_MT in self._micro_batches(ids_BT):
             loss = self._loss(micro_MT) * (len(micro_MT) / len(ids_BT))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
+
+    def _micro_batches(self, ids_BT: Tensor) -> list[Tensor]:
+        size = self.settings.micro_batch
+        return [ids_BT[at : at + size] for at in range(0, len(ids_BT), size)]
 
     def _loss(self, ids_BT: Tensor) -> Tensor:
         """Mean over the sequences' tokens but their first."""

@@ -21,7 +21,7 @@ SCHEMA = [
     missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
     rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)""",
     "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
-    "CREATE INDEX IF NOT EXISTS nodes_state ON nodes (state, seq)",
+    "CREATE INDEX IF NOT EXISTS nodes_banned ON nodes (seq) WHERE state = 'banned'",
     "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
 ]
 TOGETHER = 64  # rows in one statement

@@ -1,0 +1,119 @@
+"""`shoal serve RUN|MODEL`: the OpenAI-compatible endpoint and the chat page; `shoal verify-reply`: one reply, recomputed.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shoal.cli.arguments import Commands, UsageError, port, takes_threads, whole
+
+GIB = 1 << 30
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    serve_ = commands.add_parser("serve", help="an OpenAI-compatible endpoint and a chat page for a run or a model")
+    serve_.add_argument(
+        "what",
+        metavar="RUN|MODEL",
+        help="a run's folder (live or finished), fetched versions, a model's name or folder",
+    )
+    serve_.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve_.add_argument("--port", type=port, default=8000, help="0: a free one (default: 8000)")
+    serve_.add_argument("--dir", type=Path, help="folder of keys and conversations (default: RUN/serve, or runs/serve)")
+    serve_.add_argument("--open", action="store_true", help="one user on this machine: no login and no keys")
+    serve_.add_argument("--api-only", action="store_true", help="no chat page")
+    serve_.add_argument("--no-registration", action="store_true", help="nobody new may register on the page")
+    serve_.add_argument(
+        "--https", action="store_true", help="a proxy in front speaks HTTPS: cookies travel over it only"
+    )
+    serve_.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        dest="names",
+        metavar="HOST",
+        help="answer only requests for this host name",
+    )
+    serve_.add_argument("--keys", type=Path, help="API keys, one `NAME KEY` a line (default: one made in --dir)")
+    serve_.add_argument("--versions", type=whole(2, 100), default=3, help="versions kept in memory (default: 3)")
+    serve_.add_argument("--rows", type=whole(1, 4096), default=64, help="completions decoded at once (default: 64)")
+    serve_.add_argument(
+        "--waiting", type=whole(0, 100_000), default=128, help="completions that may wait (default: 128)"
+    )
+    serve_.add_argument(
+        "--per-caller",
+        type=whole(1, 100_000),
+        default=64,
+        help="completions of one key or user at a time (default: 64)",
+    )
+    serve_.add_argument("--cache-gib", type=whole(1, 4096), default=4, help="memory for keys and values (default: 4)")
+    takes_threads(serve_)
+
+    verify_ = commands.add_parser("verify-reply", help="recompute a reply that the chat page or the API gave out")
+    verify_.add_argument("file", type=Path, help="the reply, as downloaded")
+    verify_.add_argument(
+        "--model", required=True, metavar="RUN|MODEL", help="the weights to recompute with, which you trust"
+    )
+    takes_threads(verify_)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    from shoal.launch import process
+    from shoal.serve.sources import source_of
+
+    if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):
+        raise UsageError("--open has no login, so it serves this machine only; leave --host out, or --open")
+    stop = process.begin("serve", threads=arguments.threads)
+    source = source_of(arguments.what)
+    from shoal.model.threads import compute_on
+    from shoal.serve.decoding.scheduler import Limits
+    from shoal.serve.service import Settings, serve_forever
+
+    compute_on(arguments.threads)
+    settings = Settings(
+        folder=arguments.dir or (Path(arguments.what) if source.config else Path("runs")) / "serve",
+        host=arguments.host,
+        port=arguments.port,
+        keys=arguments.keys,
+        open=arguments.open,
+        chat=not arguments.api_only,
+        registration=not arguments.no_registration,
+        secure_cookies=arguments.https,
+        hosts=frozenset(name.lower() for name in arguments.names),
+        versions=arguments.versions,
+        limits=Limits(arguments.rows, arguments.waiting, arguments.per_caller, arguments.cache_gib * GIB),
+    )
+    serve_forever(source, settings, stop, _say)
+
+
+def verify_reply(arguments: argparse.Namespace) -> int:
+    from shoal.serve.sources import source_of
+
+    source = source_of(arguments.model)
+    from shoal.model.threads import compute_on
+    from shoal.serve import proof
+    from shoal.serve.service import engine_of
+    from shoal.serve.versions import load
+
+    compute_on(arguments.threads)
+    try:
+        reply = proof.Reply.read(arguments.file.read_bytes())
+    except proof.ReplyError as error:
+        _say(f"unreadable: {error}")
+        return 2
+    offers = source.offers()
+    offer = next((one for one in offers if one.version == reply.version), offers[0] if len(offers) == 1 else None)
+    if offer is None:
+        raise UsageError(f"{arguments.model} no longer holds version {reply.version}; name that version's folder")
+    verdict = proof.verify(reply, load(offer, engine_of(source)()), source.config)
+    _say("\n".join(verdict.lines()))
+    return 0 if verdict.passed else 1
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

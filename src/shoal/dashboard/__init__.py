@@ -1,0 +1,18 @@
+"""The page on which people watch a run, live or finished, and the report that a run leaves as one HTML file.
+
+    watched    a run's state and history, from its folder or its coordinator's open routes
+    queries    every SQL statement of this room
+    overview   is it learning, is it healthy, is anyone cheating: the answers, and the figures behind them
+    curves     per step, with no more points than a chart shows
+    nodes      the table of nodes, and the tree of weights
+    timeline   who did what when: learner, workers, validators as lanes
+    rollouts   groups and rejected submissions, and what the model wrote in them
+    ledger     the newest entries of the ledger, in words
+    words      reasons and roles in plain words
+    feed       what is new, to every open page at once
+    server     the routes; `static/` holds the page
+    beside     starts the server of a running run when somebody looks for the first time
+    report     the whole run as one file; `drawing` draws its charts
+
+Invariant: it only reads, and no answer holds a key, an invite or a signature.
+"""

@@ -1,0 +1,262 @@
+"""The dashboard's server: the page, what it asks for, and the stream of what is new.
+
+Invariant: it answers GET only and changes nothing. No answer holds a key, an invite or a signature; `public` leaves out
+addresses, ids and machines as well. Files are served by exact name (`shoal.web`). Called by `shoal dashboard`.
+"""
+
+import asyncio
+import json
+import math
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from shoal.dashboard.feed import BusyError, Feed, Seen
+from shoal.dashboard.ledger import ledger_feed
+from shoal.dashboard.nodes import broadcast, node_table
+from shoal.dashboard.queries import Queries, Wanted
+from shoal.dashboard.rollouts import NoRolloutsError, Rollouts, group_list
+from shoal.dashboard.timeline import timeline
+from shoal.dashboard.validation import validation
+from shoal.dashboard.watched import Watched, WatchedFolder
+from shoal.errors import ShoalError
+from shoal.web.files import SHARED, Files
+from shoal.web.headers import secure
+
+STATIC = Path(__file__).parent / "static"
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+FRESH_S = 2.0  # for so long an answer is given again
+KEPT = 64  # answers
+MOST_STREAMS = 4_000
+WRITE_S = 20.0  # a page that takes longer to read one event is gone
+PAGE = 60
+VERDICTS = ("", "accepted", "rejected", "filtered", "stale")
+WORD = re.compile(r"[\w.:@/ -]{0,120}")
+Say = dict[str, Any]
+
+
+class AskedError(ShoalError):
+    """A question that makes no sense."""
+
+
+class Dashboard:
+    def __init__(self, run: Watched, others: list[Watched] | None = None, *, public: bool = False) -> None:
+        self.run, self.public = run, public
+        self.feed = Feed(run, others or [])
+        self.files = Files([SHARED, STATIC])
+        self.rollouts: Rollouts | None = None
+        if isinstance(run, WatchedFolder):
+            assert run.config is not None and run.folder is not None and run.queries is not None
+            self.rollouts = Rollouts(run.folder, run.coordinator, run.config, run.queries)
+        self._kept: dict[str, tuple[float, bytes]] = {}
+        self._streams = 0
+
+    def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
+        """`hosts`: names that a browser may use for it; () for any."""
+        application = web.Application(client_max_size=1024)
+        secure(application, hosts)
+        application.router.add_get("/", self._page)
+        application.router.add_get("/assets/{name}", self._asset)
+        application.router.add_get("/api/events", self._events)
+        for path, question in (
+            ("/api/open", self._open),
+            ("/api/flow", self._flow),
+            ("/api/nodes", self._nodes),
+            ("/api/timeline", self._timeline),
+            ("/api/validation", self._validation),
+            ("/api/ledger", self._ledger),
+            ("/api/groups", self._groups),
+            ("/api/submissions/{seq}", self._submission),
+            ("/api/submissions/{seq}/groups/{group}", self._group),
+        ):
+            application.router.add_get(path, self._answering(question))
+        application.on_shutdown.append(self._closed)
+        return application
+
+    # --- files and the stream ----------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return self.files.respond(request, "dashboard.html")
+
+    async def _asset(self, request: web.Request) -> web.Response:
+        return self.files.respond(request, request.match_info["name"])
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self._streams >= MOST_STREAMS:
+            return web.json_response({"error": "too many pages are open"}, status=503, headers={"Retry-After": "30"})
+        text = request.headers.get("Last-Event-ID") or request.query.get("seen", "")
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await stream.prepare(request)
+        self._streams += 1
+        events = self.feed.events(Seen.read(text))
+        try:
+            async for piece in events:
+                async with asyncio.timeout(WRITE_S):
+                    await stream.write(piece)
+        except (ConnectionResetError, TimeoutError):
+            pass  # the page is gone, or as good as
+        finally:
+            self._streams -= 1
+            await events.aclose()  # type: ignore[attr-defined]
+        return stream
+
+    async def _closed(self, _: web.Application) -> None:
+        await self.feed.close()
+
+    # --- answers, each in the run's thread -----------------------------------------------------------------------------
+
+    def _open(self, _: web.Request) -> Say:
+        return self.feed.open() | {"public": self.public}
+
+    def _flow(self, _: web.Request) -> Say:
+        return self.feed.flow()
+
+    def _nodes(self, _: web.Request) -> Say:
+        if self.feed.status is None:
+            self.feed.refresh()
+        status, config = self.feed.status, self.run.config
+        assert status is not None
+        state = status.state if status.state == "finished" else "running" if self.run.running() else "stopped"
+        alpha = config.evidence.alpha if config else None
+        rows = node_table(status, self.feed.pace, self.run.queries, state=state, alpha=alpha, public=self.public)
+        return {"nodes": rows, "broadcast": broadcast(status)}
+
+    def _timeline(self, request: web.Request) -> Say:
+        queries, config = self._details(), self.run.config
+        assert config is not None
+        until_s = self.feed.status.now_s if self.feed.status else queries.newest_s()
+        to_s = _real(request, "to", until_s)
+        from_s = _real(request, "from", to_s - min(_real(request, "last", 120.0), 86_400.0))
+        if from_s >= to_s:
+            raise AskedError("`from` must be before `to`")
+        found = timeline(queries, self.run.history.metrics, config, from_s, to_s)
+        begun_s = self.feed.status.started_s if self.feed.status else from_s
+        return found | {"begun_s": begun_s, "now_s": until_s}
+
+    def _validation(self, _: web.Request) -> Say:
+        return validation(self._details())
+
+    def _ledger(self, request: web.Request) -> Say:
+        before = _whole(request, "before")
+        kind = _word(request, "kind")
+        return {"entries": ledger_feed(self._details(), before=before, kind=kind, limit=PAGE)}
+
+    def _groups(self, request: web.Request) -> Say:
+        verdict = _word(request, "verdict")
+        if verdict not in VERDICTS:
+            raise AskedError(f"`verdict` is one of {', '.join(VERDICTS[1:])}")
+        place = Seen.read(request.query.get("before", "").replace(".-1", ".0"))
+        wanted = Wanted(
+            verdict=verdict,
+            worker=_word(request, "worker"),
+            source=_word(request, "source"),
+            reason=_word(request, "reason"),
+            task=_whole(request, "task"),
+            version=_whole(request, "version"),
+            reward_min=_real(request, "reward_min", None),
+            reward_max=_real(request, "reward_max", None),
+            before=(place.steps, place.evaluations) if place else None,
+        )
+        queries = self._details()
+        found = group_list(queries, wanted, PAGE)
+        return found | {"sources": queries.sources(), "workers": sorted(queries.worker_names())}
+
+    def _submission(self, request: web.Request) -> Say:
+        return self._stored().submission(_path(request, "seq"))
+
+    def _group(self, request: web.Request) -> Say:
+        return self._stored().group(_path(request, "seq"), _path(request, "group"))
+
+    def _details(self) -> Queries:
+        if self.run.queries is None:
+            raise NoRolloutsError("only the folder of a run tells this: shoal dashboard FOLDER")
+        return self.run.queries
+
+    def _stored(self) -> Rollouts:
+        if self.rollouts is None:
+            raise NoRolloutsError("only the folder of a run holds rollouts: shoal dashboard FOLDER")
+        return self.rollouts
+
+    def _answering(self, question: Callable[[web.Request], Say]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Ask in the run's thread; give the same answer again for FRESH_S."""
+
+        async def answer(request: web.Request) -> web.Response:
+            name, now_s = request.path_qs, time.monotonic()
+            kept_s, body = self._kept.get(name, (-FRESH_S, b""))
+            if now_s - kept_s >= FRESH_S:
+                try:
+                    found = await self.feed.ask(lambda: question(request))
+                except AskedError as error:
+                    return web.json_response({"error": str(error)}, status=400)
+                except BusyError as error:
+                    return web.json_response({"error": str(error)}, status=503, headers={"Retry-After": "2"})
+                except ShoalError as error:
+                    return web.json_response({"error": str(error)}, status=404)
+                body = json.dumps(found, allow_nan=False).encode()
+                self._keep(name, body)
+            response = web.Response(body=body, content_type="application/json")
+            if len(body) > 2_000:
+                response.enable_compression()
+            return response
+
+        return answer
+
+    def _keep(self, name: str, body: bytes) -> None:
+        while len(self._kept) >= KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[name] = (time.monotonic(), body)
+
+
+async def serve(
+    dashboard: Dashboard, listener: socket.socket, hosts: tuple[str, ...], stop: Callable[[], bool]
+) -> None:
+    """Serve on a bound socket until `stop()`."""
+    runner = web.AppRunner(dashboard.app(hosts), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        while not stop():
+            await asyncio.sleep(0.2)
+    finally:
+        await runner.cleanup()
+
+
+def _real(request: web.Request, name: str, default: Any) -> Any:
+    text = request.query.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise AskedError(f"`{name}` is not a number")
+    return value
+
+
+def _whole(request: web.Request, name: str) -> int | None:
+    text = request.query.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or len(text) > 15:
+        raise AskedError(f"`{name}` is not a whole number")
+    return int(text)
+
+
+def _word(request: web.Request, name: str) -> str:
+    text = request.query.get(name, "")
+    if not WORD.fullmatch(text):
+        raise AskedError(f"`{name}` is not a name")
+    return text
+
+
+def _path(request: web.Request, name: str) -> int:
+    text = request.match_info[name]
+    if not text.isdecimal() or len(text) > 15:
+        raise AskedError(f"{text[:40]!r} is not a number")
+    return int(text)

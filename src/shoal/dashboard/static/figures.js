@@ -1,0 +1,150 @@
+// How figures are written, and the arithmetic of charts: pure functions, tested by `node --test`.
+
+export const NONE = "–";
+
+export function number(value, digits = 3) {
+  return value === null || value === undefined || !Number.isFinite(value) ? NONE : value.toFixed(digits);
+}
+
+// Three significant digits: 0.00364, 1.73, 412.
+export function brief(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1000) return count(value);
+  if (size < 0.0005) return value.toExponential(0);
+  return String(Number(value.toPrecision(size < 1 ? 2 : 3)));
+}
+
+export function percent(value, digits = 1) {
+  return value === null || value === undefined || !Number.isFinite(value) ? NONE : `${(100 * value).toFixed(digits)} %`;
+}
+
+// 812, 81.2k, 8.1M: as `shoal.view` writes them.
+export function count(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
+  if (value < 0) return `-${count(-value)}`;
+  for (const [limit, unit] of [[1e3, ""], [1e6, "k"], [1e9, "M"], [1e12, "G"]]) {
+    if (value < limit * 0.9995) {
+      const shown = (value / limit) * 1e3;
+      return !unit || shown >= 100 ? `${shown.toFixed(0)}${unit}` : `${shown.toFixed(1)}${unit}`;
+    }
+  }
+  return `${(value / 1e12).toFixed(1)}T`;
+}
+
+// 42s, 6m 12s, 3h 05m, 2d 04h.
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return NONE;
+  const whole = Math.max(Math.round(seconds), 0);
+  const two = (value) => String(Math.floor(value)).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}m ${two(whole % 60)}s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)}h ${two((whole % 3600) / 60)}m`;
+  return `${Math.floor(whole / 86400)}d ${two((whole % 86400) / 3600)}h`;
+}
+
+export function bytes(value) {
+  if (!value) return NONE;
+  const mebi = value / 1048576;
+  return mebi < 1000 ? `${mebi.toFixed(0)} MiB` : `${(mebi / 1024).toFixed(1)} GiB`;
+}
+
+export function clock(seconds) {
+  if (seconds === null || seconds === undefined) return NONE;
+  return new Date(seconds * 1000).toTimeString().slice(0, 8);
+}
+
+// Round values that cover [low, high], about `wanted` of them.
+export function ticks(low, high, wanted = 4) {
+  if (!(high > low)) return [low];
+  const rough = (high - low) / wanted;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+  const found = [];
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) {
+    found.push(Number((index * step).toPrecision(12)));
+  }
+  return found;
+}
+
+// Whole numbers only, for steps and versions.
+export function wholeTicks(low, high, wanted = 6) {
+  const found = ticks(low, high, wanted).filter((value) => Number.isInteger(value));
+  return found.length > 1 ? found : [...new Set([Math.ceil(low), Math.floor(high)])];
+}
+
+// The range of all values, from 0 unless some are below, with a little room.
+export function range(lists, { zero = true, least = 0 } = {}) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const list of lists) {
+    for (const value of list) {
+      if (value === null || value === undefined || !Number.isFinite(value)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  if (low > high) return [0, Math.max(least, 1)];
+  if (zero) low = Math.min(low, 0);
+  high = Math.max(high, least);
+  if (high === low) high = low + (Math.abs(low) || 1);
+  return [low < 0 || !zero ? low - (high - low) * 0.06 : low, high + (high - low) * 0.06];
+}
+
+export function linear([low, high], [from, to]) {
+  const slope = high === low ? 0 : (to - from) / (high - low);
+  return (value) => from + (value - low) * slope;
+}
+
+// A path through the known points; a gap where a value is missing.
+export function path(xs, ys, x, y) {
+  let text = "";
+  let pen = "M";
+  for (let index = 0; index < xs.length; index += 1) {
+    const value = ys[index];
+    if (value === null || value === undefined || !Number.isFinite(value)) {
+      pen = "M";
+      continue;
+    }
+    text += `${pen}${x(xs[index]).toFixed(1)} ${y(value).toFixed(1)}`;
+    pen = "L";
+  }
+  return text;
+}
+
+export function bandPath(xs, low, high, x, y) {
+  const known = xs.map((_, index) => index).filter((index) => Number.isFinite(low[index]) && low[index] !== null);
+  if (known.length < 2) return "";
+  const there = known.map((index) => `${x(xs[index]).toFixed(1)} ${y(high[index]).toFixed(1)}`);
+  const back = known.reverse().map((index) => `${x(xs[index]).toFixed(1)} ${y(low[index]).toFixed(1)}`);
+  return `M${there.join("L")}L${back.join("L")}Z`;
+}
+
+// A centred mean over about a tenth of the values and at least three, as in the report.
+export function smooth(values) {
+  const half = Math.max(Math.floor(values.length / 20), 1);
+  return values.map((_, index) => {
+    const part = values.slice(Math.max(index - half, 0), index + half + 1).filter((value) => value !== null && value !== undefined);
+    return part.length ? part.reduce((sum, value) => sum + value, 0) / part.length : null;
+  });
+}
+
+export function nearest(xs, x) {
+  if (!xs.length) return -1;
+  let low = 0;
+  let high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] <= x) low = middle;
+    else high = middle;
+  }
+  return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
+}
+
+export function last(values) {
+  for (let index = (values || []).length - 1; index >= 0; index -= 1) {
+    if (values[index] !== null && values[index] !== undefined) return values[index];
+  }
+  return null;
+}

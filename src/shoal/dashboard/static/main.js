@@ -1,0 +1,79 @@
+// The page: opens the run, follows it, and shows one view at a time.
+
+import { icon } from "./dom.js";
+import { el, replace } from "./elements.js";
+import { duration } from "./figures.js";
+import { Nodes } from "./nodes.js";
+import { Overview } from "./overview.js";
+import { Rollouts } from "./rollouts.js";
+import { ask, follow, Run } from "./run.js";
+import { Timeline } from "./timeline.js";
+import { Validation } from "./validation.js";
+
+const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["nodes", "Nodes", Nodes], ["validation", "Validation", Validation], ["rollouts", "Rollouts", Rollouts]];
+const byId = (id) => document.getElementById(id);
+let shown = null;
+
+const named = () => byId("theme").setAttribute("aria-label", `Change to the ${document.documentElement.dataset.theme === "dark" ? "light" : "dark"} theme`);
+named();
+byId("theme").append(icon("theme"));
+byId("theme").addEventListener("click", () => {
+  globalThis.toggleTheme();
+  named();
+});
+open();
+
+async function open() {
+  let run;
+  try {
+    run = new Run(await ask("/api/open"));
+  } catch (error) {
+    trouble(`The run cannot be shown: ${error.message}`);
+    setTimeout(open, 3000);
+    return;
+  }
+  trouble("");
+  const kept = new Map();
+  const show = () => {
+    const [name, ...rest] = location.hash.slice(1).split("/");
+    const views = VIEWS.filter(([id]) => run.details || id === "overview" || id === "nodes");
+    const [id, , View] = views.find(([one]) => one === name) || views[0];
+    replace(byId("views"), views.map(([one, title]) => el("a", { href: `#${one}`, "aria-current": one === id ? "page" : null }, title)));
+    shown?.stop();
+    if (!kept.has(id)) kept.set(id, new View(run));
+    shown = kept.get(id);
+    replace(byId("view"), shown.root);
+    shown.start(rest);
+  };
+  addEventListener("hashchange", () => {
+    show();
+    byId("view").focus({ preventScroll: true });
+  });
+  head(run.overview);
+  show();
+  let due = 0;
+  follow(run, () => {
+    head(run.overview);
+    if (due) return; // many steps at once are drawn once
+    due = requestAnimationFrame(() => {
+      due = 0;
+      shown.changed?.();
+    });
+  }, trouble);
+}
+
+function head(overview) {
+  document.title = `${overview.name} · Shoal`;
+  byId("run").textContent = overview.name;
+  const state = byId("state");
+  state.textContent = overview.state;
+  state.className = `pill ${overview.state}`;
+  const share = overview.steps ? (100 * overview.trained) / overview.steps : 0;
+  const left = overview.left_s === null ? duration(overview.elapsed_s) : `${duration(overview.left_s)} left`;
+  replace(byId("progress"), el("span", {}, `step ${overview.trained} of ${overview.steps}`), el("span", { class: "track", role: "progressbar", "aria-label": "Steps trained", "aria-valuenow": overview.trained, "aria-valuemax": overview.steps }, el("i", { "width%": Math.min(share, 100) })), el("span", { class: "eta" }, left));
+}
+
+function trouble(words) {
+  byId("trouble").hidden = !words;
+  byId("trouble").textContent = words;
+}

@@ -1,0 +1,167 @@
+"""A run as the dashboard sees it: its state and its history, from its folder or from its coordinator's open routes.
+
+Invariant: nothing is changed. A folder is read while the run goes on (SQLite, write-ahead log) and long after it; whoever
+knows only a coordinator's URL sees what its open routes tell: state, curves, nodes and samples.
+Called by the feed and the report, in one thread. Left out: databases in PostgreSQL, which are watched by URL.
+"""
+
+import json
+import sqlite3
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from shoal.config import Config, ConfigError, parse
+from shoal.coordinator.database import Database, PoolError
+from shoal.coordinator.history import HistoryLog
+from shoal.coordinator.status import read_status
+from shoal.coordinator.tables.connection import SqliteConnection
+from shoal.dashboard.queries import Queries
+from shoal.errors import ShoalError
+from shoal.ledger.interface import JSON, Entry
+from shoal.protocol.address import Address, AddressError, coordinator_url
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Status
+from shoal.protocol.watch import PoolWatch
+
+DATABASE = "pool.sqlite"
+AWAY_S = 60.0  # a run in which nothing has happened for this long has ended, finished or not
+
+
+class WatchedError(ShoalError):
+    """A folder or address that holds no run; the message names it and the next step."""
+
+
+class Watched(Protocol):
+    """A run. `look` brings `history` up to date."""
+
+    name: str
+    history: RunHistory
+    queries: Queries | None  # None: only the open routes are known
+    config: Config | None
+    folder: Path | None
+
+    def look(self) -> Status: ...
+
+    def changed(self) -> bool:
+        """Whether a look may show anything new."""
+        ...
+
+    def running(self) -> bool: ...
+
+
+class WatchedFolder:
+    """The folder of a run, or of a pool's coordinator."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """Raises WatchedError."""
+        self.folder: Path | None = folder
+        self.clock = clock
+        self.coordinator = folder / "coordinator" if (folder / "coordinator").is_dir() else folder
+        path = self.coordinator / DATABASE
+        if not path.is_file():
+            raise WatchedError(f"no {DATABASE} in {folder}: name the folder of a run, of a coordinator, or its URL")
+        # One thread at a time uses it; which one may change.
+        sqlite = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+        self.connection = SqliteConnection(sqlite)
+        self._now_s = 0.0  # of the newest look
+        try:
+            self.db = Database(self.connection, UnwrittenLedger(), lambda: self._now_s, create=False)
+        except PoolError as error:
+            raise WatchedError(f"{error}. Look at it with that version") from error
+        self.queries: Queries | None = Queries(self.connection)
+        self.config: Config | None = self._config()
+        self.history = RunHistory()
+        self.name = self._name()
+        self._seen = -1
+
+    def now_s(self) -> float:
+        """The clock of a run that goes on; the last moment of one that has ended."""
+        assert self.queries is not None
+        now_s, newest_s = self.clock(), self.queries.newest_s()
+        return now_s if now_s - newest_s < AWAY_S else newest_s
+
+    def running(self) -> bool:
+        assert self.queries is not None and self.config is not None
+        return self.clock() - self.queries.newest_s() < AWAY_S and not self.db.is_finished(self.config.run.steps)
+
+    def look(self) -> Status:
+        assert self.config is not None
+        self._now_s = self.now_s()
+        log = HistoryLog(self.db)
+        while self.history.add(log.after(self.history.cursor)):
+            pass
+        return read_status(self.db, self.config, self.name, [])
+
+    def changed(self) -> bool:
+        seen = int(self.connection.value("PRAGMA data_version"))
+        self._seen, before = seen, self._seen
+        return seen != before
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _config(self) -> Config:
+        """What the ledger says the run goes by since its last start."""
+        body = self.connection.value("SELECT body FROM ledger WHERE kind = 'started' ORDER BY seq DESC LIMIT 1")
+        if body is None:
+            raise WatchedError(f"the run in {self.folder} has not started yet")
+        try:
+            return parse(tomllib.loads(json.loads(body)["config"]), source="ledger entry 'started'")
+        except (ValueError, KeyError, ConfigError) as error:
+            raise WatchedError(f"the ledger in {self.coordinator} holds no config of this version: {error}") from error
+
+    def _name(self) -> str:
+        try:
+            return Address.read(self.coordinator).run
+        except AddressError:
+            return self.coordinator.name
+
+
+class WatchedPool:
+    """A coordinator elsewhere, by its URL."""
+
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.pool = PoolWatch(coordinator_url(url), client)
+        self.history = self.pool.history
+        self.name = url
+        self.queries: Queries | None = None
+        self.config: Config | None = None
+        self.folder: Path | None = None
+        self._state = "running"
+
+    def look(self) -> Status:
+        """Raises UnreachableError."""
+        status = self.pool.look()
+        self.name, self._state = status.run, status.state
+        return status
+
+    def changed(self) -> bool:
+        return True
+
+    def running(self) -> bool:
+        return self._state == "running"
+
+
+class UnwrittenLedger:
+    """The ledger of a run that is only read: its entries come by `queries`."""
+
+    def append(self, kind: str, body: Mapping[str, JSON]) -> Entry:
+        raise NotImplementedError("a watched run is not changed")
+
+    def entries(self, since: int = 0, kind: str | None = None) -> Iterator[Entry]:
+        raise NotImplementedError("see queries.entries")
+
+    def head(self) -> Entry | None:
+        raise NotImplementedError("see queries.entries")
+
+
+def watch(where: str) -> WatchedFolder | WatchedPool:
+    """The run at a folder or a URL. Raises WatchedError or AddressError."""
+    if where.startswith(("http://", "https://")):
+        return WatchedPool(where, httpx.Client(timeout=5))
+    return WatchedFolder(Path(where))

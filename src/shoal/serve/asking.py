@@ -1,0 +1,48 @@
+"""From messages to prompt tokens, as the model's template and, if asked, the run's training say.
+
+Invariant: the tokens follow from (messages, version) alone, so that a verifier makes them again.
+Called by the routes of `openai` and `chat`, and by `proof`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.config import Config
+from shoal.errors import ShoalError
+from shoal.tasks.budget import instruction
+
+Message = Mapping[str, str]
+
+
+class PromptError(ShoalError):
+    """Messages that the model's template cannot write."""
+
+
+def encode(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
+    """The prompt's tokens, up to where the assistant begins. Raises PromptError."""
+    if not tokenizer.chat_template:
+        raise PromptError("this model has no chat template; use /v1/completions")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+        )
+    except Exception as error:  # noqa: BLE001 - a template is a program of the model's: it raises what it likes
+        raise PromptError(f"the model's chat template refuses these messages: {str(error)[:200]}") from error
+    return tuple(encoded["input_ids"])
+
+
+def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:
+    """The messages with the run's system prompt, its template around what the user says, and the last target length."""
+    section = config.tasks
+    found: list[Message] = []
+    if section.system and not any(message["role"] == "system" for message in messages):
+        found.append({"role": "system", "content": section.system})
+    last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] == "user":
+            content = section.prompt.replace("{question}", content)
+            if number == last and (asked := instruction(section, target)):
+                content += f"\n{asked}"
+        found.append({"role": message["role"], "content": content})
+    return found

@@ -1,0 +1,170 @@
+"""Users, passwords and sessions.
+
+    register or log in -> a new session: a random token in a cookie, its digest in the database, a CSRF token beside it
+
+Invariant: the database holds no password and no token that could be used; a session begins with a new token and ends by
+logging out, by age, or by being idle. Wrong passwords are counted by address and by name. Others cannot lock a user out of
+a browser where the user has logged in before: that browser holds a device token, and its attempts are counted apart.
+Called by `routes`. Left out: mail, password recovery, second factors.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from argon2 import PasswordHasher
+from argon2.exceptions import InvalidHashError, VerificationError
+
+from shoal.web.guard import Allowance, RefusedError
+
+NAME = re.compile(r"[\w.@+-]{2,64}", re.ASCII)
+SHORTEST, LONGEST = 10, 256  # characters of a password
+SESSION_S, IDLE_S = 14 * 86_400.0, 3 * 86_400.0
+SEEN_EVERY_S = 60.0
+LOCAL = "local"  # the user of `--open`, without a password
+WRONG = "name or password is wrong"
+
+
+@dataclass(frozen=True)
+class Session:
+    user: int
+    name: str
+    csrf: str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A new session's secrets, for the cookies."""
+
+    token: str
+    device: str
+    session: Session
+
+
+class Accounts:
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        hasher: PasswordHasher | None = None,
+    ) -> None:
+        self.db, self.clock = db, clock
+        self.hasher = hasher or PasswordHasher()
+        self._nobody = self.hasher.hash(secrets.token_hex(16))  # so that an unknown name takes as long as a known one
+        self._hashing = asyncio.Semaphore(2)  # each costs 64 MiB and a tenth of a second of a core
+        self._of_address = Allowance(20, 600, monotonic)
+        self._of_name = Allowance(30, 3600, monotonic)
+        self._of_device = Allowance(10, 600, monotonic)
+        self._registered = Allowance(10, 3600, monotonic)
+
+    async def register(self, name: str, password: str, address: str) -> Opened:
+        """Raises RefusedError."""
+        if not NAME.fullmatch(name):
+            raise RefusedError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
+        if not SHORTEST <= len(password) <= LONGEST:
+            raise RefusedError(400, f"a password has {SHORTEST} to {LONGEST} characters")
+        self._registered.take(address, "new accounts from this address")
+        async with self._hashing:
+            hashed = await asyncio.to_thread(self.hasher.hash, password)
+        try:
+            found = self.db.execute(
+                "INSERT INTO user(name, password, created_s) VALUES(?, ?, ?)", (name, hashed, self.clock())
+            )
+        except sqlite3.IntegrityError:
+            raise RefusedError(409, "this name is taken") from None
+        return self._open(int(found.lastrowid or 0), name)
+
+    async def log_in(self, name: str, password: str, address: str, device: str = "", old: str = "") -> Opened:
+        """`old`: the token of a session that this one replaces. Raises RefusedError."""
+        if len(password) > LONGEST or len(name) > 64:
+            raise RefusedError(401, WRONG)
+        row = self.db.execute("SELECT id, name, password FROM user WHERE name = ?", (name,)).fetchone()
+        known = bool(row and device) and bool(
+            self.db.execute(
+                "SELECT 1 FROM device WHERE token = ? AND user = ?", (_digest(device), row["id"])
+            ).fetchone()
+        )
+        counters = (
+            [(self._of_device, device)] if known else [(self._of_address, address), (self._of_name, name.lower())]
+        )
+        for counter, key in counters:  # counted before the password is checked: many at once get no free guesses
+            counter.take(key, "attempts")
+        hashed = row["password"] if row else self._nobody
+        async with self._hashing:
+            right = await asyncio.to_thread(self._matches, hashed, password)
+        if not right or row is None:
+            raise RefusedError(401, WRONG)
+        for counter, key in counters:
+            counter.give_back(key)
+        self.log_out(old)
+        return self._open(row["id"], row["name"])
+
+    def log_out(self, token: str) -> None:
+        if token:
+            self.db.execute("DELETE FROM session WHERE token = ?", (_digest(token),))
+
+    def session(self, token: str) -> Session | None:
+        """Whose session this is; None for one that is unknown, too old or idle for too long."""
+        now_s = self.clock()
+        row = self.db.execute(
+            "SELECT user, name, csrf, session.created_s, seen_s FROM session JOIN user ON user.id = user WHERE token = ?",
+            (_digest(token),),
+        ).fetchone()
+        if row is None:
+            return None
+        if now_s - row["created_s"] > SESSION_S or now_s - row["seen_s"] > IDLE_S:
+            self.log_out(token)
+            return None
+        if now_s - row["seen_s"] > SEEN_EVERY_S:
+            self.db.execute("UPDATE session SET seen_s = ? WHERE token = ?", (now_s, _digest(token)))
+        return Session(row["user"], row["name"], row["csrf"])
+
+    def local(self) -> Opened:
+        """A session of the one user of `--open`."""
+        self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))
+        return self._open(self.db.execute("SELECT id FROM user WHERE name = ?", (LOCAL,)).fetchone()["id"], LOCAL)
+
+    async def delete(self, session: Session, password: str, address: str) -> None:
+        """The user and all that is theirs. Raises RefusedError."""
+        self._of_address.take(address, "attempts")
+        row = self.db.execute("SELECT password FROM user WHERE id = ?", (session.user,)).fetchone()
+        async with self._hashing:
+            if not row or not await asyncio.to_thread(self._matches, row["password"], password):
+                raise RefusedError(401, "the password is wrong")
+        self.db.execute("DELETE FROM user WHERE id = ?", (session.user,))
+
+    def _open(self, user: int, name: str) -> Opened:
+        token, device, csrf = (secrets.token_urlsafe(32) for _ in range(3))
+        now_s = self.clock()
+        self.db.execute("DELETE FROM session WHERE created_s < ?", (now_s - SESSION_S,))
+        self.db.execute("INSERT INTO session VALUES(?, ?, ?, ?, ?)", (_digest(token), user, csrf, now_s, now_s))
+        self.db.execute("INSERT INTO device VALUES(?, ?, ?)", (_digest(device), user, now_s))
+        self.db.execute(
+            "DELETE FROM device WHERE user = ? AND token NOT IN "
+            "(SELECT token FROM device WHERE user = ? ORDER BY created_s DESC LIMIT 50)",
+            (user, user),
+        )
+        return Opened(token, device, Session(user, name, csrf))
+
+    def _matches(self, hashed: str, password: str) -> bool:
+        try:
+            return self.hasher.verify(hashed, password)
+        except (VerificationError, InvalidHashError):
+            return False
+
+
+def same(one: str, other: str) -> bool:
+    """Compared in constant time."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,176 @@
+"""Replies while they are written: each is a task of its own that saves what it has, also when its reader leaves.
+
+    submit -> relay pieces to the reader -> build the proof -> save the message
+
+Invariant: a reply is saved once, whole or up to where it was stopped, with the seed and proof of exactly that text.
+Called by `routes`.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.config import Config
+from shoal.serve import proof
+from shoal.serve.asking import as_trained, encode
+from shoal.serve.chat.conversations import Conversations
+from shoal.serve.decoding.generation import Ask, Generation
+from shoal.serve.decoding.scheduler import Scheduler
+from shoal.serve.decoding.text import Text
+from shoal.serve.openai.routes import new_seed, tokens_left
+from shoal.serve.versions import Held, Versions
+from shoal.web.guard import RefusedError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the page asks for; one reply for each of `models`, side by side."""
+
+    models: tuple[str, ...]
+    temperature: float
+    max_tokens: int | None
+    target: int = 0
+    as_trained: bool = False
+    seed: int | None = None
+
+
+@dataclass
+class Writing:
+    """One reply being written. `news` are the events for the reader; None ends them."""
+
+    lane: int
+    generation: Generation
+    messages: Sequence[Any]
+    news: asyncio.Queue[dict[str, Any] | None]
+    pair: str | None = None  # what the replies that stand side by side share
+    text: list[str] = field(default_factory=list)
+    finish: str = "cancelled"
+    took_s: float = 0.0
+
+
+class Replies:
+    def __init__(
+        self, versions: Versions, scheduler: Scheduler, conversations: Conversations, config: Config | None
+    ) -> None:
+        self.versions, self.scheduler = versions, scheduler
+        self.conversations, self.config = conversations, config
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def write(self, user: int, id: str, parent: str, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
+        """Events for the page: `text` and `done` of each lane. Leaving early stops the replies and saves them.
+
+        Raises RefusedError, RequestError, PromptError, BusyError, NoPlaceError, UnknownVersionError before the first one.
+        """
+        said = [{"role": m["role"], "content": m["content"]} for m in self.conversations.path(user, id, parent)]
+        if not said or said[-1]["role"] != "user":
+            raise RefusedError(400, "a reply needs a message of the user before it")
+        messages = as_trained(self.config, said, wanted.target) if wanted.as_trained and self.config else said
+        news: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        pair = secrets.token_hex(6) if len(wanted.models) > 1 else None
+        async with AsyncExitStack() as stack:
+            writings = []
+            for lane, model in enumerate(wanted.models):
+                held = await stack.enter_async_context(self.versions.take(model))
+                writings.append(Writing(lane, self._generation(user, held, messages, wanted), messages, news, pair))
+            self.scheduler.submit([one.generation for one in writings])
+            keep = stack.pop_all()
+        task = asyncio.create_task(self._finish(user, id, parent, wanted, writings, keep))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            for one in writings:
+                yield {"event": "begin", "lane": one.lane, "model": one.generation.held.id}
+            while (event := await news.get()) is not None:
+                yield event
+            await task
+        finally:
+            for one in writings:
+                one.generation.cancel()
+
+    async def close(self) -> None:
+        """Wait until what is being written is saved; the scheduler has cancelled it."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _generation(self, user: int, held: Held, messages: Sequence[Any], wanted: Wanted) -> Generation:
+        prompt = encode(held.tokenizer, messages)
+        ask = Ask(
+            prompt=prompt,
+            seed=new_seed() if wanted.seed is None else wanted.seed,
+            temperature=wanted.temperature,
+            max_tokens=tokens_left(held, prompt, wanted.max_tokens),
+            proof=True,
+            caller=f"user {user}",
+        )
+        return Generation(ask, held, Text(held.tokenizer), asyncio.get_running_loop())
+
+    async def _finish(
+        self, user: int, id: str, parent: str, wanted: Wanted, writings: Sequence[Writing], keep: AsyncExitStack
+    ) -> None:
+        """Relay all lanes to their ends, then save them in order."""
+        news = writings[0].news
+        try:
+            async with keep:
+                await asyncio.gather(*(_relay(one) for one in writings))
+                for one in writings:
+                    news.put_nowait(await self._save(user, id, parent, wanted, one))
+        finally:
+            news.put_nowait(None)
+
+    async def _save(self, user: int, id: str, parent: str, wanted: Wanted, one: Writing) -> dict[str, Any]:
+        generation, text = one.generation, "".join(one.text)
+        held, ask = generation.held, generation.ask
+        facts: dict[str, Any] = {
+            "model": held.id,
+            "version": held.offer.version,
+            "weights": held.digest,
+            "seed": str(ask.seed),
+            "temperature": ask.temperature,
+            "finish": one.finish,
+            "prompt_tokens": len(ask.prompt),
+            "tokens": len(generation.tokens),
+            "seconds": round(one.took_s, 3),
+            "target": wanted.target,
+            "as_trained": wanted.as_trained,
+            "pair": one.pair,
+        }
+        file = None
+        if generation.tokens:
+            try:
+                file = (
+                    await asyncio.to_thread(proof.build, generation, one.finish, text, one.messages)
+                ).model_dump_json()
+            except proof.ReplyError as error:
+                facts["unproven"] = str(error)
+        try:
+            message = self.conversations.add(user, id, parent, "assistant", text, facts, file)
+        except RefusedError as error:  # the conversation was deleted meanwhile
+            return {"event": "failed", "lane": one.lane, "error": str(error)}
+        return {
+            "event": "done",
+            "lane": one.lane,
+            "message": {
+                "id": message,
+                "parent": parent,
+                "role": "assistant",
+                "content": text,
+                "facts": facts,
+                "proven": file is not None,
+            },
+        }
+
+
+async def _relay(one: Writing) -> None:
+    begun_s = time.monotonic()
+    async for piece in one.generation.pieces():
+        one.text.append(piece.text)
+        if piece.text or not piece.finish:
+            one.news.put_nowait(
+                {"event": "text", "lane": one.lane, "text": piece.text, "tokens": len(one.generation.tokens)}
+            )
+        if piece.finish:
+            one.finish = piece.finish
+    one.took_s = time.monotonic() - begun_s

@@ -1,0 +1,323 @@
+"""The page's own routes, under /chat: files, accounts, conversations, replies, verification.
+
+Invariant: whatever changes something needs a session, its CSRF token in a header, JSON, and a request from this page; a
+reader gets only what is theirs.
+Attached by `service`. Left out: mail, teams, files.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.serve import proof
+from shoal.serve.asking import PromptError
+from shoal.serve.chat.accounts import Accounts, Opened, Session, same
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations
+from shoal.serve.chat.replies import Replies, Wanted
+from shoal.serve.decoding.scheduler import BusyError, TooLargeError
+from shoal.serve.openai.requests import RequestError
+from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
+from shoal.shardcast.serve.connections import network
+from shoal.web.files import SHARED, Files
+from shoal.web.guard import Allowance, RefusedError, from_own_page, json_body
+
+STATIC = Path(__file__).parent / "static"
+SESSION, DEVICE = "shoal_session", "shoal_device"
+DEVICE_S = 180 * 86_400
+SESSION_S = 14 * 86_400
+SMALL_BYTES, LARGE_BYTES = 4096, 4 * MESSAGE_CHARACTERS + 4096
+OWN = web.RequestKey("own", Session)
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Credentials(Strict):
+    name: Annotated[str, Field(max_length=200)]
+    password: Annotated[str, Field(max_length=2000)]
+
+
+class Asked(Strict):
+    """A new message (`content`), or another reply to the message `parent`."""
+
+    content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
+    parent: Annotated[str, Field(max_length=40)] | None = None
+    models: Annotated[list[Annotated[str, Field(max_length=300)]], Field(min_length=1, max_length=2)]
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    target: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    as_trained: bool = False
+
+
+class Change(Strict):
+    title: Annotated[str, Field(max_length=200)] | None = None
+    leaf: Annotated[str, Field(max_length=40)] | None = None
+
+
+class Chat:
+    def __init__(
+        self,
+        accounts: Accounts,
+        conversations: Conversations,
+        replies: Replies,
+        versions: Versions,
+        *,
+        is_open: bool,
+        registration: bool,
+        secure_cookies: bool,
+    ) -> None:
+        self.accounts, self.conversations = accounts, conversations
+        self.replies, self.versions = replies, versions
+        self.is_open, self.registration, self.secure_cookies = is_open, registration, secure_cookies
+        self.files = Files([SHARED, STATIC])
+        self._verifying = asyncio.Semaphore(1)  # a verification costs a forward pass
+        self._verified = Allowance(30, 60)
+        self._searched = Allowance(60, 60)  # a search reads all that a user has
+
+    def attach(self, application: web.Application) -> None:
+        get, post = application.router.add_get, application.router.add_post
+        get("/", self.page)
+        get("/static/{name}", self.static)
+        get("/chat/me", self._guarded(self.me, session=False))
+        post("/chat/register", self._guarded(self.register, session=False))
+        post("/chat/login", self._guarded(self.login, session=False))
+        post("/chat/logout", self._guarded(self.logout))
+        post("/chat/delete-account", self._guarded(self.delete_account))
+        get("/chat/models", self._guarded(self.models))
+        get("/chat/conversations", self._guarded(self.listed))
+        post("/chat/conversations", self._guarded(self.create))
+        get("/chat/conversations/{id}", self._guarded(self.read))
+        post("/chat/conversations/{id}", self._guarded(self.change))
+        application.router.add_delete("/chat/conversations/{id}", self._guarded(self.delete))
+        get("/chat/conversations/{id}/export", self._guarded(self.export))
+        post("/chat/conversations/{id}/replies", self._guarded(self.reply))
+        get("/chat/conversations/{id}/messages/{message}/proof", self._guarded(self.proof))
+        post("/chat/conversations/{id}/messages/{message}/verify", self._guarded(self.verify))
+        post("/chat/verify", self._guarded(self.verify_file))
+
+    def _guarded(self, route: Route, *, session: bool = True) -> Route:
+        """The route behind its checks; what it refuses becomes {"error": ...}."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            try:
+                if request.method != "GET":
+                    from_own_page(request)
+                if session:
+                    own = self.accounts.session(request.cookies.get(SESSION, ""))
+                    if own is None:
+                        raise RefusedError(401, "log in first")
+                    if request.method != "GET" and not same(request.headers.get("X-CSRF-Token", ""), own.csrf):
+                        raise RefusedError(403, "this page is out of date; reload it")
+                    request[OWN] = own
+                return await route(request)
+            except RefusedError as error:
+                return _refusal(error.status, str(error), error.retry_s)
+            except RequestError as error:
+                return _refusal(error.status, str(error))
+            except (PromptError, TooLargeError, proof.ReplyError) as error:
+                return _refusal(400, str(error))
+            except UnknownVersionError as error:
+                return _refusal(404, str(error))
+            except BusyError as error:
+                return _refusal(429, f"{error}; try again in {error.retry_s} s", error.retry_s)
+            except NoPlaceError as error:
+                return _refusal(503, str(error), 2)
+
+        return respond
+
+    # --- the page ----------------------------------------------------------------------------------------------------
+
+    async def page(self, request: web.Request) -> web.Response:
+        return self.files.respond(request, "index.html")
+
+    async def static(self, request: web.Request) -> web.Response:
+        return self.files.respond(request, request.match_info["name"])
+
+    async def me(self, request: web.Request) -> web.Response:
+        """Who is logged in, if anyone; with `--open`, whoever asks."""
+        own = self.accounts.session(request.cookies.get(SESSION, ""))
+        if own is None and self.is_open:
+            from_own_page(request)
+            return self._welcome(request, self.accounts.local())
+        facts: dict[str, Any] = {"open": self.is_open, "registration": self.registration and not self.is_open}
+        return web.json_response(facts | ({"name": own.name, "csrf": own.csrf} if own else {"name": None}))
+
+    # --- accounts ----------------------------------------------------------------------------------------------------
+
+    async def register(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Credentials, SMALL_BYTES)
+        if self.is_open or not self.registration:
+            raise RefusedError(403, "nobody can register here")
+        return self._welcome(request, await self.accounts.register(asked.name, asked.password, self._address(request)))
+
+    async def login(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Credentials, SMALL_BYTES)
+        if self.is_open:
+            raise RefusedError(403, "this server needs no login")
+        old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
+        opened = await self.accounts.log_in(asked.name, asked.password, self._address(request), device, old)
+        return self._welcome(request, opened)
+
+    async def logout(self, request: web.Request) -> web.Response:
+        self.accounts.log_out(request.cookies.get(SESSION, ""))
+        response = web.json_response({})
+        response.del_cookie(SESSION, path="/", httponly=True, samesite="Strict", secure=self.secure_cookies)
+        return response
+
+    async def delete_account(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Credentials, SMALL_BYTES)
+        await self.accounts.delete(request[OWN], asked.password, self._address(request))
+        return web.json_response({})
+
+    def _address(self, request: web.Request) -> str:
+        """Whom attempts are counted for. A proxy in front puts the client's address last; alone, the header is anyone's."""
+        forwarded = request.headers.get("X-Forwarded-For", "") if self.secure_cookies else ""
+        return network(forwarded.rpartition(",")[2].strip() or request.remote or "")
+
+    def _welcome(self, request: web.Request, opened: Opened) -> web.Response:
+        response = web.json_response(
+            {
+                "name": opened.session.name,
+                "csrf": opened.session.csrf,
+                "open": self.is_open,
+                "registration": self.registration and not self.is_open,
+            }
+        )
+        for name, value, age_s in ((SESSION, opened.token, SESSION_S), (DEVICE, opened.device, DEVICE_S)):
+            response.set_cookie(
+                name, value, max_age=age_s, path="/", httponly=True, samesite="Strict", secure=self.secure_cookies
+            )
+        return response
+
+    # --- conversations -----------------------------------------------------------------------------------------------
+
+    async def models(self, request: web.Request) -> web.Response:
+        source = self.versions.source
+        section = source.config.tasks if source.config else None
+        sampling = source.config.sampling if source.config else None
+        return web.json_response(
+            {
+                "name": source.name,
+                "newest": self.versions.newest.id if self.versions.newest else None,
+                "versions": [
+                    {"id": offer.id, "version": offer.version, "loaded": self.versions.is_loaded(offer.id)}
+                    for offer in self.versions.offers()[:200]
+                ],
+                "targets": sorted(set(section.targets)) if section else [],
+                "target_mode": section.length_mode if section and section.targets else "off",
+                "as_trained": section is not None,
+                "temperature": sampling.temperature if sampling else 1.0,
+                "max_tokens": sampling.max_tokens if sampling else None,
+            }
+        )
+
+    async def listed(self, request: web.Request) -> web.Response:
+        search = request.query.get("search", "")
+        if search:
+            self._searched.take(str(request[OWN].user), "searches")
+        return web.json_response(self.conversations.listed(request[OWN].user, search))
+
+    async def create(self, request: web.Request) -> web.Response:
+        await _body(request, Strict, SMALL_BYTES)
+        return web.json_response({"id": self.conversations.create(request[OWN].user)})
+
+    async def read(self, request: web.Request) -> web.Response:
+        return web.json_response(self.conversations.read(request[OWN].user, request.match_info["id"]))
+
+    async def change(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Change, SMALL_BYTES)
+        id = request.match_info["id"]
+        self.conversations.change(request[OWN].user, id, title=asked.title, leaf=asked.leaf)
+        return web.json_response({})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        self.conversations.delete(request[OWN].user, request.match_info["id"])
+        return web.json_response({})
+
+    async def export(self, request: web.Request) -> web.Response:
+        """The whole tree, as JSON to download."""
+        found = self.conversations.read(request[OWN].user, request.match_info["id"])
+        return _download(json.dumps(found, ensure_ascii=False, indent=1), f"conversation-{found['id']}.json")
+
+    # --- replies -----------------------------------------------------------------------------------------------------
+
+    async def reply(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events until all lanes are done. Closing the connection stops and saves them."""
+        asked = await _body(request, Asked, LARGE_BYTES)
+        user, id, parent = request[OWN].user, request.match_info["id"], asked.parent
+        if asked.content is not None:
+            if parent is not None:
+                self.conversations.path(user, id, parent)
+            parent = self.conversations.add(user, id, parent, "user", asked.content, {"target": asked.target})
+        if parent is None:
+            raise RefusedError(400, "there is no message to reply to")
+        wanted = Wanted(tuple(asked.models), asked.temperature, asked.max_tokens, asked.target, asked.as_trained)
+        events = self.replies.write(user, id, parent, wanted)
+        try:
+            first = await anext(events)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+            await response.prepare(request)
+            await _send(response, {"event": "asked", "message": parent})
+            await _send(response, first)
+            async for event in events:
+                await _send(response, event)
+            await response.write_eof()
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+        return response
+
+    async def proof(self, request: web.Request) -> web.Response:
+        found = request.match_info
+        return _download(self.conversations.proof(request[OWN].user, found["id"], found["message"]), "reply.json")
+
+    async def verify(self, request: web.Request) -> web.Response:
+        await _body(request, Strict, SMALL_BYTES)
+        found = request.match_info
+        text = self.conversations.proof(request[OWN].user, found["id"], found["message"])
+        return await self._verdict(request, text.encode())
+
+    async def verify_file(self, request: web.Request) -> web.Response:
+        """Any reply file of a version that is here."""
+        return await self._verdict(request, await json_body(request, proof.LARGEST_BYTES))
+
+    async def _verdict(self, request: web.Request, data: bytes) -> web.Response:
+        self._verified.take(str(request[OWN].user), "verifications")
+        reply = proof.Reply.read(data)
+        async with self._verifying, self.versions.take(reply.model) as held:
+            verdict = await asyncio.to_thread(proof.verify, reply, held, self.versions.source.config)
+        findings = [vars(finding) for finding in verdict.findings]
+        return web.json_response(
+            {"passed": verdict.passed, "exact": verdict.exact, "sentence": verdict.sentence, "findings": findings}
+        )
+
+
+async def _body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
+    """Raises RefusedError."""
+    data = await json_body(request, most_bytes)
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise RefusedError(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+
+def _download(text: str, name: str) -> web.Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return web.Response(text=text, content_type="application/json", headers=headers)
+
+
+def _refusal(status: int, message: str, retry_s: int = 0) -> web.Response:
+    headers = {"Retry-After": str(retry_s)} if retry_s else {}
+    return web.json_response({"error": message}, status=status, headers=headers)

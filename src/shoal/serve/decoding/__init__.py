@@ -1,0 +1,1 @@
+"""Continuous batching: rows, the text of a row, the scheduler that steps them all."""

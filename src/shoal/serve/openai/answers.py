@@ -1,0 +1,103 @@
+"""OpenAI's shapes: completions and chunks of both routes, logprobs, usage, errors. Pure functions to dictionaries.
+
+Called by `routes`.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.serve.decoding.generation import Likely
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What all chunks of an answer share."""
+
+    id: str
+    model: str
+    chat: bool
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, choices: Sequence[dict[str, Any]], *, chunk: bool, **more: Any) -> dict[str, Any]:
+        kind = "chat.completion" if self.chat else "text_completion"
+        if chunk and self.chat:
+            kind += ".chunk"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": list(choices),
+            **more,
+        }
+
+
+def error(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def choice(
+    chat: bool,
+    index: int,
+    text: str | None,
+    finish: str | None,
+    logprobs: Any,
+    *,
+    first: bool = False,
+    chunk: bool = False,
+) -> dict[str, Any]:
+    """One choice; in a chunk, what is new of it. `first`: the chunk that names the role."""
+    reason = "stop" if finish == "cancelled" else finish
+    body: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+    if not chat:
+        return body | {"text": text or ""}
+    said: dict[str, Any] = {"role": "assistant"} if first or not chunk else {}
+    if text is not None:
+        said["content"] = text
+    return body | {"delta" if chunk else "message": said}
+
+
+def chat_logprobs(tokenizer: Any, tokens: Sequence[Likely]) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        entry(one.token, one.logprob) | {"top_logprobs": [entry(token, value) for token, value in one.top]}
+        for one in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(
+    tokenizer: Any, tokens: Sequence[Likely], *, offset: int = 0, first: int | None = None
+) -> dict[str, Any]:
+    """`first`: an echoed prompt's first token, which has no logprob."""
+    words = [tokenizer.decode([one.token]) for one in tokens]
+    values: list[float | None] = [one.logprob for one in tokens]
+    tops: list[dict[str, float] | None] = [
+        {tokenizer.decode([token]): value for token, value in one.top} if one.top else None for one in tokens
+    ]
+    if first is not None:
+        words, values, tops = [tokenizer.decode([first]), *words], [None, *values], [None, *tops]
+    offsets = []
+    for word in words:
+        offsets.append(offset)
+        offset += len(word)
+    return {
+        "tokens": words,
+        "token_logprobs": values,
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": offsets,
+    }
+
+
+def event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,130 @@
+"""What a client of the API may ask: OpenAI's parameters, bounded. Anything that would be ignored is refused by name.
+
+Invariant: a request that is accepted is answered as it asks; a parameter without effect on the text may be sent.
+Called by `routes`. Left out: tools, images, `top_p` and penalties (a seed replays only the full distribution),
+`response_format`.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.errors import ShoalError
+
+Words = Annotated[str, Field(max_length=400_000)]
+STOPS = 8
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class RequestError(ShoalError):
+    """A request in a wrong shape. `param`: the field at fault."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: Words
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Words | Annotated[list[Part], Field(max_length=256)]
+    name: str | None = Field(default=None, max_length=100)
+
+    def said(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class Common(BaseModel):
+    """Both routes' parameters. The last ones have no effect here, whatever they are."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: Annotated[str, Field(max_length=300)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    stop: Words | Annotated[list[Annotated[str, Field(max_length=400)]], Field(max_length=STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+
+    @model_validator(mode="after")
+    def _no_silent_change(self) -> "Common":
+        if self.top_p not in (None, 1, 1.0):
+            raise ValueError("top_p is not supported: replies are sampled from the full distribution")
+        if self.frequency_penalty or self.presence_penalty or self.logit_bias:
+            raise ValueError(
+                "penalties and logit_bias are not supported: replies are sampled from the full distribution"
+            )
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options goes with stream")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(stop for stop in given if stop)
+
+
+class ChatRequest(Common):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2000)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Of Shoal: the run's system prompt and template, a length target, and the reply file in the answer.
+    as_trained: bool = False
+    target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    proof: bool = False
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(Common):
+    prompt: (
+        Words
+        | Annotated[list[int], Field(max_length=1 << 20)]
+        | Annotated[list[Words], Field(max_length=64)]
+        | Annotated[list[Annotated[list[int], Field(max_length=1 << 20)]], Field(max_length=64)]
+    )
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+def read(kind: type[Kind], data: bytes) -> Kind:
+    """Raises RequestError, naming the first field at fault."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        message = "this parameter is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {message}", param=param) from error

@@ -1,0 +1,319 @@
+"""GET /v1/models, POST /v1/chat/completions, POST /v1/completions.
+
+    read and check -> take the version -> submit n completions -> JSON at the end, or server-sent events as they come
+
+Invariant: whoever leaves early frees its rows; every refusal has OpenAI's shape, and a 429 or 503 says when to try again.
+Attached by `service`.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from shoal.config import Config
+from shoal.serve import proof
+from shoal.serve.asking import PromptError, as_trained, encode
+from shoal.serve.decoding.generation import Ask, Generation, Piece
+from shoal.serve.decoding.scheduler import BusyError, Scheduler, TooLargeError
+from shoal.serve.decoding.text import Text
+from shoal.serve.keys import Keys
+from shoal.serve.openai import answers
+from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, RequestError, read
+from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
+from shoal.web.guard import RefusedError, json_body
+
+BODY_BYTES = 4 << 20
+DEFAULT_TOKENS = 1024  # of a chat reply that states no limit; fewer where the model has no room
+RETRY_S = 2
+CALLER = web.RequestKey("caller", str)
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of choice `index` where the request gave one: its own, then hashes of it."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"shoal/serve\n{seed}\n{index}".encode()).digest()[:8], "big") >> 1
+
+
+def new_seed() -> int:
+    return secrets.randbits(48)
+
+
+def tokens_left(held: Held, prompt: Sequence[int], wanted: int | None) -> int:
+    """`max_tokens` for this prompt. Raises RequestError if prompt and reply exceed the model's positions."""
+    room = held.positions - len(prompt)
+    if room < 1 or (wanted or 0) > room:
+        raise RequestError(
+            f"This model's maximum context length is {held.positions} tokens; the prompt has {len(prompt)} and "
+            f"max_tokens is {wanted or 1}.",
+            param="max_tokens" if room >= 1 else "messages",
+            code="context_length_exceeded",
+        )
+    return min(room, DEFAULT_TOKENS) if wanted is None else wanted
+
+
+@dataclass
+class OpenAI:
+    versions: Versions
+    scheduler: Scheduler
+    keys: Keys
+    config: Config | None  # of the run that is served
+
+    def attach(self, application: web.Application) -> None:
+        application.router.add_get("/v1/models", self._guarded(self.models))
+        application.router.add_get("/v1/models/{id}", self._guarded(self.model))
+        application.router.add_post("/v1/chat/completions", self._guarded(self.chat))
+        application.router.add_post("/v1/completions", self._guarded(self.complete))
+
+    def _guarded(self, route: Route) -> Route:
+        """The route with OpenAI's errors, for callers with a key."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            caller = self.keys.caller(request)
+            if caller is None:
+                return _refusal(401, "Incorrect API key provided.", kind="authentication_error", code="invalid_api_key")
+            request[CALLER] = caller
+            try:
+                return await route(request)
+            except RequestError as error:
+                return _refusal(error.status, str(error), param=error.param, code=error.code)
+            except RefusedError as error:
+                return _refusal(error.status, str(error))
+            except UnknownVersionError as error:
+                return _refusal(404, str(error), param="model", code="model_not_found")
+            except (PromptError, TooLargeError) as error:
+                return _refusal(400, str(error))
+            except BusyError as error:
+                return _refusal(429, str(error), kind="rate_limit_error", code="busy", retry_s=error.retry_s)
+            except NoPlaceError as error:
+                return _refusal(503, str(error), kind="server_error", retry_s=RETRY_S)
+
+        return respond
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self._listed()})
+
+    async def model(self, request: web.Request) -> web.Response:
+        wanted = request.match_info["id"]
+        found = next((one for one in self._listed() if one["id"] == wanted), None)
+        if found is None:
+            raise UnknownVersionError(f"The model {wanted[:100]!r} does not exist")
+        return web.json_response(found)
+
+    def _listed(self) -> list[dict[str, Any]]:
+        newest = self.versions.newest
+        names = [self.versions.source.name] if newest else []
+        ids = dict.fromkeys([*names, *(offer.id for offer in self.versions.offers())])
+        return [{"id": id, "object": "model", "created": 0, "owned_by": "shoal"} for id in ids]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        asked = read(ChatRequest, await json_body(request, BODY_BYTES))
+        messages: list[Any] = [message.said() for message in asked.messages]
+        if asked.as_trained or asked.target_length:
+            if self.config is None:
+                raise RequestError(
+                    "as_trained and target_length need a run; this server holds a model", param="as_trained"
+                )
+            if asked.target_length and not self.config.tasks.targets:
+                raise RequestError("this run was not trained with target lengths", param="target_length")
+            messages = as_trained(self.config, messages, asked.target_length or 0)
+        async with self.versions.take(asked.model) as held:
+            prompt = encode(held.tokenizer, messages)
+            generations = self._generations(request, held, asked, [prompt], asked.top, asked.most, proof=asked.proof)
+            answer = _Answer(asked, held, generations, chat=True, messages=messages)
+            return await answer.respond(request, self.scheduler)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        asked = read(CompletionRequest, await json_body(request, BODY_BYTES))
+        async with self.versions.take(asked.model) as held:
+            prompts = _prompts(asked, held)
+            generations = self._generations(
+                request, held, asked, prompts, asked.logprobs, asked.max_tokens, echo=bool(asked.echo)
+            )
+            answer = _Answer(asked, held, generations, chat=False)
+            return await answer.respond(request, self.scheduler)
+
+    def _generations(
+        self,
+        request: web.Request,
+        held: Held,
+        asked: Common,
+        prompts: Sequence[tuple[int, ...]],
+        top: int | None,
+        most: int | None,
+        *,
+        echo: bool = False,
+        proof: bool = False,
+    ) -> list[Generation]:
+        loop = asyncio.get_running_loop()
+        found = []
+        for prompt in prompts:
+            most_tokens = tokens_left(held, prompt, most)
+            seed = new_seed() if asked.seed is None else asked.seed
+            for index in range(asked.n or 1):
+                ask = Ask(
+                    prompt=prompt,
+                    seed=seed_of(seed, index),
+                    temperature=1.0 if asked.temperature is None else asked.temperature,
+                    max_tokens=most_tokens,
+                    stops=asked.stops,
+                    top=top,
+                    echo=echo and top is not None,
+                    proof=proof,
+                    caller=request[CALLER],
+                )
+                found.append(Generation(ask, held, Text(held.tokenizer, asked.stops), loop))
+        return found
+
+
+def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
+    """Every prompt as tokens. Raises RequestError."""
+    given = asked.prompt
+    many: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    vocabulary = held.engine.model.config.vocab_size
+    found = []
+    for one in many:
+        tokens = tuple(held.tokenizer(one)["input_ids"]) if isinstance(one, str) else tuple(one)
+        if not tokens or not all(0 <= token < vocabulary for token in tokens):
+            raise RequestError("prompt: empty, or a token id outside of the vocabulary", param="prompt")
+        found.append(tokens)
+    if not found:
+        raise RequestError("prompt: empty", param="prompt")
+    return found
+
+
+@dataclass
+class _Answer:
+    """One request's completions, on their way out."""
+
+    asked: Common
+    held: Held
+    generations: list[Generation]
+    chat: bool
+    messages: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        self.frame = answers.Frame(f"{prefix}-{secrets.token_hex(12)}", self.held.id, self.chat)
+
+    async def respond(self, request: web.Request, scheduler: Scheduler) -> web.StreamResponse:
+        async with submitted(scheduler, self.generations):
+            return await (self._stream(request) if self.asked.stream else self._whole())
+
+    async def _whole(self) -> web.Response:
+        pieces = await asyncio.gather(*(_all(generation) for generation in self.generations))
+        choices, replies = [], []
+        for index, (generation, own) in enumerate(zip(self.generations, pieces, strict=True)):
+            text, finish = "".join(piece.text for piece in own), own[-1].finish
+            likely = [token for piece in own for token in piece.tokens]
+            shown = self._prompt_text(generation) + text
+            choices.append(answers.choice(self.chat, index, shown, finish, self._logprobs(generation, likely)))
+            if generation.ask.proof:
+                made = await asyncio.to_thread(proof.build, generation, finish or "", text, self.messages)
+                replies.append(made.model_dump(mode="json"))
+        more: dict[str, Any] = {"seeds": [str(one.ask.seed) for one in self.generations], "weights": self.held.digest}
+        if replies:
+            more["replies"] = replies
+        return web.json_response(self.frame.body(choices, chunk=False, usage=self._usage(), shoal=more))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        if self.chat:
+            for index in range(len(self.generations)):
+                opening = answers.choice(True, index, "", None, None, first=True, chunk=True)
+                await response.write(answers.event(self.frame.body([opening], chunk=True)))
+        offsets = [0] * len(self.generations)
+        async for index, piece in _merged(self.generations):
+            generation = self.generations[index]
+            text = piece.text
+            if not self.chat and not offsets[index]:
+                text = self._prompt_text(generation) + text
+            logprobs = self._logprobs(generation, piece.tokens, offset=offsets[index]) if piece.tokens else None
+            offsets[index] += len(text)
+            if not text and not piece.finish and logprobs is None:
+                continue
+            choice = answers.choice(self.chat, index, text, piece.finish, logprobs, chunk=True)
+            await response.write(answers.event(self.frame.body([choice], chunk=True)))
+        if self.asked.stream_options and self.asked.stream_options.include_usage:
+            await response.write(answers.event(self.frame.body([], chunk=True, usage=self._usage())))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _prompt_text(self, generation: Generation) -> str:
+        echoes = isinstance(self.asked, CompletionRequest) and self.asked.echo
+        return str(self.held.tokenizer.decode(list(generation.ask.prompt))) if echoes else ""
+
+    def _logprobs(self, generation: Generation, likely: Sequence[Any], offset: int = 0) -> dict[str, Any] | None:
+        if generation.ask.top is None:
+            return None
+        if self.chat:
+            return answers.chat_logprobs(self.held.tokenizer, likely)
+        if generation.ask.echo and not offset:
+            tokens = [*generation.echoed, *likely]
+            return answers.text_logprobs(self.held.tokenizer, tokens, first=generation.ask.prompt[0])
+        return answers.text_logprobs(self.held.tokenizer, likely, offset=offset)
+
+    def _usage(self) -> dict[str, int]:
+        prompts = {id(one.ask.prompt): len(one.ask.prompt) for one in self.generations}
+        return answers.usage(sum(prompts.values()), sum(len(one.tokens) for one in self.generations))
+
+
+@asynccontextmanager
+async def submitted(scheduler: Scheduler, generations: Sequence[Generation]) -> AsyncIterator[None]:
+    """Whatever ends it, no row is left behind. Raises BusyError, TooLargeError."""
+    scheduler.submit(generations)
+    try:
+        yield
+    finally:
+        for generation in generations:
+            generation.cancel()
+
+
+async def _all(generation: Generation) -> list[Piece]:
+    return [piece async for piece in generation.pieces()]
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+    """The pieces of all, as they come, with the index of their generation."""
+    if len(generations) == 1:
+        async for piece in generations[0].pieces():
+            yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+    async def relay(index: int) -> None:
+        async for piece in generations[index].pieces():
+            queue.put_nowait((index, piece))
+
+    tasks = [asyncio.create_task(relay(index)) for index in range(len(generations))]
+    try:
+        left = len(generations)
+        while left:
+            index, piece = await queue.get()
+            left -= piece.finish is not None
+            yield index, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _refusal(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+    retry_s: int = 0,
+) -> web.Response:
+    headers = {"Retry-After": str(retry_s)} if retry_s else {}
+    return web.json_response(answers.error(message, kind=kind, param=param, code=code), status=status, headers=headers)

@@ -1,0 +1,248 @@
+"""A reply as a file that anyone with the same weights can recompute: prompt, seed, tokens, TOPLOC proofs.
+
+    build    what the server generated -> a Reply, which is one JSON file
+    verify   a Reply and a loaded model -> one finding a question
+
+What a passed verification says: these weights, this prompt and this seed yield this text. It does not say that the text is
+true, that the server did not try several seeds and show the reply it liked, or which weights a run published under a
+version: `shoal verify-reply --model` names weights that you trust.
+Invariant: nothing in a Reply is believed; all of it is computed again from messages, seed and weights. Within one exactness
+class that must give the same bits, elsewhere it must stay within the validator's limits.
+Called by `chat` and `openai` (build), by the page's button and `shoal verify-reply` (verify).
+Left out: a signature (who served a reply is not what is verified), and tool calls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal import toploc
+from shoal.config import Config
+from shoal.errors import ShoalError
+from shoal.model.sampling import replay_margins
+from shoal.model.tree import Tree, forward_hidden, pack
+from shoal.serve.asking import PromptError, encode
+from shoal.serve.decoding.generation import Generation
+from shoal.serve.decoding.scheduler import scaled
+from shoal.serve.decoding.text import text_of
+from shoal.serve.versions import Held
+
+CHUNK_TOKENS = 32
+LARGEST_BYTES = 16 << 20
+MOST_TOKENS = 1 << 20
+FAR = 4.0  # times the margin: farther than numerics can move a token
+VOCABULARY_ROWS = 256  # tokens whose logits are in memory at once
+EXACT = (
+    "These weights, this prompt and this seed give exactly this text; that says nothing about who chose the seed, or "
+    "whether the text is true."
+)
+CLOSE = (
+    "These weights, this prompt and this seed give this text up to rounding, which leaves a choice between near ties; that "
+    "says nothing about who chose the seed, or whether the text is true."
+)
+REFUSED = "This is not what these weights, this prompt and this seed give."
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class ReplyError(ShoalError):
+    """A file that is no reply, or a generation that yields none."""
+
+
+class Said(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    role: Annotated[str, Field(max_length=40)]
+    content: str
+
+
+class Reply(BaseModel):
+    """What the file holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format: Literal["shoal-reply/1"] = "shoal-reply/1"
+    model: Annotated[str, Field(max_length=300)]
+    version: int | None
+    weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
+    messages: tuple[Said, ...] = Field(max_length=10_000)
+    prompt: tuple[Token, ...] = Field(min_length=1, max_length=MOST_TOKENS)
+    seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # as text: JSON numbers lose digits in a browser
+    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    stops: tuple[str, ...] = Field(default=(), max_length=16)
+    tokens: tuple[Token, ...] = Field(min_length=1, max_length=MOST_TOKENS)
+    finish: Literal["stop", "length", "cancelled"]
+    text: str
+    proofs: tuple[Annotated[str, Field(max_length=400)], ...]
+
+    @classmethod
+    def read(cls, data: bytes) -> "Reply":
+        """Raises ReplyError."""
+        if len(data) > LARGEST_BYTES:
+            raise ReplyError(f"{len(data)} bytes are more than a reply has ({LARGEST_BYTES})")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise ReplyError(f"this is no reply file: {where}: {first['msg']}") from error
+
+
+@dataclass(frozen=True)
+class Finding:
+    question: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    findings: tuple[Finding, ...]
+    exact: bool  # everything is equal to the last bit
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+    @property
+    def sentence(self) -> str:
+        """What was verified, and what was not."""
+        return REFUSED if not self.passed else EXACT if self.exact else CLOSE
+
+    def lines(self) -> list[str]:
+        found = [
+            f"{'yes' if f.passed else 'NO '}  {f.question}{f': {f.detail}' if f.detail else ''}" for f in self.findings
+        ]
+        return [*found, f"{'verified' if self.passed else 'refused'}: {self.sentence}"]
+
+
+def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
+    """The file of a finished generation whose states were kept. Costs milliseconds. Raises ReplyError."""
+    ask, held = generation.ask, generation.held
+    if not generation.states:
+        raise ReplyError("nothing was generated, so there is nothing to prove")
+    hidden_TH = torch.stack(generation.states)
+    try:
+        proofs = toploc.build(hidden_TH, chunk_tokens=CHUNK_TOKENS)
+    except (toploc.ProofError, ValueError) as error:
+        raise ReplyError(f"no proof can be made of this model's states: {error}") from error
+    return Reply(
+        model=held.id,
+        version=held.offer.version,
+        weights=held.digest,
+        messages=tuple(Said(role=one["role"], content=one["content"]) for one in messages),
+        prompt=ask.prompt,
+        seed=str(ask.seed),
+        temperature=ask.temperature,
+        max_tokens=ask.max_tokens,
+        stops=ask.stops,
+        tokens=tuple(generation.tokens),
+        finish=finish,  # type: ignore[arg-type]  # pydantic checks it
+        text=text,
+        proofs=tuple(map(toploc.to_base64, proofs)),
+    )
+
+
+def verify(reply: Reply, held: Held, config: Config | None = None) -> Verdict:
+    """Recompute everything. Costs one forward pass over prompt and reply. `config`: of the run, for its limits."""
+    cheap = [_weights(reply, held), _bounds(reply, held)]
+    if not all(finding.passed for finding in cheap):
+        return Verdict(tuple(cheap), exact=False)
+    cheap += [_prompt(reply, held), _text(reply, held), _ending(reply, held)]
+    tokens, proofs, exact = _recomputed(reply, held, config or Config())
+    return Verdict((*cheap, tokens, proofs), exact)
+
+
+def _weights(reply: Reply, held: Held) -> Finding:
+    same = reply.weights == held.digest
+    detail = "" if same else f"the file names {reply.weights[:16]}, this machine holds {held.digest[:16]}"
+    return Finding("Are these the weights that the file names?", same, detail)
+
+
+def _bounds(reply: Reply, held: Held) -> Finding:
+    vocabulary = held.engine.model.config.vocab_size
+    length = len(reply.prompt) + len(reply.tokens)
+    expected = -(-len(reply.tokens) // CHUNK_TOKENS)
+    detail = ""
+    if length > held.positions:
+        detail = f"{length} tokens exceed the model's {held.positions} positions"
+    elif max(*reply.prompt, *reply.tokens) >= vocabulary or int(reply.seed) >= 1 << 63:
+        detail = "a token or seed is out of range"
+    elif len(reply.proofs) != expected:
+        detail = f"{len(reply.proofs)} proofs for {expected} chunks"
+    return Finding("Are all figures within the model's bounds?", not detail, detail)
+
+
+def _prompt(reply: Reply, held: Held) -> Finding:
+    try:
+        same = encode(held.tokenizer, [said.model_dump() for said in reply.messages]) == reply.prompt
+        detail = "" if same else "the messages give other tokens"
+    except PromptError as error:
+        same, detail = False, str(error)
+    return Finding("Do the messages give this prompt?", same, detail)
+
+
+def _text(reply: Reply, held: Held) -> Finding:
+    tokens = reply.tokens[:-1] if reply.tokens[-1] in held.eos_ids else reply.tokens
+    same = text_of(held.tokenizer, tokens, reply.stops) == reply.text
+    return Finding("Do the tokens give this text?", same, "" if same else "the text was changed")
+
+
+def _ending(reply: Reply, held: Held) -> Finding:
+    ended = reply.tokens[-1] in held.eos_ids
+    early = any(token in held.eos_ids for token in reply.tokens[:-1])
+    stopped = any(reply.stops) and reply.finish == "stop"
+    fits = {
+        "stop": ended or stopped,
+        "length": len(reply.tokens) == reply.max_tokens and not ended,
+        "cancelled": not ended,
+    }[reply.finish]
+    detail = "" if fits and not early else f"it is said to end by {reply.finish!r}"
+    return Finding("Does it end where it says?", not detail, detail)
+
+
+@torch.inference_mode()
+def _recomputed(reply: Reply, held: Held, config: Config) -> tuple[Finding, Finding, bool]:
+    model, limits = held.engine.model, config.validator
+    packed = pack([Tree(reply.prompt, [reply.tokens])]).to(model.device)
+    hidden_NH = forward_hidden(model, packed)
+    tokens_N = torch.tensor(reply.tokens, device=hidden_NH.device)
+    seeds, margins = [int(reply.seed)] * len(reply.tokens), []
+    for start in range(0, len(tokens_N), VOCABULARY_ROWS):
+        span = slice(start, start + VOCABULARY_ROWS)
+        own_C = tokens_N[span]
+        scaled_CV = scaled(model.lm_head(hidden_NH[span]), [reply.temperature] * len(own_C))
+        if reply.temperature == 0.0:
+            margins.append(scaled_CV.amax(-1) - scaled_CV.gather(-1, own_C[:, None])[:, 0])
+        else:
+            positions = range(start, start + len(own_C))
+            margins.append(replay_margins(scaled_CV, own_C, seeds[span], positions))
+    margins_N = torch.cat(margins)
+    beyond = int((margins_N > limits.sampling_margin).sum())
+    far = int((margins_N > FAR * limits.sampling_margin).sum())
+    mean = float(margins_N.clamp(max=1.0).mean())
+    allowed = limits.sampling_mismatches + limits.sampling_mismatch_frac * len(margins_N)
+    yielded = far == 0 and beyond <= allowed and mean <= limits.sampling_margin_mean
+    missed = int((margins_N != 0).sum())
+    detail = f"{len(margins_N) - missed} of {len(margins_N)} are"
+    tokens = Finding("Are the tokens those that the seed yields?", yielded, detail)
+    proofs, equal = _proofs(reply, hidden_NH.to("cpu", torch.bfloat16), config)
+    return tokens, proofs, missed == 0 and equal
+
+
+def _proofs(reply: Reply, hidden_NH: torch.Tensor, config: Config) -> tuple[Finding, bool]:
+    question = "Do the proofs match the recomputed hidden states?"
+    limits = config.validator
+    try:
+        given = [toploc.from_base64(proof) for proof in reply.proofs]
+        chunks = toploc.verify(hidden_NH, given, chunk_tokens=CHUNK_TOKENS)
+    except toploc.ProofError as error:
+        return Finding(question, False, f"malformed: {error}"), False
+    failed = sum(not toploc.BFLOAT16.passes(chunk) for chunk in chunks)
+    exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
+    mantissas = sum(min(chunk.mantissa_error_mean, 127.0) for chunk in chunks) / len(chunks)
+    passed = not failed and exponents <= limits.proof_exponent_mean and mantissas <= limits.proof_mantissa_mean
+    equal = given == toploc.build(hidden_NH, chunk_tokens=CHUNK_TOKENS)
+    return Finding(question, passed, f"{len(chunks) - failed} of {len(chunks)} do"), equal

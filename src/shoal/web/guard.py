@@ -1,0 +1,89 @@
+"""What a request must meet before its content is looked at: origin, type, size, time; and how often one may ask.
+
+Invariant: no other site can make a browser's request count here; a body is read only up to its limit and its deadline.
+Used by the routes of every page.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+BODY_S = 10.0  # for a whole body to arrive
+MOST_KEYS = 50_000
+
+
+class RefusedError(Exception):
+    """`status` and a message for the client."""
+
+    def __init__(self, status: int, message: str, retry_s: int = 0) -> None:
+        super().__init__(message)
+        self.status, self.retry_s = status, retry_s
+
+
+def from_own_page(request: web.Request) -> None:
+    """Raises RefusedError for a request that another site's page sent."""
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+        raise RefusedError(403, "this request comes from another site")
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower():
+        raise RefusedError(403, "this request comes from another site")
+
+
+async def json_body(request: web.Request, most_bytes: int, within_s: float = BODY_S) -> bytes:
+    """The body of a JSON request. Raises RefusedError.
+
+    The type matters: a browser sends JSON across sites only after asking, and this server never permits it.
+    """
+    if request.content_type != "application/json":
+        raise RefusedError(415, "send JSON with Content-Type: application/json")
+    if (request.content_length or 0) > most_bytes:
+        raise RefusedError(413, f"the body is larger than {most_bytes} bytes")
+    found = bytearray()
+    try:
+        async with asyncio.timeout(within_s):
+            async for chunk in request.content.iter_any():
+                found += chunk
+                if len(found) > most_bytes:
+                    raise RefusedError(413, f"the body is larger than {most_bytes} bytes")
+    except TimeoutError:
+        raise RefusedError(408, f"the body did not arrive within {within_s:g} s") from None
+    return bytes(found)
+
+
+class Allowance:
+    """`count` uses in `per_s` seconds for each key; what was used comes back evenly.
+
+    At most MOST_KEYS keys are remembered, the least recently charged are forgotten first.
+    """
+
+    def __init__(self, count: int, per_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.count, self.per_s, self._monotonic = count, per_s, monotonic
+        self._used: dict[str, tuple[float, float]] = {}  # (used, when)
+
+    def wait_s(self, key: str) -> float:
+        """0, or how long until one more use is allowed."""
+        return max(0.0, (self._now(key) + 1 - self.count) * self.per_s / self.count)
+
+    def charge(self, key: str) -> None:
+        used = self._now(key) + 1
+        self._used.pop(key, None)
+        self._used[key] = (used, self._monotonic())
+        if len(self._used) > MOST_KEYS:
+            del self._used[next(iter(self._used))]
+
+    def give_back(self, key: str) -> None:
+        self._used[key] = (max(0.0, self._now(key) - 1), self._monotonic())
+
+    def take(self, key: str, what: str) -> None:
+        """Charge one use. Raises RefusedError with status 429."""
+        wait_s = self.wait_s(key)
+        if wait_s > 0:
+            raise RefusedError(429, f"too many {what}; try again in {int(wait_s) + 1} s", int(wait_s) + 1)
+        self.charge(key)
+
+    def _now(self, key: str) -> float:
+        used, at_s = self._used.get(key, (0.0, 0.0))
+        return max(0.0, used - (self._monotonic() - at_s) * self.count / self.per_s)

@@ -1,0 +1,109 @@
+"""A stranger stakes on a chain and joins with an open invite; an operator books stakes without a chain. Over real HTTP."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.main import DONE, FAILED, main
+from shoal.config import parse
+from shoal.coordinator.service import ADDRESS, KEY, serve_forever
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import read_invite, run_id
+from shoal.protocol.node import Node, RefusedError
+
+from ..ledger.stakes_support import anvil_node
+
+PATIENCE_S = 120.0
+MINE = (
+    "0x59c6995e998f97a5a0044966f0945389dc9e86dae88c7a8412f4603b6b78690d"  # anvil's second account: known to everybody
+)
+SETTINGS: dict[str, Any] = {
+    "coordinator": {"prompts_per_step": 4},
+    "learner": {"optimizer_steps_per_step": 1},
+    "requirements": {"stake": 100},
+}
+
+
+@contextmanager
+def serving(folder: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """A coordinator in a thread; yields an open invite's file."""
+    folder.mkdir()
+    run, stop = run_id("staked", Identity.load_or_create(folder / KEY).public), threading.Event()
+    thread = threading.Thread(target=serve_forever, args=(parse(settings), run, folder, 0, stop))
+    thread.start()
+    try:
+        until(lambda: (folder / ADDRESS).exists())
+        invite = folder.parent / "guest.invite"
+        words = ["invite", str(folder), "--role", "worker", "--name", "guest", "--open", "--out", str(invite)]
+        assert main(words) == DONE
+        yield invite
+    finally:
+        stop.set()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def waits_for(node: Node) -> str:
+    return node.beat(wants_task=True).waiting_for
+
+
+@pytest.mark.slow
+def test_a_stranger_stakes_on_a_chain_and_is_given_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with anvil_node() as rpc:
+        assert main(["stake", "deploy", "--rpc", rpc]) == DONE
+        contract = capsys.readouterr().out.split('contract = "')[1][:42]
+        ledger = {"backend": "evm", "rpc": rpc, "contract": contract}
+        key_file = tmp_path / "mine.key"
+        key_file.write_text(MINE)
+        key_file.chmod(0o600)
+        with serving(tmp_path / "pool", SETTINGS | {"ledger": ledger}) as invite:
+            mine = ["--join", str(invite), "--dir", str(tmp_path / "w"), "--rpc", rpc, "--key-file", str(key_file)]
+
+            def stake(*words: str) -> str:
+                assert main(["stake", words[0], *mine, *words[1:]]) == DONE
+                return capsys.readouterr().out
+
+            def join() -> Node:
+                return Node.join(read_invite(str(invite)), tmp_path / "w", patience_s=PATIENCE_S)
+
+            with pytest.raises(RefusedError, match="has staked 0, an open invite needs 100"):
+                join()
+            assert "not registered; 150 deposited" in stake("deposit", "150")
+            node = join()
+            told = node.config().ledger
+            assert (told.contract, told.rpc, told.key_file) == (contract, "", ""), "the node's address is nobody else's"
+            assert node.name.startswith("guest-")
+            until(lambda: not waits_for(node).startswith("stake"))
+            assert "50 staked, 100 leaving" in stake("unstake", "100")
+            until(lambda: waits_for(node).startswith("stake: 50 is at risk"))
+            stake("deposit", "50")
+            until(lambda: not waits_for(node).startswith("stake"))
+            assert main(["stake", "withdraw", *mine]) == FAILED
+            assert "the contract refuses" in capsys.readouterr().err
+
+
+def test_without_a_chain_the_operator_books_what_it_was_paid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path / "pool", SETTINGS) as invite:
+        key = Identity.load_or_create(tmp_path / "w" / KEY).public
+        book = ["stake", "book", str(tmp_path / "pool")]
+        assert main([*book, "stake", key, "100"]) == DONE
+        node = Node.join(read_invite(str(invite)), tmp_path / "w", patience_s=PATIENCE_S)
+        assert not waits_for(node).startswith("stake")
+        assert main([*book, "unstake", key, "1"]) == DONE
+        assert waits_for(node).startswith("stake: 99 is at risk")
+        assert main([*book, "unstake", key, "500"]) == FAILED
+        assert "has 99 at stake" in capsys.readouterr().err

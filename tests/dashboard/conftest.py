@@ -1,0 +1,65 @@
+"""A finished run for all tests of this folder, with hostile texts in it, and a server that shows it."""
+
+import asyncio
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from shoal.dashboard.server import LOOPBACK, Dashboard
+from shoal.dashboard.watched import WatchedFolder
+from tests.audit.recorded import record_run
+
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+Serving = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A node's name, a node's report, a sample and a verdict hold markup."""
+    folder = record_run(tmp_path_factory.mktemp("watched"))
+    database = sqlite3.connect(folder / "coordinator" / "pool.sqlite")
+    database.execute("UPDATE nodes SET name = ? WHERE name = 'bob'", [MARKUP[:60]])
+    stats = json.dumps({"doing": MARKUP[:80], "tokens": 5, "busy_s": 1.0, "waiting_s": 1.0})
+    database.execute("UPDATE nodes SET stats = ?, url = 'http://10.1.2.3:99' WHERE name = 'alice'", [stats])
+    for key, body in database.execute("SELECT key, body FROM history WHERE kind = 'sample'").fetchall():
+        sample = json.loads(body) | {"task": MARKUP, "prompt": MARKUP, "completion": MARKUP}
+        database.execute("UPDATE history SET body = ? WHERE kind = 'sample' AND key = ?", [json.dumps(sample), key])
+    rows = database.execute("SELECT seq, verdict FROM submissions WHERE state = 'rejected'").fetchall()
+    for seq, verdict in rows:
+        told = json.loads(verdict) | {"detail": f"{MARKUP} http://10.1.2.3:99 {'ab' * 32}"}
+        database.execute("UPDATE submissions SET verdict = ? WHERE seq = ?", [json.dumps(told), seq])
+    database.commit()
+    database.close()
+    return folder
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    """Starts servers in a thread; each call returns the address of one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runners: list[web.AppRunner] = []
+
+    async def start(folder: Path, public: bool, hosts: tuple[str, ...]) -> str:
+        runner = web.AppRunner(Dashboard(WatchedFolder(folder), public=public).app(hosts), shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    def serve(folder: Path, *, public: bool = False, hosts: tuple[str, ...] = LOOPBACK) -> str:
+        return asyncio.run_coroutine_threadsafe(start(folder, public, hosts), loop).result(30)
+
+    yield serve
+    for runner in runners:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()

@@ -1,0 +1,136 @@
+"""What the dashboard computes from a run: curves, answers, lanes, words."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from shoal.dashboard.curves import buckets, curves, point
+from shoal.dashboard.feed import Seen
+from shoal.dashboard.ledger import _words
+from shoal.dashboard.overview import overview, run_name
+from shoal.dashboard.timeline import _one_by_one
+from shoal.dashboard.watched import WatchedError, WatchedFolder
+from shoal.dashboard.words import REASONS, is_hard, reason_words, said
+from shoal.protocol.history import RunHistory
+from shoal.protocol.messages import Evaluation, Reason, Status
+
+
+def steps(rewards: list[float]) -> list[dict[str, float]]:
+    return [{"step": float(number), "reward/mean": value} for number, value in enumerate(rewards)]
+
+
+def status(**changes: object) -> Status:
+    base: dict[str, object] = {
+        "run": "tiny-0-0123456789abcdef", "state": "running", "step": 1, "steps": 10, "have": 0, "need": 4,
+        "newest_version": 1, "started_s": 0.0, "now_s": 100.0, "nodes": [], "trained": 1, "notices": [],
+        "reject_reasons": {}, "slashed": [], "stale_groups": 0, "tokens_generated": 0,
+    }  # fmt: skip
+    return Status.model_validate(base | changes)
+
+
+def answers(found: Status, history: RunHistory) -> dict[str, tuple[str, str]]:
+    told = overview(found, history, config=None, queries=None, running=True)["answers"]
+    return {one["question"]: (one["answer"], one["tone"]) for one in told}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 360, 361, 5000])
+def test_buckets_cover_every_step_once(count: int) -> None:
+    spans = buckets(count, 360)
+    assert [step for first, until in spans for step in range(first, until)] == list(range(count))
+    assert len(spans) <= 360
+
+
+def test_a_spike_survives_downsampling() -> None:
+    rewards = [0.1] * 5000
+    rewards[1234] = 9.0
+    found = curves(steps(rewards))
+    assert len(found["x"]) <= 360 and found["x"][-1] == 5000
+    assert max(found["high"]["reward"]) == 9.0 and max(found["values"]["reward"]) < 1.0
+
+
+def test_few_steps_stay_as_they_are() -> None:
+    found = curves(steps([0.1, 0.3]))
+    assert found["values"]["reward"] == [0.1, 0.3] and found["low"] == {}
+    assert point({"step": 4.0, "time_s": 7.0, "reward/mean": 0.123456789}) == {"x": 5, "t": 7.0, "reward": 0.12346}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "answer"),
+    [
+        ([0.1, 0.2], "Too early to say"),
+        ([0.1 + 0.05 * n for n in range(12)], "Yes"),
+        ([0.9 - 0.05 * n for n in range(12)], "No, reward falls"),
+        ([0.4, 0.5] * 6, "Not visibly"),
+    ],
+)
+def test_whether_it_learns_follows_from_the_reward(rewards: list[float], answer: str) -> None:
+    assert answers(status(), RunHistory(metrics=steps(rewards)))["Is it learning?"][0] == answer
+
+
+def test_held_out_accuracy_outweighs_the_reward() -> None:
+    found = [Evaluation(version=v, greedy=g, sampled=None, n=256, final=False) for v, g in ((0, 0.8), (9, 0.4))]
+    history = RunHistory(metrics=steps([0.1 + 0.05 * n for n in range(12)]), evaluations=found)
+    assert answers(status(), history)["Is it learning?"] == ("No, it got worse", "bad")
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({}, "Nothing checked yet"),
+        ({"reject_reasons": {"proof": 1}}, "Suspected"),
+        ({"reject_reasons": {"proof": 1}, "slashed": ["bob"]}, "Caught"),
+    ],
+)
+def test_who_cheats_follows_from_hard_reasons(changes: dict[str, object], answer: str) -> None:
+    assert answers(status(**changes), RunHistory())["Is anyone cheating?"][0] == answer
+
+
+def test_a_silent_node_is_no_health() -> None:
+    node = {"name": "worker-3", "role": "worker", "url": None, "policy_version": 0, "seen_s": 10.0, "evicted": False}
+    nodes = [node | {"accepted": 0, "rejected": 0, "stats": {}}]
+    told = answers(status(nodes=nodes), RunHistory())
+    assert told["Is it healthy?"] == ("Look here", "warn")
+    nodes[0]["seen_s"] = 99.0
+    assert answers(status(nodes=nodes), RunHistory())["Is it healthy?"][1] == "good"
+
+
+def test_every_reason_has_words() -> None:
+    assert REASONS.keys() == set(Reason)
+    assert is_hard("proof") and not is_hard("inexact") and reason_words("of a later version") == "of a later version"
+
+
+def test_what_others_say_loses_keys_addresses_and_control_characters() -> None:
+    told = said(f"{'0f' * 32} at https://10.0.0.1:80/x?k=1 and 10.0.0.7:9\x1b[2J")
+    assert told == "[key] at [address] and [address]?[2J"
+    assert run_name("quickstart-0-7715741485d6412d") == "quickstart-0"
+
+
+def test_an_entry_of_an_unknown_kind_repeats_nothing_of_its_body() -> None:
+    told = _words("novel", {"secret": "ab" * 32, "worker": "k1"}, {"k1": "worker-1"}, {})
+    assert told == "novel: worker-1."
+
+
+def test_claims_of_one_validator_are_shown_one_after_another() -> None:
+    bars = [{"from_s": 0.0, "to_s": 5.0}, {"from_s": 0.0, "to_s": 3.0}, {"from_s": 6.0, "to_s": 8.0}]
+    _one_by_one(bars)
+    assert [(bar["from_s"], bar["to_s"]) for bar in bars] == [(0.0, 3.0), (3.0, 5.0), (6.0, 8.0)]
+
+
+def test_what_a_page_has_seen_is_read_strictly() -> None:
+    assert Seen.read("12.3") == Seen(12, 3) and str(Seen(12, 3)) == "12.3"
+    assert [Seen.read(text) for text in ("", "12", "a.1", "1.-1", "1" * 30 + ".1")] == [None] * 5
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WatchedError, match="no pool.sqlite"):
+        WatchedFolder(tmp_path)
+
+
+def test_a_run_of_another_format_is_named(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "pool.sqlite").write_bytes((finished / "coordinator" / "pool.sqlite").read_bytes())
+    database = sqlite3.connect(tmp_path / "pool.sqlite")
+    database.execute("PRAGMA user_version = 2")
+    database.close()
+    with pytest.raises(WatchedError, match="format 2"):
+        WatchedFolder(tmp_path)

@@ -1,0 +1,72 @@
+"""The report: one file that needs nothing else and tells no secret."""
+
+import re
+import sqlite3
+from html.parser import HTMLParser
+from pathlib import Path
+
+from shoal.dashboard.drawing import Bars, Line, bar_chart, line_chart
+from shoal.dashboard.report import render, write_report
+from shoal.dashboard.watched import WatchedFolder
+
+from .conftest import MARKUP
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def tags(page: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Tags()
+    parser.feed(page)
+    return parser.tags
+
+
+def test_it_has_no_script_and_asks_no_network(finished: Path) -> None:
+    found = tags(render(WatchedFolder(finished)))
+    assert not {"script", "img", "link", "iframe", "object", "form"} & {tag for tag, _ in found}
+    assert not [
+        name for _, attributes in found for name in attributes if name in ("src", "href") or name.startswith("on")
+    ]
+    policy = [attributes["content"] for tag, attributes in found if tag == "meta" and "content" in attributes]
+    assert policy[0] and policy[0].startswith("default-src 'none'; style-src 'sha256-")
+
+
+def test_it_holds_the_run(finished: Path) -> None:
+    page = render(WatchedFolder(finished))
+    for words in ("Is anyone cheating?", "Caught", "Contributions", "Rejected work", "[sampling]", "not audited yet"):
+        assert words in page, words
+    assert page.count("<figure>") == 8
+    assert MARKUP not in page and "&lt;img src=x" in page
+
+
+def test_it_tells_no_key_and_no_address(finished: Path) -> None:
+    database = sqlite3.connect(f"file:{finished / 'coordinator' / 'pool.sqlite'}?mode=ro", uri=True)
+    page = render(WatchedFolder(finished)).replace("sha256-", "")
+    for (key,) in database.execute("SELECT key FROM nodes"):
+        assert key[:16] not in page
+    assert "10.1.2.3" not in page
+    assert not re.search(r"\b[0-9a-f]{40}\b", re.sub(r"digest = \"[0-9a-f]+\"", "", page))
+
+
+def test_an_audit_beside_the_run_is_in_it(finished: Path, tmp_path: Path) -> None:
+    (finished / "audit.txt").write_text("the audit found no broken link <b>\n")
+    try:
+        size_bytes = write_report(WatchedFolder(finished), tmp_path / "report.html")
+    finally:
+        (finished / "audit.txt").unlink()
+    text = (tmp_path / "report.html").read_text()
+    assert "no broken link &lt;b&gt;" in text and len(text.encode()) == size_bytes
+
+
+def test_charts_escape_names_and_survive_gaps() -> None:
+    drawn = line_chart("<b>", [Line("a&b", [1, 2, 3], [0.1, None, 0.3], "accent")])
+    assert "<b>" not in drawn and "a&amp;b" in drawn and "nan" not in drawn.lower()
+    assert "Nothing was recorded" in line_chart("empty", [])
+    assert "Nothing was recorded" in bar_chart("empty", [1, 2], [Bars("none", [0, 0], "mist")])
+    assert bar_chart("two", [1, 2], [Bars("a", [3, 0], "mist"), Bars("b", [1, 2], "bad")]).count("<rect") == 3

@@ -1,0 +1,177 @@
+"""What the dashboard answers over HTTP, and what it never does."""
+
+import json
+import re
+import socket
+import sqlite3
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import MARKUP, Serving
+
+ASKED = [
+    "/api/open",
+    "/api/flow",
+    "/api/nodes",
+    "/api/timeline?last=100000",
+    "/api/validation",
+    "/api/ledger",
+    "/api/groups",
+    "/api/groups?verdict=rejected",
+    "/api/submissions/1",
+    "/api/submissions/1/groups/0",
+]
+
+
+def everything(url: str) -> dict[str, httpx.Response]:
+    with httpx.Client(base_url=url, timeout=30) as client:
+        return {path: client.get(path) for path in ASKED}
+
+
+def events(url: str, headers: dict[str, str], *, lines: int) -> list[str]:
+    """The first non-empty lines of the stream."""
+    found: list[str] = []
+    with httpx.stream("GET", f"{url}/api/events", headers=headers, timeout=30) as stream:
+        for line in stream.iter_lines():
+            found += [line] if line else []
+            if len(found) >= lines:
+                return found
+    return found
+
+
+def test_every_question_is_answered(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))
+    assert {path: response.status_code for path, response in found.items()} == dict.fromkeys(ASKED, 200)
+    opened = found["/api/open"].json()
+    assert opened["overview"]["trained"] == 3 and opened["curves"]["x"] == [1, 2, 3]
+    answers = {one["question"]: one["answer"] for one in opened["overview"]["answers"]}
+    assert answers["Is anyone cheating?"] == "Caught"
+    assert opened["flow"]["verdicts"].keys() == {"", "bounds", "proof"}
+
+
+def test_a_rejection_is_told_in_words(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))["/api/validation"].json()["rejected"]
+    by_reason = {row["reason"]: row for row in found}
+    assert "another model" in by_reason["proof"]["words"] and by_reason["proof"]["hard"]
+    assert not by_reason["bounds"]["hard"]
+
+
+def test_a_group_is_shown_from_its_accepted_file(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))["/api/submissions/1/groups/0"].json()
+    rewards = [one["reward"] for one in found["completions"]]
+    assert not found["claimed"] and len(rewards) == 2
+    assert found["mean"] == pytest.approx(sum(rewards) / 2)
+    assert all(len(one["tokens"]) == one["length"] for one in found["completions"])
+
+
+def test_groups_are_filtered_and_paged(finished: Path, serving: Serving) -> None:
+    url = serving(finished)
+    every = httpx.get(f"{url}/api/groups").json()["rows"]
+    alice = httpx.get(f"{url}/api/groups?worker=alice").json()["rows"]
+    assert {row["worker"] for row in alice} == {"alice"} and len(alice) < len(every)
+    good = httpx.get(f"{url}/api/groups?reward_min=0.4").json()["rows"]
+    assert good and all(row["reward"] >= 0.4 for row in good)
+    seventh = every[6]
+    older = httpx.get(f"{url}/api/groups?before={seventh['submission']}.{seventh['group'] or 0}").json()["rows"]
+    assert older == every[7:]
+
+
+def test_public_answers_hold_no_key_address_or_invite(finished: Path, serving: Serving) -> None:
+    database = sqlite3.connect(f"file:{finished / 'coordinator' / 'pool.sqlite'}?mode=ro", uri=True)
+    nodes = database.execute("SELECT key, invite FROM nodes").fetchall()
+    founder = json.loads(database.execute("SELECT body FROM ledger WHERE kind = 'started'").fetchone()[0])["key"]
+    nonces = [row[0] for row in database.execute("SELECT nonce FROM submissions")]
+    found = everything(serving(finished, public=True, hosts=()))
+    text = "".join(response.text for response in found.values())
+    for secret in [*nonces, *(word for node in nodes for word in (node[0][:16], node[1])), founder[:16], "10.1.2.3"]:
+        assert secret not in text, secret
+    assert not re.search(r"[0-9a-f]{32}", text)
+    assert str(finished) not in text
+
+
+def test_the_operator_sees_addresses_and_still_no_key(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))
+    assert "10.1.2.3:99" in found["/api/nodes"].text
+    assert not re.search(r"[0-9a-f]{32}", "".join(response.text for response in found.values()))
+
+
+def test_markup_of_others_arrives_as_text_under_a_strict_policy(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))
+    assert MARKUP[:40] in found["/api/groups"].json()["rows"][0]["completion"]
+    for response in found.values():
+        assert response.headers["Content-Type"].startswith("application/json")
+        assert "script-src 'self'" in response.headers["Content-Security-Policy"]
+        assert "unsafe-inline" not in response.headers["Content-Security-Policy"]
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/..%2f..%2fserver.py",
+        "/assets/%2e%2e/server.py",
+        "/assets/../server.py",
+        "/assets/..%5cserver.py",
+        "/assets//etc/passwd",
+        "/../../etc/passwd",
+        "/assets/identity.pem",
+    ],
+)
+def test_no_path_leads_to_another_file(finished: Path, serving: Serving, path: str) -> None:
+    host, port = serving(finished).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as plain:  # httpx would tidy the path
+        plain.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: plain.recv(65536), b""))
+    assert answer.split()[1] in (b"404", b"400", b"403")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/submissions/999", 404),
+        ("/api/submissions/-1", 400),
+        ("/api/submissions/x", 400),
+        ("/api/submissions/1/groups/77", 404),
+        ("/api/groups?verdict=none", 400),
+        ("/api/groups?reward_min=nan", 400),
+        ("/api/groups?task=1e9", 400),
+        ("/api/groups?worker=%3Cscript%3E", 400),
+        ("/api/timeline?from=5&to=4", 400),
+        ("/api/ledger?before=%27", 400),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(finished: Path, serving: Serving, path: str, status: int) -> None:
+    response = httpx.get(serving(finished) + path)
+    assert response.status_code == status and response.json()["error"]
+
+
+def test_other_methods_and_other_names_are_refused(finished: Path, serving: Serving) -> None:
+    url = serving(finished)
+    assert httpx.post(f"{url}/api/open").status_code == 405
+    assert httpx.get(f"{url}/api/open", headers={"Host": "evil.example"}).status_code == 421
+
+
+def test_a_page_that_comes_back_gets_what_it_missed(finished: Path, serving: Serving) -> None:
+    url = serving(finished)
+    found = events(url, {"Last-Event-ID": "1.0"}, lines=7)
+    ids = [line for line in found if line.startswith("id: ")]
+    assert ids[:2] == ["id: 2.0", "id: 3.0"]
+    assert [json.loads(line[6:])["x"] for line in found if line.startswith("data: ")][:2] == [2, 3]
+
+
+@pytest.mark.parametrize("seen", ["", "junk", "99.0", "-1.0"])
+def test_a_page_of_another_run_opens_anew(finished: Path, serving: Serving, seen: str) -> None:
+    found = events(serving(finished), {"Last-Event-ID": seen}, lines=4)
+    assert "event: reopen" in found
+
+
+def test_nothing_in_the_folder_changes(finished: Path, serving: Serving) -> None:
+    def state() -> dict[str, bytes]:
+        paths = (path for path in finished.rglob("*") if path.is_file() and not path.name.endswith("-shm"))
+        return {str(path): path.read_bytes() for path in paths}
+
+    url, before = serving(finished), state()
+    everything(url)
+    assert state() == before

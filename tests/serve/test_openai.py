@@ -1,0 +1,160 @@
+"""The API as its clients see it: the public client where it is installed, raw requests for the rest."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.engine.torch_engine import TorchEngine
+from shoal.serve import proof
+from shoal.serve.decoding.scheduler import Limits
+
+from .support import DEADLINE_S, KEY, Running, engine, serving, until
+
+ASKED = [{"role": "user", "content": "one and two"}]
+
+
+def chat(running: Running, **asked: Any) -> httpx.Response:
+    body = {"model": running.model, "messages": ASKED, "max_tokens": 12, "seed": 3} | asked
+    with running.api() as client:
+        return client.post("/v1/chat/completions", json=body)
+
+
+def streamed(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_public_client_lists_chats_streams_and_completes(api: Running) -> None:
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key=KEY, max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == [api.model]
+        whole = client.chat.completions.create(model=api.model, messages=ASKED, seed=3, max_tokens=12, n=2)
+        assert [choice.index for choice in whole.choices] == [0, 1]
+        assert whole.choices[0].finish_reason in ("stop", "length")
+        assert whole.usage.prompt_tokens > 11
+        stream = client.chat.completions.create(model=api.model, messages=ASKED, seed=3, max_tokens=12, stream=True)
+        assert "".join(c.choices[0].delta.content or "" for c in stream) == whole.choices[0].message.content
+        text = client.completions.create(model=api.model, prompt="one", max_tokens=4, temperature=0, logprobs=2)
+        assert len(text.choices[0].logprobs.token_logprobs) == text.usage.completion_tokens
+        with pytest.raises(openai.NotFoundError, match="GET /v1/models"):
+            client.chat.completions.create(model="absent", messages=ASKED)
+
+
+def test_a_seed_gives_the_same_text_again_and_other_seeds_others(api: Running) -> None:
+    texts = [chat(api, seed=seed).json()["choices"][0]["message"]["content"] for seed in (3, 3, 4, 5)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+
+
+def test_a_stream_ends_with_its_reason_and_then_usage(api: Running) -> None:
+    chunks = streamed(chat(api, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]].count(None) == len(chunks) - 2
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_a_stop_string_ends_the_text_before_itself(api: Running) -> None:
+    whole = chat(api, max_tokens=40, seed=11).json()["choices"][0]["message"]["content"]
+    assert len(whole) > 8
+    stop = whole[4:7]
+    choice = chat(api, max_tokens=40, seed=11, stop=stop).json()["choices"][0]
+    assert choice == choice | {"finish_reason": "stop"}
+    assert choice["message"]["content"] == whole[: whole.index(stop)]
+
+
+def test_logprobs_are_of_the_sampled_tokens_with_the_likeliest_beside_them(api: Running) -> None:
+    found = chat(api, logprobs=True, top_logprobs=3, temperature=0).json()["choices"][0]["logprobs"]["content"]
+    assert all(len(token["top_logprobs"]) == 3 for token in found)
+    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in found)  # greedy takes the likeliest
+    assert all(token["logprob"] <= 0 for token in found)
+
+
+def test_an_echoed_prompt_has_logprobs_from_its_second_token_on(api: Running) -> None:
+    body = {"model": api.model, "prompt": [[5, 6, 7, 8]], "max_tokens": 1, "echo": True, "logprobs": 1}
+    with api.api() as client:
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 5
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert all(value < 0 for value in choice["logprobs"]["token_logprobs"][1:])
+
+
+def test_a_reply_file_comes_with_the_answer_and_verifies(api: Running) -> None:
+    found = chat(api, proof=True).json()["shoal"]["replies"][0]
+    reply = proof.Reply.read(json.dumps(found).encode())
+    held = api.service.versions.newest
+    assert held is not None and proof.verify(reply, held).passed
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "param"),
+    [
+        ({"top_p": 0.5}, 400, None),
+        ({"tools": []}, 400, "tools"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+        ({"messages": []}, 400, "messages"),
+        ({"target_length": 5}, 400, "as_trained"),
+        ({"model": "other"}, 404, "model"),
+    ],
+)
+def test_refusals_have_openais_shape(api: Running, changed: dict[str, Any], status: int, param: str | None) -> None:
+    response = chat(api, **changed)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert response.json()["error"]["param"] == param
+
+
+def test_only_a_key_opens_the_api(api: Running) -> None:
+    with api.client() as client:
+        for headers in ({}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": KEY}):
+            response = client.get("/v1/models", headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_health_is_503_until_the_model_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
+    loading = threading.Event()
+
+    def slow_engine() -> TorchEngine:
+        assert loading.wait(DEADLINE_S)
+        return engine()
+
+    with serving(tiny_folder, tmp_path, ready=False, new_engine=slow_engine) as running:
+        with running.api() as client:
+            try:
+                health, asked = client.get("/health"), chat(running)
+            finally:
+                loading.set()
+            until(lambda: client.get("/health").status_code == 200)
+        assert (health.status_code, asked.status_code) == (503, 503)
+        assert asked.headers["Retry-After"]
+
+
+def test_beyond_rows_and_queue_a_request_is_told_when_to_come_back(tiny_folder: Path, tmp_path: Path) -> None:
+    with serving(tiny_folder, tmp_path, limits=Limits(rows=1, waiting=0)) as running:
+        response = chat(running, n=2)
+        assert response.status_code == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert chat(running).status_code == 200
+
+
+def test_who_leaves_frees_the_row(tiny_folder: Path, tmp_path: Path) -> None:
+    with serving(tiny_folder, tmp_path, limits=Limits(rows=1)) as running, running.api() as client:
+        body = {"model": running.model, "messages": ASKED, "max_tokens": 480, "stream": True, "n": 16}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            next(response.iter_bytes())
+        until(lambda: running.service.scheduler.live == 0 and running.service.scheduler.waiting == 0)
+        assert running.service.scheduler.counts.cancelled > 0
+
+
+def test_metrics_count_what_was_generated(api: Running) -> None:
+    chat(api)
+    with api.client() as client:
+        lines = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+    assert float(lines["shoal_serve_tokens_total"]) > 0
+    assert float(lines["shoal_serve_ready"]) == 1

@@ -1,0 +1,188 @@
+"""What deploy/ says is true of this version: metrics, commands, files; and a real nginx takes the proxy's config."""
+
+import json
+import re
+import shlex
+import shutil
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from shoal.cli.main import command_line
+from tests.coordinator.test_routes import served
+from tests.servers import free_port
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+METRIC = re.compile(r"\bshoal_[a-z_]+\b")
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of all metrics that a coordinator exports, those without samples too."""
+    with served(tmp_path_factory.mktemp("pool")) as url:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+    return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE shoal_")}
+
+
+def expressions() -> list[str]:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
+    panels = json.loads((DEPLOY / "prometheus" / "dashboard.json").read_text())["panels"]
+    alerts = [rule["expr"] for group in rules for rule in group["rules"]]
+    return alerts + [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_every_metric_that_is_watched_is_exported(exported: set[str]) -> None:
+    watched = {name for text in expressions() for name in METRIC.findall(text)}
+    assert len(watched) > 15
+    assert watched - exported == set()
+
+
+def test_every_exported_metric_is_on_the_dashboard(exported: set[str]) -> None:
+    panels = (DEPLOY / "prometheus" / "dashboard.json").read_text()
+    assert {name for name in exported if name not in panels} == set()
+
+
+def test_every_alert_leads_to_an_entry_of_the_runbook() -> None:
+    page = (DEPLOY.parent / "docs" / "operate.md").read_text().lower()
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert f"| {rule['annotations']['runbook']} |" in page, rule["alert"]
+            assert rule["labels"]["severity"] in ("page", "warn") and rule["annotations"]["summary"]
+
+
+def test_the_dashboard_is_one_that_grafana_loads() -> None:
+    """By hand: what Grafana's importer needs. No Grafana was there to load it."""
+    board = json.loads((DEPLOY / "prometheus" / "dashboard.json").read_text())
+    assert board["title"] and board["uid"] and board["schemaVersion"] >= 36
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+    assert len(places) == len(board["panels"])
+    assert {panel["type"] for panel in board["panels"]} == {"timeseries"}
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `shoal` command line in deploy/, by file."""
+    found = []
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    found += [("compose.yaml", service["command"]) for service in services.values()]
+    for path in [*DEPLOY.glob("systemd/*"), *DEPLOY.glob("slurm/*"), DEPLOY / "skypilot.yaml"]:
+        for line in path.read_text().splitlines():
+            if not line.startswith("#") and (match := re.search(r"(?:bin/|exec |^ *|-m )shoal ([a-z%].*)", line)):
+                found.append((path.name, match[1]))
+    return found
+
+
+@pytest.mark.parametrize(("file", "command"), commands())
+def test_every_command_is_accepted(file: str, command: str) -> None:
+    words = shlex.split(re.sub(r"\$\{?SLURM_CPUS_PER_TASK\}?", "8", command).replace("%i", "worker"))
+    command_line().parse_args(words)
+
+
+def test_every_kind_of_file_has_commands() -> None:
+    assert {file for file, _ in commands()} >= {
+        "compose.yaml", "shoal-coordinator.service", "shoal-origin.service", "shoal@.service", "workers.sbatch",
+        "learner.sbatch", "skypilot.yaml",
+    }  # fmt: skip
+
+
+def test_the_composed_pool_is_whole() -> None:
+    """Every invite that a service names is one that `init` makes, and every role is there."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    named = {
+        match[1] for service in services.values() if (match := re.search(r"invites/(\S+)\.invite", service["command"]))
+    }
+    assert named == {"learner", "origin", "relay-0", "validator-0", "evaluator", "worker-0", "worker-1"}
+    init = command_line().parse_args(shlex.split(services["init"]["command"]))
+    assert (init.workers, init.relays, init.validators, init.evaluator) == (2, 1, 1, True)
+    assert {"coordinator", "origin", "relay"} <= set(services)  # the names by which nodes reach them
+
+
+def test_images_install_what_the_lock_says() -> None:
+    lock = (DEPLOY.parent / "constraints.txt").read_text()
+    for name in ("cpu", "cuda"):
+        text = (DEPLOY / f"Containerfile.{name}").read_text()
+        version = re.search(r"torch==([0-9.]+)", text)
+        assert version and f"torch=={version[1]}\n" in lock
+        assert text.count("--constraint constraints.txt") == text.count("pip install")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("name", ["shoal-coordinator.service", "shoal-origin.service", "shoal@worker.service"])
+def test_systemd_accepts_the_units(name: str, tmp_path: Path) -> None:
+    """The program and the user are not there, which is all that may be wrong."""
+    source = "shoal@.service" if "@" in name else name
+    text = (DEPLOY / "systemd" / source).read_text().replace("/opt/shoal/bin/shoal", "/bin/true")
+    (tmp_path / name).write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True, timeout=60)
+    wrong = [line for line in done.stderr.splitlines() if name in line]
+    assert wrong == []
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+def test_a_coordinator_answers_through_nginx_and_tls(tmp_path: Path) -> None:
+    assert NGINX is not None
+    port = free_port()
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    openssl = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    subprocess.run([*openssl, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True)
+    (tmp_path / "pool").mkdir()
+    with served(tmp_path / "pool") as url:
+        site = (DEPLOY / "proxy" / "nginx.conf").read_text()
+        changed = {
+            "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
+            "server 127.0.0.1:8700 ": f"server {url.removeprefix('http://')} ",
+            "/etc/ssl/trusted.example.crt": str(cert),
+            "/etc/ssl/trusted.example.key": str(key),
+            "trusted.example;": "localhost;",
+        }
+        for old, new in changed.items():
+            assert old in site
+            site = site.replace(old, new)
+        around = f"daemon off; pid {tmp_path}/pid; error_log stderr warn; events {{}}\nhttp {{ access_log off;\n"
+        temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        around += "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in temporary)
+        config = tmp_path / "nginx.conf"
+        config.write_text(f"{around}{site}}}\n")
+        tested = subprocess.run([NGINX, "-t", "-c", config], capture_output=True, text=True)
+        assert tested.returncode == 0, tested.stderr
+        server = subprocess.Popen([NGINX, "-c", config], stderr=subprocess.DEVNULL)
+        try:
+            with httpx.Client(
+                verify=ssl.create_default_context(cafile=str(cert)), base_url=f"https://localhost:{port}"
+            ) as client:
+                assert answered(client, "/healthz").json()["run"]
+                assert client.get("/v1/run").status_code == 200
+                assert "shoal_open_step" in client.get("/metrics").text
+                assert client.post("/v1/heartbeat", content=b"{}").status_code == 401
+        finally:
+            server.terminate()
+            server.wait(10)
+
+
+def answered(client: httpx.Client, path: str) -> httpx.Response:
+    deadline_s = time.monotonic() + 30
+    while True:
+        try:
+            return client.get(path).raise_for_status()
+        except httpx.TransportError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
