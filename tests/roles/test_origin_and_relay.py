@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from shoal.config import parse
+from shoal.coordinator.costly import Costly
 from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
 from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity
@@ -130,6 +131,27 @@ def fetched(site: Site, publisher: str, version: int, token: Callable[[str], str
     access = Access(publisher, RUN, token=token)
     folder, _ = Client([site.node("relay").url], access, site.folder / "cache", timeout_s=5).fetch(version)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_relay_finds_the_origin_though_the_status_is_a_moment_old(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, get, answers = site.status().model_dump_json(), Costly.get, []
+    assert "origin" not in [node.role for node in site.status().nodes]
+    origin = site.origin()
+    site.write(0)
+    wait_until(lambda: bool(site.announced()))
+
+    def late(status: Costly) -> str:
+        answers.append(old if not answers else get(status))
+        return answers[-1]
+
+    monkeypatch.setattr(Costly, "get", late)
+    relay = site.relay()
+    wait_until(lambda: bool(answers) and (found := site.node("relay")) is not None and found.policy_version == 0)
+    assert answers[0] == old
+    relay.stopped()
+    origin.stopped()
 
 
 def test_a_relay_behind_a_proxy_announces_the_proxy_and_takes_passes_for_it_only(site: Site, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
@@ -12,6 +13,7 @@ from shoal.roles.serving import WATCH_S, Listen, serve_store
 from shoal.shardcast import Relay, Store
 
 HERE = Listen()
+LOOK_S = 2.0  # between two looks at where the origin is, while it is not reached
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +30,8 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
 
     async def mirror(node: Node) -> str:
         publisher = await asyncio.to_thread(node.wait_for_key, "origin", stop)
-        status = await asyncio.to_thread(node.get, "/v1/status", Status)
-        origins = [member.url for member in status.nodes if member.role == "origin" and member.url]
+        origins = await asyncio.to_thread(_origins, node)
+        looked_s = time.monotonic()
 
         def upstream() -> list[str]:
             """The origin and the relays that are up now, in any order: the relay finds its own place among them."""
@@ -41,6 +43,9 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
             while not stop.is_set() and not task.done():
                 if node.answer and node.answer.state != "running":
                     return node.answer.state
+                if (relay.status.last_error or not origins) and time.monotonic() - looked_s >= LOOK_S:
+                    origins[:] = await asyncio.to_thread(_origins, node)
+                    looked_s = time.monotonic()
                 held = relay.status.versions
                 if held and node.policy_version != max(held):
                     log.info("version %d is mirrored", max(held))
@@ -57,3 +62,9 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
     return asyncio.run(
         serve_store(invite, config, folder, store, listen, (config.relays.host, config.relays.port), mirror, stop)
     )
+
+
+def _origins(node: Node) -> list[str]:
+    """Where the origin is. A status may be a moment old: without an origin that has just joined, or its new address."""
+    status = node.get("/v1/status", Status)
+    return [member.url for member in status.nodes if member.role == "origin" and member.url]
