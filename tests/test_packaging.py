@@ -37,7 +37,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(folder: Path, *patterns: str) -> set[str]:
-    return {str(path.relative_to(folder)) for pattern in patterns for path in folder.rglob(pattern)}
+    found = (path for pattern in patterns for path in folder.rglob(pattern))
+    return {str(path.relative_to(folder)) for path in found if path.parent.name != "__pycache__"}
 
 
 def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(dist: Path) -> None:

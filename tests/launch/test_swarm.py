@@ -266,6 +266,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     assert status == 1 and f"{tmp_path} holds no run to resume" in printed
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
