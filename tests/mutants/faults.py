@@ -151,8 +151,8 @@ FAULTS = [
     ),
     Fault(
         GROUPS,
-        "math.isfinite(value) and abs(value) <= LARGEST_REWARD",
-        "abs(value) <= LARGEST_REWARD",
+        "if not abs(value) <= LARGEST_REWARD:",
+        "if abs(value) > LARGEST_REWARD:",
         "learner/test_groups.py",
         "impossible_reward",
     ),

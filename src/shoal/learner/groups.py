@@ -9,7 +9,6 @@ Called by the learner's loop on the leading rank. `encode` and `decode` carry gr
 
 import json
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -135,7 +134,7 @@ def implausible_value(group: Group) -> str:
             if not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:  # not for NaN either
                 return f"a logprob of {value:g} is outside [{LOWEST_LOGPROB:g}, 0]"
     for value in group.rewards:
-        if not (math.isfinite(value) and abs(value) <= LARGEST_REWARD):
+        if not abs(value) <= LARGEST_REWARD:  # nor NaN
             return f"a reward of {value:g} is outside [-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"
     return ""
 
