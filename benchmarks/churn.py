@@ -63,7 +63,7 @@ class Apart(Swarm):
 
 
 class Churned(Apart):
-    """The same, with something that happens to its processes, until it is told to stop."""
+    """The same run, with faults injected into its processes until it is told to stop."""
 
     def __init__(self, config: Config, settings: argparse.Namespace, network: Network) -> None:
         super().__init__(config, "churn", settings.run, network)

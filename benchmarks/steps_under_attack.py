@@ -2,9 +2,9 @@
 
     python benchmarks/steps_under_attack.py [--seconds 20] [--only garbage]
 
-A run of configs/tiny.toml goes on on this machine, all its processes on the same cores as the attackers. Each attack is
-made for --seconds after --seconds of quiet, by a process of its own. A phase's figure is its seconds over the steps that
-ended in it. The attackers' own CPU time is kept beside it: on a pool's machine it would not be there.
+A run of configs/tiny.toml shares this machine's cores with the attackers. Each attack runs in its own process for --seconds,
+after --seconds of quiet. A phase's figure is its length divided by the number of steps that ended in it. The results also
+hold the attackers' CPU time, because real attackers compute on machines of their own.
 
 Writes benchmarks/results/steps_under_attack.json.
 """

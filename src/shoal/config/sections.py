@@ -136,7 +136,7 @@ class LedgerSection(Section):
     rpc: str = Field(
         default="",
         pattern=r"^(https?://[^\s#@]+)?$",
-        description="of the chain's node, for the coordinator; nobody else is told",
+        description="URL of the chain's node; only the coordinator sees it",
     )
     contract: str = Field(
         default="", pattern="^(0x[0-9a-fA-F]{40})?$", description="its address; `shoal stake deploy` makes one"

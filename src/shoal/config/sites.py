@@ -56,7 +56,7 @@ class SitesSection(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="share of a site's own parameters in what it goes on with after a round; Streaming DiLoCo has 0.5",
+        description="share of its own parameters that a site keeps after a round; Streaming DiLoCo has 0.5",
     )
     kind: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"] = Field(
         default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO
