@@ -68,40 +68,25 @@ def _learner(metrics: Sequence[Mapping[str, float]], from_s: float, to_s: float)
 
 
 def _generation(row: Sequence[Any], now_s: float) -> Bar | None:
-    seq, _, _, step, version, groups, state, reason, assigned_s, uploaded_s, _, judged_s = row
+    state, assigned_s, uploaded_s, judged_s = row[6], row[8], row[9], row[11]
     if uploaded_s is None and state != "open":
         return None  # missed, or refused: when the worker stopped is not recorded
-    return {
-        "kind": "generate",
-        "from_s": assigned_s,
-        "to_s": uploaded_s or now_s,
-        "step": step,
-        "version": version,
-        "submission": seq,
-        "groups": groups,
-        "state": state,
-        "reason": reason,
-        "judged_s": judged_s,
-    }
+    bar = {"kind": "generate", "from_s": assigned_s, "to_s": uploaded_s or now_s, "judged_s": judged_s}
+    return bar | _submission(row)
 
 
 def _check(row: Sequence[Any], now_s: float, claim_lease_s: float) -> Bar | None:
-    seq, worker, _, step, version, groups, state, reason, _, uploaded_s, lease_s, judged_s = row
+    worker, uploaded_s, lease_s, judged_s = row[1], row[9], row[10], row[11]
     if lease_s is None:
         return None
-    return {
-        "kind": "check",
-        "from_s": max(lease_s - claim_lease_s, uploaded_s or 0.0),
-        "to_s": judged_s or now_s,
-        "queued_s": uploaded_s,
-        "step": step,
-        "version": version,
-        "submission": seq,
-        "groups": groups,
-        "state": state,
-        "reason": reason,
-        "worker": clean(worker),
-    }
+    from_s = max(lease_s - claim_lease_s, uploaded_s or 0.0)
+    bar = {"kind": "check", "from_s": from_s, "to_s": judged_s or now_s, "queued_s": uploaded_s}
+    return bar | _submission(row) | {"worker": clean(worker)}
+
+
+def _submission(row: Sequence[Any]) -> Bar:
+    seq, _, _, step, version, groups, state, reason, *_ = row
+    return {"step": step, "version": version, "submission": seq, "groups": groups, "state": state, "reason": reason}
 
 
 def _one_by_one(checks: list[Bar]) -> None:
