@@ -784,6 +784,18 @@ def test_a_header_that_names_another_signer(worker: Producer, validator: Validat
     assert judged(validator, ASKED, data).reason is Reason.SIGNATURE
 
 
+def test_a_file_that_another_signed_for_the_worker(
+    worker: Producer, validator: Validator, honest: list[Rollout]
+) -> None:
+    """Bob signs as himself, for Alice's task. Else whoever submits it as hers has her slashed for what he wrote."""
+    header = rollout_file.read_submission(
+        signed(worker, ASKED, honest), max_rows=len(honest), max_tokens=SETTINGS.sampling.max_tokens
+    ).header
+    data = rollout_file.write_submission(header, honest, BOB)
+    verdict = judged(validator, ASKED, data)
+    assert verdict.reason is Reason.SIGNATURE and BOB.public[:16] in verdict.detail
+
+
 # --- what the checks stand on ----------------------------------------------------------------------------------------
 
 
