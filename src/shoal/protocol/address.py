@@ -65,7 +65,9 @@ def server_url(text: str) -> str:
         parts, has_port = urlsplit(""), False
     rest = parts.path.strip("/") or FOREIGN.search(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 150:
-        raise AddressError(f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT, or http://HOST:PORT/runs/PLACE")
+        raise AddressError(
+            f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT, or http://HOST:PORT/runs/PLACE"
+        )
     return text.rstrip("/")
 
 
