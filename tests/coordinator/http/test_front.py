@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.coordinator.http.pace import AT_ONCE, LONGEST_HOLD_S, MEMBER_RATE, OPEN_RATE, REFUSED_RATE, Pace
+from shoal.coordinator.http.pace import AT_ONCE, LONGEST_HOLD_S, MEMBER_RATE, OPEN_RATE, REFUSED_RATE, Pace, Strangers
 from shoal.coordinator.membership.beats import RECORDS_PER_S
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
@@ -156,20 +156,20 @@ def test_a_member_has_a_bounded_number_of_requests_under_way() -> None:
 
 
 def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
-    pace = Pace(Clock())
-    holds_s = [pace.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * LONGEST_HOLD_S)))]
+    strangers = Strangers(Clock())
+    holds_s = [strangers.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * LONGEST_HOLD_S)))]
     assert holds_s[: int(REFUSED_RATE * BURST_S)] == [0.0] * int(REFUSED_RATE * BURST_S)
     assert 0 < holds_s[int(REFUSED_RATE * BURST_S)] < 1 and holds_s[-1] == max(holds_s) == LONGEST_HOLD_S
-    assert pace.refusal_hold_s("192.0.2.2") == 0
+    assert strangers.refusal_hold_s("192.0.2.2") == 0
 
 
 def test_what_anyone_may_read_has_a_rate_by_address() -> None:
-    pace = Pace(Clock())
+    strangers = Strangers(Clock())
     for _ in range(int(OPEN_RATE * BURST_S) + 1):
-        pace.reader("192.0.2.1")
+        strangers.reader("192.0.2.1")
     with pytest.raises(PoolError):
-        pace.reader("192.0.2.1")
-    pace.reader("192.0.2.2")
+        strangers.reader("192.0.2.1")
+    strangers.reader("192.0.2.2")
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(

@@ -2,8 +2,9 @@
 
 Invariant: only a connection whose last request a member signed stays open; every other is closed with its answer. So
 strangers hold no idle connection, and each of their refusals costs them a new one, held back longer the more there are.
-Every answer to a signed request is signed by the coordinator, refusals included: a node believes no other.
-Attached by `routes`. `member` is called by a route once the request was admitted.
+Every answer to a signed request is signed by the run that was asked, refusals included: a node believes no other. A listener
+has one front, which stands before all of its runs.
+Attached by `routes` and `sharing`. `member` is called by a route once the request was admitted.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from hashlib import sha256
 
 from aiohttp import web
 
-from shoal.coordinator.http.pace import Pace
+from shoal.coordinator.http.pace import Strangers
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol.answers import sign_answer
 from shoal.protocol.identity import Identity
@@ -21,16 +22,18 @@ from shoal.shardcast.serve.connections import LISTENER, network
 
 LARGE_BYTES = 1 << 20
 MEMBER = web.RequestKey("member", bool)
+IDENTITY = web.AppKey("identity", Identity)  # of the run, or of the listener, that an application answers for
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Front:
-    def __init__(self, identity: Identity, pace: Pace) -> None:
-        self.identity = identity
-        self.pace = pace
+    def __init__(self, strangers: Strangers | None = None) -> None:
+        self.strangers = strangers or Strangers()
 
-    def attach(self, application: web.Application) -> None:
+    def attach(self, application: web.Application) -> web.Application:
+        """Stand before this application and all that are in it. Returns it."""
         application.middlewares.append(self._pass)
+        return application
 
     @web.middleware
     async def _pass(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -41,7 +44,7 @@ class Front:
         if MEMBER not in request:
             response.force_close()
             if response.status >= 400:
-                await asyncio.sleep(self.pace.refusal_hold_s(network(request.remote or "")))
+                await asyncio.sleep(self.strangers.refusal_hold_s(network(request.remote or "")))
         elif response.status == 429:
             response.force_close()
         await self._sign(request, response)
@@ -52,7 +55,7 @@ class Front:
 
         async def respond(request: web.Request) -> web.StreamResponse:
             try:
-                self.pace.reader(network(request.remote or ""))
+                self.strangers.reader(network(request.remote or ""))
             except PoolError as error:
                 return refusal(error.status, str(error))
             asked(request)
@@ -64,7 +67,7 @@ class Front:
         digest = await _digest(request, response)
         if digest is not None:
             headers = sign_answer(
-                self.identity,
+                _asked_of(request),
                 request.headers,
                 status=response.status,
                 body_sha256=digest,
@@ -81,8 +84,13 @@ def member(request: web.Request) -> None:
 
 def asked(request: web.Request) -> None:
     """Note that the connection of this request has a right to be open."""
-    if (listener := request.app.get(LISTENER)) and request.transport:
+    if (listener := request.config_dict.get(LISTENER)) and request.transport:
         listener.asked(request.transport.get_extra_info("peername"))
+
+
+def _asked_of(request: web.Request) -> Identity:
+    """Whose answer it is: that of the innermost application with a key."""
+    return next(app[IDENTITY] for app in reversed(request.match_info.apps) if IDENTITY in app)
 
 
 def refusal(status: int, message: str) -> web.Response:

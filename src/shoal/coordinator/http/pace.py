@@ -1,8 +1,8 @@
-"""How much one member, and one address of strangers, may ask of the coordinator.
+"""How much one member may ask of its run, and one address of strangers of the whole listener.
 
 Invariant: what a member may ask does not depend on what others ask, nor on its address: several nodes may share one with an
-attacker. Only requests that nobody registered signed are counted by address, and all that an address loses by them is the
-speed of its next refusals.
+attacker. Only requests that nobody registered signed are counted by address, for all runs of a listener together, and all
+that an address loses by them is the speed of its next refusals.
 Called by `admission` (members) and `front` (strangers). Left out: limits on bandwidth, and on a crowd of addresses; a proxy
 in front has them, see docs/deploy.md.
 """
@@ -25,9 +25,11 @@ LONGEST_HOLD_S = 5.0  # of a refusal; far below the patience of an honest client
 
 
 class Pace:
+    """Of one run's members."""
+
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._members, self._open, self._refused = Rates(MEMBER_RATE), Rates(OPEN_RATE), Rates(REFUSED_RATE)
+        self._members = Rates(MEMBER_RATE)
         self._under_way: Counter[str] = Counter()  # requests by member
 
     def member(self, key: str) -> None:
@@ -49,6 +51,14 @@ class Pace:
             self._under_way[key] -= 1
             if not self._under_way[key]:
                 del self._under_way[key]
+
+
+class Strangers:
+    """Of one listener, whichever of its runs they ask."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._open, self._refused = Rates(OPEN_RATE), Rates(REFUSED_RATE)
 
     def reader(self, address: str) -> None:
         """Count a request for what anyone may read. Raises PoolError with status 429 if the address is over its rate."""

@@ -43,7 +43,7 @@ class Members:
 
     def may_register(self, key: str, invite: InvitePayload, capability: Capability | None = None) -> None:
         """Raise PoolError unless this invite lets this key, on such a machine, in. Changes nothing."""
-        if invite.role == "worker" and (missing := lacks(capability, self.config)):
+        if invite.role == "worker" and (missing := lacks(capability, self.config.requirements)):
             raise PoolError(f"this run requires {missing}", 403)
         node, (name, entry) = self.db.nodes.get(key), _entry(key, invite)
         if node is not None:

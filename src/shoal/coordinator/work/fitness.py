@@ -11,6 +11,7 @@ Called by `members` and `submissions`.
 """
 
 from shoal.config import Config
+from shoal.config.sections import RequirementsSection
 from shoal.coordinator.standing import states
 from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.submissions import Submission
@@ -23,9 +24,9 @@ RETRY_S = 600.0
 GIB = 1 << 30
 
 
-def lacks(reported: Capability | None, config: Config) -> str:
+def lacks(reported: Capability | None, wants: RequirementsSection) -> str:
     """What the run requires and a machine does not report; "" if it reports all of it."""
-    wants, has = config.requirements, reported or Capability()
+    has = reported or Capability()
     missing = []
     if has.memory_bytes < wants.memory_gib * GIB:
         missing.append(f"{wants.memory_gib:g} GiB of memory (it has {has.memory_bytes / GIB:.1f})")
