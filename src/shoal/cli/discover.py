@@ -80,9 +80,8 @@ def _about(offer: RunOffer, machine: Capability) -> list[str]:
     if wants.tokens_per_s:
         lines.append(f"at least {wants.tokens_per_s:g} tokens/s, measured by its work")
     if offer.invite:
-        lines.append(
-            f"stake at least {max(1, wants.stake)}, then: shoal discover {offer.url} --join {offer.place or offer.run}"
-        )
+        name, stake = offer.place or offer.run, max(1, wants.stake)
+        lines.append(f"open to whoever stakes {stake}: shoal discover {offer.url} --join {name} --out {name}.invite")
     return lines
 
 

@@ -1,7 +1,8 @@
 """Several runs at one listener: one process and one address, and for each run its own folder, database, key and config.
 
     FOLDER/identity.pem   the listener's key: signs the list of runs
-    FOLDER/PLACE/         a pool's folder (`shoal pool init --dir FOLDER/PLACE --url URL/runs/PLACE`), served at /runs/PLACE
+    FOLDER/PLACE/         a pool's folder (`shoal pool init --dir FOLDER/PLACE --url URL/runs/PLACE`), served at /runs/PLACE;
+                          PLACE is of a to z, 0 to 9 and -: a folder of any other name is no run's
     FOLDER/PLACE/closed   its operator closed it (`shoal pool close`)
 
 Invariant: a run that cannot be opened, fails, or is closed takes no other with it: its place answers 503 from then on, which
@@ -29,15 +30,13 @@ from shoal.coordinator.served import KEY, POLL_S, ServedRun
 from shoal.coordinator.service import listening
 from shoal.errors import ShoalError
 from shoal.protocol.address import FILE as ADDRESS
-from shoal.protocol.address import Address, split_url
+from shoal.protocol.address import PLACE, Address, split_url
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import MOST_RUNS, VERSION, ClosedRun, RunOffer
 
 CLOSED = "closed"  # in a run's folder
-BY_OPERATOR, BY_FAULT = (
-    "its operator closed it",
-    "its coordinator failed",
-)  # what strangers hear; the log has the reason
+BY_OPERATOR = "its operator closed it"  # what strangers hear; the log has the reason
+BY_FAULT = "its coordinator failed"
 PROCESS_WIDE = ("wandb", "trackio")  # trackers that know one run in a process
 
 Load = Callable[[Path], tuple[Config, Address]]  # of a run's folder; may raise anything
@@ -152,7 +151,7 @@ class Place:
 
 def serve_shared(folder: Path, load: Load, stop: threading.Event, *, host: str, port: int, connections: int) -> None:
     """Serve every run in `folder` until `stop`. Raises SharingError if no run could be served, or one failed at any time."""
-    places = [Place(path.parent) for path in sorted(folder.glob(f"*/{ADDRESS}"))]
+    places = [Place(path.parent) for path in sorted(folder.glob(f"*/{ADDRESS}")) if PLACE.fullmatch(path.parent.name)]
     if not 0 < len(places) <= MOST_RUNS:
         raise SharingError(
             f"{folder} holds {len(places)} runs, a listener serves 1 to {MOST_RUNS}; make one with"

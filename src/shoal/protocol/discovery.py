@@ -85,7 +85,9 @@ def _ask(listener: str, client: httpx.Client) -> tuple[bytes, httpx.Request, htt
     body, auth = bytearray(), SignedAuth(Identity.generate(), AUDIENCE)
     try:
         with client.stream("GET", f"{listener}/runs", auth=auth, headers={"accept-encoding": "identity"}) as response:
-            for piece in response.iter_raw():
+            if "content-encoding" in response.headers:  # a few compressed bytes could become any number
+                raise DiscoveryError(f"{listener} answers in {response.headers['content-encoding']}: tell its operator")
+            for piece in response.iter_bytes():
                 body += piece
                 if len(body) > MOST_BYTES:
                     raise DiscoveryError(f"the list of runs at {listener} has more than {MOST_BYTES} bytes")
