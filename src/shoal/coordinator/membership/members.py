@@ -18,7 +18,7 @@ from shoal.coordinator.tables.nodes import Node
 from shoal.coordinator.trust.classes import Classes
 from shoal.coordinator.work.assignments import Assignments
 from shoal.coordinator.work.fitness import RETRY_S, lacks
-from shoal.protocol.address import AddressError, coordinator_url
+from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host
 
@@ -122,7 +122,7 @@ class Members:
     def _check_url(self, url: str) -> None:
         """Every node of the run connects to what relays announce, so nobody may send them into their own networks."""
         try:
-            check_host(urlsplit(coordinator_url(url)).hostname or "", self.config.reach)
+            check_host(urlsplit(server_url(url)).hostname or "", self.config.reach)
         except AddressError as error:
             raise PoolError(f"cannot announce {url[:80]!r}: a server's URL is http://HOST:PORT", 400) from error
         except OutOfReach as error:
