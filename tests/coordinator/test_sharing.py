@@ -223,13 +223,15 @@ def test_an_invite_in_the_list_that_is_not_the_runs_own_is_refused(site: Site) -
     offer, other = site.find().runs.runs[0], Identity.generate()
     foreign = make_invite(other, url=offer.url, run=offer.run, role="worker", name="g", expires_s=2**40, open=True)
     own = invite_from(site.folder / offer.place, "worker", "only", None, 1)
-    for made, words in (
-        (foreign, "is of another run"),
-        (foreign.model_copy(update={"key": offer.key}), "not signed by this coordinator"),
-        (own, "for one node only"),
+    for made, key, words in (
+        (foreign, offer.key, "is of another run"),
+        (foreign, other.public, "did not found the run"),
+        (foreign.model_copy(update={"key": offer.key}), offer.key, "not signed by this coordinator"),
+        (own, offer.key, "for one node only"),
     ):
         listed = site.find()
-        runs = listed.runs.model_copy(update={"runs": [offer.model_copy(update={"invite": made.encode()})]})
+        changed = offer.model_copy(update={"invite": made.encode(), "key": key})
+        runs = listed.runs.model_copy(update={"runs": [changed]})
         with pytest.raises((DiscoveryError, InviteError), match=words):
             FoundRuns(listed.url, listed.key, runs).invite(offer.place)
 
