@@ -19,8 +19,11 @@ from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.validator.service import RELOADING, Validator
 
+from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed
 from .support import ASKED, ValidatorsNode, claim, config
+
+pytestmark = NEEDS_EXACT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONE, TWO = "1" * 64, "2" * 64
