@@ -23,7 +23,6 @@ from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed
 from .support import ASKED, ValidatorsNode, claim, config
 
-
 pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 ONE, TWO = "1" * 64, "2" * 64
 SETTINGS = config(model={"numerics": "exact"})
