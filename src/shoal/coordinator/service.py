@@ -16,8 +16,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from shoal.config import Config
-from shoal.coordinator.routes import Coordinator
-from shoal.coordinator.seal import seal, start
+from shoal.coordinator.http.routes import Coordinator
+from shoal.coordinator.state.seal import seal, start
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
@@ -34,7 +34,6 @@ POLL_S = 0.1
 RECORD_S = 2.0
 MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
 BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
-LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
 READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 KEY = "identity.pem"
 __all__ = ["ADDRESS", "KEY", "invite_from", "serve_forever"]
@@ -62,7 +61,7 @@ def serve_forever(
     identity = Identity.load_or_create(folder / KEY)
     lead = None
     if config.coordinator.database:
-        from shoal.coordinator.lead import stand_by
+        from shoal.coordinator.state.lead import stand_by
 
         lead = stand_by(config.coordinator.database, stop)
         if lead is None:
@@ -104,7 +103,7 @@ async def _serve(
         logger=LOG,
         shutdown_timeout=1.0,
         keepalive_timeout=PATIENCE.idle_s,
-        lingering_time=LINGER_S,
+        lingering_time=0,  # `Front` reads what is left of a refused body
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,
     )
