@@ -29,7 +29,6 @@ from shoal.shardcast.serve.server import url_of
 
 MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
 BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
-LINGER_S = 30.0  # how long the rest of a refused body is read and discarded, so that its sender sees the answer
 READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 __all__ = ["ADDRESS", "KEY", "invite_from", "listening", "serve_forever"]
 
@@ -98,7 +97,7 @@ async def listening(application: web.Application, host: str, port: int, per_addr
         logger=LOG,
         shutdown_timeout=1.0,
         keepalive_timeout=PATIENCE.idle_s,
-        lingering_time=LINGER_S,
+        lingering_time=0,  # `Front` reads what is left of a refused body
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,
     )

@@ -11,7 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.coordinator.http.pace import AT_ONCE, LONGEST_HOLD_S, MEMBER_RATE, OPEN_RATE, REFUSED_RATE, Pace, Strangers
+from shoal.coordinator.http import front
+from shoal.coordinator.http.pace import (
+    AT_ONCE,
+    DISCARD_RATE,
+    LONGEST_HOLD_S,
+    MEMBER_RATE,
+    OPEN_RATE,
+    REFUSED_RATE,
+    Pace,
+    Strangers,
+)
 from shoal.coordinator.membership.beats import RECORDS_PER_S
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
@@ -240,3 +250,45 @@ def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) ->
     assert len(stored) == 1 and all(isinstance(one, PoolError) for one in ended if one is not stored[0])
     kept = [path.stem for path in (Path(coordinator.store.root) / "submissions").iterdir()]
     assert kept == [stored[0].hash]
+
+
+# --- refused bodies --------------------------------------------------------------------------------------------------
+
+
+def test_a_sender_that_listens_only_at_the_end_of_its_refused_body_gets_the_answer(site: Site) -> None:
+    body = bytes(8 << 20)
+    signed = {"method": "PUT", "path": "/v1/submissions/x", "query": "", "body": body, "audience": RUN}
+    headers = sign_request(Identity.generate(), **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))
+    lines = ["PUT /v1/submissions/x HTTP/1.1", "host: c", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        connection.sendall(body)
+        assert int(connection.recv(100).split()[1]) == 403
+
+
+def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty connections that send 64 MiB each, over and over, took three quarters of a core."""
+    strangers, size_bytes = Strangers(clock := Clock()), 64 << 10
+    pieces = 3 * int(DISCARD_RATE * BURST_S) // size_bytes
+
+    class Sender:
+        """A request whose body is always there."""
+
+        left = pieces
+
+        @property
+        def content(self) -> "Sender":
+            return self
+
+        async def readany(self) -> bytes:
+            self.left -= 1
+            return bytes(size_bytes) if self.left >= 0 else b""
+
+    async def sleep(hold_s: float) -> None:
+        clock.now_s += hold_s
+
+    monkeypatch.setattr(front.asyncio, "sleep", sleep)
+    asyncio.run(front.Front(strangers)._discard(Sender()))  # type: ignore[arg-type]
+    assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)

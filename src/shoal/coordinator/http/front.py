@@ -4,10 +4,13 @@ Invariant: only a connection whose last request a member signed stays open; ever
 strangers hold no idle connection, and each of their refusals costs them a new one, held back longer the more there are.
 Every answer to a signed request is signed by the run that was asked, refusals included: a node believes no other. A listener
 has one front, which stands before all of its runs.
+The rest of a refused body is read at a bounded rate, and not kept: a sender that reads no answer before its body is out
+gets the refusal, and a flood of bodies takes little of this process.
 Attached by `routes` and `sharing`. `member` is called by a route once the request was admitted.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
@@ -21,6 +24,7 @@ from shoal.protocol.identity import Identity
 from shoal.shardcast.serve.connections import LISTENER, network
 
 LARGE_BYTES = 1 << 20
+LINGER_S = 30.0  # how long the rest of a refused body is read
 MEMBER = web.RequestKey("member", bool)
 IDENTITY = web.AppKey("identity", Identity)  # of the run, or of the listener, that an application answers for
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -48,7 +52,18 @@ class Front:
         elif response.status == 429:
             response.force_close()
         await self._sign(request, response)
+        if response.status >= 400:
+            await response.prepare(request)
+            await response.write_eof()
+            await self._discard(request)
         return response
+
+    async def _discard(self, request: web.Request) -> None:
+        """Read what is left of a refused body until it ends, its sender goes, or LINGER_S are over."""
+        with contextlib.suppress(TimeoutError, ConnectionError, web.RequestPayloadError):
+            async with asyncio.timeout(LINGER_S):
+                while piece := await request.content.readany():
+                    await asyncio.sleep(self.strangers.discard_hold_s(len(piece)))
 
     def open_to_all(self, handler: Handler) -> Handler:
         """A route that needs no signature."""

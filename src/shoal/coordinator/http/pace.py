@@ -3,8 +3,8 @@
 Invariant: what a member may ask does not depend on what others ask, nor on its address: several nodes may share one with an
 attacker. Only requests that nobody registered signed are counted by address, for all runs of a listener together, and all
 that an address loses by them is the speed of its next refusals.
-Called by `admission` (members) and `front` (strangers). Left out: limits on bandwidth, and on a crowd of addresses; a proxy
-in front has them, see docs/deploy.md.
+Called by `admission` (members) and `front` (strangers, refused bodies). Left out: limits on bandwidth, and on a crowd of
+addresses; a proxy in front has them, see docs/deploy.md.
 """
 
 import time
@@ -21,6 +21,7 @@ MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # from one address, for what anyone may read: a view asks seven times a second
 REFUSED_RATE = 20.0  # from one address, before its refusals are held back
 AT_ONCE = 16  # requests of one member: each may hold a body of its route's limit
+DISCARD_RATE = 8 << 20  # bytes a second of all refused bodies together
 LONGEST_HOLD_S = 5.0  # of a refusal; far below the patience of an honest client
 
 
@@ -59,6 +60,7 @@ class Strangers:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._open, self._refused = Rates(OPEN_RATE), Rates(REFUSED_RATE)
+        self._discarded = Rates(DISCARD_RATE, clients=1)
 
     def reader(self, address: str) -> None:
         """Count a request for what anyone may read. Raises PoolError with status 429 if the address is over its rate."""
@@ -72,3 +74,9 @@ class Strangers:
         now_s = self._monotonic()
         self._refused.charge(address, 1, now_s)
         return min(self._refused.wait_s(address, now_s), LONGEST_HOLD_S)
+
+    def discard_hold_s(self, size_bytes: int) -> float:
+        """Count bytes of a refused body; returns how long to read no more of it."""
+        now_s = self._monotonic()
+        self._discarded.charge("all", size_bytes, now_s)
+        return self._discarded.wait_s("all", now_s)
