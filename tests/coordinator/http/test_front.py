@@ -6,6 +6,7 @@ import socket
 import time
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -289,6 +290,7 @@ def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyP
     async def sleep(hold_s: float) -> None:
         clock.now_s += hold_s
 
-    monkeypatch.setattr(front.asyncio, "sleep", sleep)
+    # For this module alone: a coordinator in another thread sleeps too.
+    monkeypatch.setattr(front, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
     asyncio.run(front.Front(strangers)._discard(Sender()))  # type: ignore[arg-type]
     assert clock.now_s == pytest.approx(2 * BURST_S, rel=0.01)
