@@ -12,7 +12,7 @@ import torch
 from shoal.audit import rerun as rerun_module
 from shoal.audit.opened import BrokenError
 from shoal.audit.rerun import rerun, states
-from shoal.learner.groups import fetch
+from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
@@ -41,7 +41,10 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
     signed = [Signed.model_validate_json(report.record) for report in pool.reports]
     records = [StepRecord.model_validate_json(one.open(one.key, domain=DOMAIN)) for one in signed]
     batches = [pool.get(f"/v1/batches/{step}", Batch) for step in range(STEPS)]
-    groups = [fetch(pool, batch, config, folder / "quarantine") for batch in batches]  # type: ignore[arg-type]
+    groups = [
+        gathering(pool, config, folder / "quarantine").gather(batch, validators(pool))  # type: ignore[arg-type]
+        for batch in batches
+    ]
     return SimpleNamespace(run=SimpleNamespace(folder=folder), records=records, configs=[config] * STEPS, groups=groups)
 
 

@@ -167,6 +167,7 @@ def config(
     run: dict[str, Any] | None = None,
     groups: int = 2,
     requirements: dict[str, Any] | None = None,
+    stream: bool = False,
     **coordinator: Any,
 ) -> Config:
     """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
@@ -177,7 +178,7 @@ def config(
             "coordinator": settings | coordinator,
             "workers": {"groups_per_submission": groups},
             "sampling": {"max_tokens": 64},
-            "learner": {"optimizer_steps_per_step": 1},
+            "learner": {"optimizer_steps_per_step": 1, "stream": stream},
             "validator": validator or {},
             "requirements": requirements or {},
         }

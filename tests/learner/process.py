@@ -4,7 +4,8 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.process JOBS.json
 
 Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The posted
-reports go to OUT/reports.json. `die`: the process sends itself SIGKILL in "updating" or "checkpointing" after that many.
+reports go to OUT/reports.json. `die`: the process sends itself SIGKILL in "computing" gradients of a row, "updating" or
+"checkpointing" after that many. `shown`, if there is one, is `Pool.shown`.
 """
 
 import json
@@ -30,9 +31,13 @@ def main() -> None:
         out = Path(job["out"])
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]
         pool = Pool(*files, validator=job["validator"]) if ranks.leads else None
+        if pool is not None:
+            pool.shown = job.get("shown", ())
         learner = make_learner(
             Path(job["model"]), out, pool, steps=job["steps"], dtype=job["dtype"], ranks=ranks, **job["changed"]
         )
+        if what := job["die"].get("computing"):
+            learner.policy._backward = dies_after(what, learner.policy._backward)  # type: ignore[method-assign]
         if what := job["die"].get("updating"):
             learner.policy.optimizer.step = dies_after(what, learner.policy.optimizer.step)  # type: ignore[method-assign]
         if what := job["die"].get("checkpointing"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.config.recipe import LossSection
-from shoal.learner.batch import MicroBatch, micro_batches, teaching
+from shoal.learner.batch import MicroBatch, Rows, micro_batches, teaching
 from shoal.learner.groups import Group
 from shoal.model.tree import forward_hidden
 
@@ -53,6 +53,19 @@ def test_every_token_comes_once_with_its_own_logprob_and_advantage(row_tokens: i
 @pytest.mark.parametrize("row_tokens", [15, 20, 25, 64])
 def test_a_row_holds_no_more_than_its_budget(row_tokens: int) -> None:
     assert all(len(micro.pack.tokens_T) <= row_tokens for micro in packed(row_tokens))
+
+
+@pytest.mark.parametrize("row_tokens", [15, 25, 64])
+def test_a_closed_row_depends_on_no_later_group(row_tokens: int) -> None:
+    """So it can be computed while groups still arrive."""
+    rows, closed = Rows(row_tokens=row_tokens, normalize_std=False), []
+    for one in GROUPS:
+        closed += rows.add(one)
+    whole = packed(row_tokens)
+    assert 0 < len(closed) < len(whole)
+    for early, late in zip([*closed, *rows.close()], whole, strict=True):
+        assert torch.equal(early.pack.tokens_T, late.pack.tokens_T)
+    assert not rows.close()
 
 
 def test_what_fits_one_row_comes_in_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.config import parse
-from shoal.learner.groups import Fetched, Group, decode, encode, fetch
+from shoal.learner.groups import Fetched, Gathering, Group, decode, encode, gathering, validators
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.rollouts import AcceptedRollout
 
@@ -35,7 +35,8 @@ def quarantine(tmp_path: Path) -> Path:
 def fetched(store: Store, quarantine: Path, *members: tuple[int, int], step: int = 4) -> Fetched:
     groups = [BatchGroup(submission=submission(number), group=group) for number, group in members]
     batch = Batch(step=step, ready=True, have=len(groups), need=len(groups), groups=groups)
-    return fetch(store, batch, CONFIG, quarantine)  # type: ignore[arg-type]
+    of: Gathering = gathering(store, CONFIG, quarantine)  # type: ignore[arg-type]
+    return of.gather(batch, validators(store))  # type: ignore[arg-type]
 
 
 def changed(data: bytes) -> bytes:
@@ -182,12 +183,12 @@ def test_groups_survive_the_way_to_other_ranks_exactly() -> None:
         Group("s", 3, [1, 2], [[3], []], [[-1 / 3], []], [0.1, 1e-30]),
         Group("t", 0, [1], [[2]], [[-0.0]], [1.0]),
     ]
-    assert decode(encode(groups)) == groups
+    assert decode(encode(groups)) == (groups, True)
 
 
 def test_groups_of_several_turns_survive_it_too() -> None:
     groups = [Group("s", 3, [1, 2], [[3, 4, 5], [6]], [[-0.5, -1.0], [-0.25]], [0.1, 1.0], [[1, 1], []])]
-    assert decode(encode(groups)) == groups
+    assert decode(encode(groups)) == (groups, True)
 
 
 def conversation(**changed: Any) -> AcceptedRollout:

@@ -78,14 +78,13 @@ def test_the_ratio_of_every_update_is_to_the_policy_that_sampled(tiny_folder: Pa
         parts = torch.split(rows[0].behaviour_N, [len(completion) for completion in group.completions])
         on_policy.append(replace(group, behaviour=[part.tolist() for part in parts]))
     seen: list[float] = []
-    update = trained.policy.update
+    apply = trained.policy.apply
 
-    def watched(rows: Any, over: float) -> dict[str, float]:
-        figures = update(rows, over)
-        seen.append(figures["policy/mismatch_kl"])
-        return figures
+    def watched(sums: Any, over: float) -> dict[str, float]:
+        seen.append(sums["policy/mismatch_kl"])
+        return apply(sums, over)
 
-    trained.policy.update = watched  # type: ignore[method-assign]
+    trained.policy.apply = watched  # type: ignore[method-assign]
     trained.train(on_policy)
     assert seen[0] == pytest.approx(0.0, abs=1e-6) and seen[1] > 1e-4
 

@@ -21,52 +21,41 @@ class Fault(NamedTuple):
 
 LOOP, POLICY, CHECKPOINT, BATCH = "learner/loop.py", "learner/policy.py", "learner/checkpoint.py", "learner/batch.py"
 GROUPS, LOSS, METRICS, GUARD = "learner/groups.py", "learner/loss.py", "learner/metrics.py", "learner/guard.py"
+SHARE = "learner/share.py"
 LOGPROBS, TREE, SAMPLING, HEAD = "model/logprobs.py", "model/tree.py", "model/sampling.py", "model/head.py"
 CHECKS, DELTA, FORMAT = "validator/checks.py", "shardcast/format/delta.py", "shardcast/format/delta_format.py"
 FIELD, PROOF, CHUNK, VERIFY = "toploc/field.py", "toploc/proof.py", "toploc/chunk.py", "toploc/verify.py"
 
 UPDATES, LOSSES, TREES = "learner/test_updates.py", "learner/test_loss.py", "model/test_tree.py"
+STREAMED = "learner/test_stream.py"
 SAMPLED, JUDGED, DELTAS = "model/test_sampling.py", "validator/test_checks.py", "shardcast/test_delta.py"
 TOPLOC, MALFORMED = "toploc/test_toploc_verify.py", "toploc/test_toploc_malformed.py"
 
 FAULTS = [
     # --- the learner's updates
+    Fault(SHARE, "n_tokens for group in self.groups)", "n_tokens for group in self.groups[:1])", UPDATES, "eight"),
     Fault(
-        LOOP,
-        "n_tokens = sum(group.n_tokens for group in share)",
-        "n_tokens = sum(group.n_tokens for group in groups)",
+        SHARE, "completions) for group in self.groups)", "completions) for group in self.groups[:1])", UPDATES, "eight"
+    ),
+    Fault(
+        SHARE,
+        "n_tokens for group in self.groups)",
+        "n_tokens for group in teaching(self.groups, self.settings.loss)) or 1",
         UPDATES,
         "eight",
     ),
+    Fault(LOOP, "share.take(groups[number::n_updates])", "share.take(groups[0::n_updates])", UPDATES, "eight"),
     Fault(
         LOOP,
-        "n_rollouts = sum(len(group.completions) for group in share)",
-        "n_rollouts = sum(len(group.completions) for group in groups)",
-        UPDATES,
-        "eight",
-    ),
-    Fault(
-        LOOP,
-        "n_tokens = sum(group.n_tokens for group in share)",
-        "n_tokens = sum(group.n_tokens for group in teaching(share, settings.loss)) or 1",
-        UPDATES,
-        "eight",
-    ),
-    Fault(LOOP, "shares = [groups[update::n_updates] for", "shares = [groups[0::n_updates] for", UPDATES, "eight"),
-    Fault(
-        LOOP,
-        "n_updates = min(settings.optimizer_steps_per_step, len(groups))",
-        "n_updates = settings.optimizer_steps_per_step",
+        "n_updates = min(self.config.learner.optimizer_steps_per_step, len(groups))",
+        "n_updates = self.config.learner.optimizer_steps_per_step",
         UPDATES,
         "fewer",
     ),
-    Fault(
-        LOOP,
-        "elif not all(group.checked for group in groups):",
-        "elif False:",
-        "learner/test_behaviour.py",
-        "nobody_checked",
-    ),
+    Fault(SHARE, "isnan().any()", "isinf().any()", "learner/test_behaviour.py", "nobody_checked"),
+    Fault(SHARE, "self._knows_behaviour = True", "pass", "learner/test_behaviour.py", "steps_start"),
+    Fault(SHARE, "if list(groups[: len(self.groups)]) != self.groups:", "if False:", STREAMED, "taken_back"),
+    Fault(SHARE, "        self.policy.forget()\n", "", STREAMED, "taken_back"),
     Fault(LOOP, "commit_folder(temporary, final)", "temporary.rename(final)", "learner/test_loop.py", "on_disk_before"),
     Fault(LOOP, "self.policy.skipped_in_row += 1", "pass", "learner/test_loop.py", "several_times_in_a_row"),
     Fault(POLICY, 'group["lr"] = self.lr', "pass", UPDATES, "adamw"),
@@ -95,11 +84,12 @@ FAULTS = [
     Fault(POLICY, "        self.before_update()\n", "", "learner/test_checkpoint.py"),
     Fault(
         POLICY,
-        "clip_grad_norm_(self.masters.values(), self.config.grad_clip)",
-        "clip_grad_norm_(self.masters.values(), 1e9)",
+        "self.config.grad_clip / (norm + 1e-6)",
+        "1e9 / (norm + 1e-6)",
         "learner/test_policy.py",
         "before_clipping",
     ),
+    Fault(POLICY, "(norm + 1e-6)) / denominator", "(norm + 1e-6))", "learner/test_policy.py", "before_clipping"),
     Fault(
         CHECKPOINT,
         '["step"].copy_(step)',
@@ -118,7 +108,7 @@ FAULTS = [
         "as_it_was_at_the_beginning",
     ),
     # --- its data
-    Fault(BATCH, "row_tokens = max(row_tokens, longest)", "pass", "learner/test_loop.py", "longer_than_a_row"),
+    Fault(BATCH, "max(self.row_tokens, longest)", "self.row_tokens", "learner/test_loop.py", "longer_than_a_row"),
     Fault(BATCH, "row.behaviour_N.isnan()", "row.behaviour_N.isinf()", "learner/test_behaviour.py", "nobody_checked"),
     Fault(
         BATCH,
@@ -136,8 +126,8 @@ FAULTS = [
     ),
     Fault(
         GROUPS,
-        "batch.step - file.header.policy_version > config.coordinator.async_level",
-        "batch.step - file.header.policy_version > config.coordinator.async_level + 1",
+        "step - file.header.policy_version > self.config.coordinator.async_level",
+        "step - file.header.policy_version > self.config.coordinator.async_level + 1",
         "learner/test_groups.py",
         "beyond_the_async_level",
     ),

@@ -321,6 +321,11 @@ class LearnerSection(Section):
         default=8, ge=1, description="optimizer steps per rollout step", json_schema_extra=PAPER
     )
     row_tokens: int = Field(default=40960, ge=16, description="positions in one packed row, computed at once")
+    stream: bool = Field(
+        default=False,
+        description="compute rows of a step's first update while its batch fills, as soon as accepted groups fill them; the "
+        "weights are the same bit for bit",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: about a third more time, less memory"
     )

@@ -1,8 +1,9 @@
 """Groups as training data: with advantages, and packed into rows that are computed one at a time.
 
 Invariant: every token that the model wrote is a target exactly once, for any row length. Tokens of an environment are in
-the forward and in no target, so they have no loss.
-Called by the learner's loop.
+the forward and in no target, so they have no loss. A row depends on the groups up to its last one and on no later group, so
+rows can be computed while groups still arrive.
+Called by `share`.
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor
 from shoal.config.recipe import LossSection
 from shoal.learner.advantage import group_advantages
 from shoal.learner.groups import Group
-from shoal.model.tree import Pack, Tree, assign_rows, pack, split
+from shoal.model.tree import Pack, Tree, pack, split
 from shoal.tasks.budget import rewards_differ
 
 
@@ -49,21 +50,47 @@ def teaching(groups: Sequence[Group], loss: LossSection) -> list[Group]:
     return [group for group in groups if loss.beta > 0 or loss.entropy > 0 or rewards_differ(group.rewards)]
 
 
+class Rows:
+    """Rows of `row_tokens` positions, filled with the groups' trees in the order in which the groups come.
+
+    A row is closed when the next tree does not fit. It is longer if one prompt and its completion need it: what the
+    validator accepted can be trained on. Without `packs`, each row is one completion behind its prompt (`model/rows`).
+    """
+
+    def __init__(self, *, row_tokens: int, normalize_std: bool, packs: bool = True) -> None:
+        self.row_tokens = row_tokens
+        self.normalize_std = normalize_std
+        self.packs = packs
+        self._open: list[_Part] = []
+        self._free = 0
+
+    def add(self, group: Group) -> list[MicroBatch]:
+        """Returns the rows that are closed by it."""
+        longest = len(group.prompt) + max(map(len, group.completions))
+        parts = _parts(group, max(self.row_tokens, longest), self.normalize_std)
+        if not self.packs:
+            return [_micro_batch([one]) for part in parts for one in part.alone()]
+        closed = []
+        for part in parts:
+            if part.tree.n_tokens > self._free:
+                closed += self.close()
+                self._free = self.row_tokens
+            self._open.append(part)
+            self._free -= part.tree.n_tokens
+        return closed
+
+    def close(self) -> list[MicroBatch]:
+        """The row that was still open, if any."""
+        parts, self._open, self._free = self._open, [], 0
+        return [_micro_batch(parts)] if parts else []
+
+
 def micro_batches(
     groups: Sequence[Group], *, row_tokens: int, normalize_std: bool, packs: bool = True
 ) -> list[MicroBatch]:
-    """The groups' trees in rows of `row_tokens` positions, filled by best fit.
-
-    Rows are longer if a prompt and one of its completions need it: what the validator accepted can be trained on.
-    Without `packs`, each row is one completion behind its prompt (`model/rows`).
-    """
-    longest = max((len(group.prompt) + max(map(len, group.completions)) for group in groups), default=0)
-    row_tokens = max(row_tokens, longest)
-    parts = [part for group in groups for part in _parts(group, row_tokens, normalize_std)]
-    if not packs:
-        return [_micro_batch([one]) for part in parts for one in part.alone()]
-    rows = assign_rows([part.tree.n_tokens for part in parts], row_tokens)
-    return [_micro_batch([parts[i] for i in row]) for row in rows]
+    """All rows of these groups."""
+    rows = Rows(row_tokens=row_tokens, normalize_std=normalize_std, packs=packs)
+    return [row for group in groups for row in rows.add(group)] + rows.close()
 
 
 def with_own_behaviour(rows: Sequence[MicroBatch], own: Sequence[MicroBatch]) -> list[MicroBatch]:

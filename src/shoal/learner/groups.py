@@ -4,11 +4,12 @@ Invariant: every row is signed by a registered validator, is within the async le
 breaks the schema is quarantined under its name. Groups of it, of a file that is not this run's, too old or implausible ones
 are left out and counted. A full batch never changes, so whatever is in it must not stop the learner: it would be stopped by
 the same batch at each restart.
-Called by the learner's loop on the leading rank. `encode` and `decode` carry groups to the other ranks.
+Called by `incoming` on the leading rank, and by the audit. `encode` and `decode` carry groups to the other ranks.
 """
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -75,47 +76,74 @@ class Fetched:
         )
 
 
-def fetch(node: Node, batch: Batch, config: Config, quarantine: Path) -> Fetched:
-    """Download and verify a full batch. Raises NodeError if a file cannot be had."""
+class Gathering:
+    """One step's groups, as its batch fills. Each file is read once, and each group is judged once."""
+
+    def __init__(self, read: Callable[[str], bytes], *, run: str, config: Config, quarantine: Path) -> None:
+        """`read` gives the accepted file of a submission."""
+        self.read = read
+        self.run = run
+        self.config = config
+        self.quarantine = quarantine
+        self.validators: set[str] = set()
+        self._files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
+        self._judged: dict[tuple[str, int], Group | str] = {}
+
+    def gather(self, batch: Batch, validators: set[str]) -> Fetched:
+        """Verify a batch, or what it holds so far. Raises NodeError if a file cannot be had."""
+        if validators != self.validators:
+            self.validators = validators
+            self._judged.clear()
+        members = [(member.submission, member.group) for member in batch.groups]
+        for submission, number in members:
+            if (submission, number) not in self._judged:
+                self._judged[submission, number] = self._judge(batch.step, submission, number)
+        found = [self._judged[member] for member in members]
+        left_out = Counter(one for one in found if isinstance(one, str))
+        files = {submission: self._files[submission] for submission, _ in members}
+        contents = {submission: file.header.content for submission, file in files.items() if file is not None}
+        return Fetched([one for one in found if isinstance(one, Group)], contents, **left_out)
+
+    def _judge(self, step: int, submission: str, number: int) -> Group | str:
+        """The group, or the field of Fetched that counts why it is left out."""
+        size = self.config.sampling.group_size
+        if submission not in self._files:
+            self._files[submission] = _read(self.read(submission), submission, self.config, self.quarantine)
+        file = self._files[submission]
+        if file is None:
+            return "quarantined"
+        if problem := _origin_fault(self.validators, self.run, step, file) or _group_fault(file, number, size):
+            log.error("group %d of %s is left out: %s", number, submission, problem)
+            return "foreign"
+        if step - file.header.policy_version > self.config.coordinator.async_level:
+            return "refused"
+        group = _group(file, submission, number, size)
+        if problem := implausible_value(group):
+            log.error("group %d of %s is left out: %s", number, submission, problem)
+            return "implausible"
+        return group
+
+
+def gathering(node: Node, config: Config, quarantine: Path) -> Gathering:
+    """Of files that are downloaded from the pool."""
     limit = config.coordinator.max_submission_bytes  # the coordinator takes no larger file from a validator either
 
     def download(submission: str) -> bytes:
         return fetch_file(node, f"/v1/accepted/{submission}", most_bytes=limit)
 
-    validators = set(node.descriptor().keys.get("validator", []))
-    return gather(batch, download, validators=validators, run=node.invite.run, config=config, quarantine=quarantine)
+    return Gathering(download, run=node.invite.run, config=config, quarantine=quarantine)
+
+
+def validators(node: Node) -> set[str]:
+    """The keys that may sign accepted files now."""
+    return set(node.descriptor().keys.get("validator", []))
 
 
 def gather(
     batch: Batch, read: Callable[[str], bytes], *, validators: set[str], run: str, config: Config, quarantine: Path
 ) -> Fetched:
     """Verify a full batch; `read` gives the accepted file of a submission."""
-    files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
-    groups, refused, quarantined, foreign, implausible = [], 0, 0, 0, 0
-    for member in batch.groups:
-        if member.submission not in files:
-            files[member.submission] = _read(read(member.submission), member.submission, config, quarantine)
-        file = files[member.submission]
-        if file is None:
-            quarantined += 1
-            continue
-        if problem := _origin_fault(validators, run, batch.step, file) or _group_fault(
-            file, member.group, config.sampling.group_size
-        ):
-            foreign += 1
-            log.error("group %d of %s is left out: %s", member.group, member.submission, problem)
-            continue
-        if batch.step - file.header.policy_version > config.coordinator.async_level:
-            refused += 1
-            continue
-        group = _group(file, member.submission, member.group, config.sampling.group_size)
-        if problem := implausible_value(group):
-            implausible += 1
-            log.error("group %d of %s is left out: %s", member.group, member.submission, problem)
-            continue
-        groups.append(group)
-    contents = {name: file.header.content for name, file in files.items() if file is not None}
-    return Fetched(groups, contents, refused, quarantined, foreign, implausible)
+    return Gathering(read, run=run, config=config, quarantine=quarantine).gather(batch, validators)
 
 
 def implausible_value(group: Group) -> str:
@@ -185,10 +213,13 @@ def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, siz
     )
 
 
-def encode(groups: Sequence[Group]) -> bytes:
-    """As JSON, which keeps floats exactly."""
-    return json.dumps([asdict(group) for group in groups]).encode()
+def encode(groups: Sequence[Group], *, after: int = 0, full: bool = True) -> bytes:
+    """As JSON, which keeps floats exactly. They come after the first `after` that the other ranks have."""
+    message = {"after": after, "full": full, "groups": [asdict(group) for group in groups]}
+    return json.dumps(message).encode()
 
 
-def decode(data: bytes) -> list[Group]:
-    return [Group(**fields) for fields in json.loads(data)]
+def decode(data: bytes, known: Sequence[Group] = ()) -> tuple[list[Group], bool]:
+    """The step's groups of `encode`'s message, and whether its batch is full."""
+    message = json.loads(data)
+    return [*known[: message["after"]], *(Group(**fields) for fields in message["groups"])], message["full"]

@@ -1,4 +1,4 @@
-"""The learner's loop: wait for a full batch, train, publish, checkpoint, report. It never waits for a worker or a relay.
+"""The learner's loop: gather a batch, train, publish, checkpoint, report. It never waits for one worker or relay.
 
 Publishing writes a folder, which the origin picks up. Meanwhile workers continue with the version they have.
 Invariant: policy version v is the state after steps 0..v-1, and a published version never changes.
@@ -18,19 +18,19 @@ from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import commit_folder, copy_tree
 from shoal.learner import lora, metrics
-from shoal.learner.batch import micro_batches, teaching, with_own_behaviour
+from shoal.learner.batch import teaching
 from shoal.learner.checkpoint import Checkpoints, Progress
-from shoal.learner.groups import Fetched, Group, decode, encode, fetch
-from shoal.learner.loss import denominator
+from shoal.learner.groups import Fetched, Group
+from shoal.learner.incoming import Incoming
 from shoal.learner.policy import Policy
 from shoal.learner.record import sign_folder, signed_record
+from shoal.learner.share import Share
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
-from shoal.protocol.messages import Batch, Ok, StepReport
+from shoal.protocol.messages import Ok, StepReport
 from shoal.protocol.node import Node
 from shoal.shardcast.format.names import version_name
 
-POLL_S = 0.1
 MODEL = "model"  # folder of the trained model, once the run has finished
 
 log = logging.getLogger(__name__)
@@ -59,79 +59,62 @@ class Learner:
         progress = self.checkpoints.restore()
         self.publish(progress)
         while progress.step < self.config.run.steps:
-            batch, waiting_s = self.wait_for_batch(progress.step, stop)
             started_s = time.monotonic()
-            fetched = self.fetch(batch)
-            if fetched is None:
+            first = Share(self.config, self.policy)
+            batch = self.batch(progress.step, first, stop)
+            if batch is None:
                 self.checkpoints.finish()
                 return "stopped"
-            figures = self.train(fetched.groups) if fetched.groups else self.skip(progress.step, fetched)
+            fetched = batch.fetched
+            figures = self.train(fetched.groups, first) if fetched.groups else self.skip(progress.step, fetched, first)
             before = progress.version_digest
             progress.advance(group.submission for group in fetched.groups)
             figures |= self.publish(progress)
             self.checkpoint(progress)
-            self.report(progress, before, fetched, figures, time.monotonic() - started_s, waiting_s)
+            busy_s = time.monotonic() - started_s - batch.waited_s
+            self.report(progress, before, fetched, figures, busy_s, batch.waited_s)
         self.checkpoints.finish()
         self.leave_model(progress)
         return "finished"
 
-    def wait_for_batch(self, step: int, stop: threading.Event) -> tuple[Batch | None, float]:
-        """The step's batch once it is full, and the seconds waited. None if `stop` came first, and on other ranks."""
-        if self.node is None:
-            return None, 0.0
-        self.node.doing(f"step {step}'s batch", waiting=True)
+    def batch(self, step: int, first: Share, stop: threading.Event) -> Incoming | None:
+        """The step's batch once it is full, on every rank; None if `stop` comes first.
+
+        Meanwhile rows of the `first` update's share are computed, as soon as they are closed.
+        """
+        incoming = Incoming(step, self.node, self.ranks, self.config, self.folder / "quarantine")
+        while incoming.more(stop, at_once=first.due):
+            if incoming.full:
+                return incoming
+            first.take(incoming.fetched.groups[:: self.config.learner.optimizer_steps_per_step])
+            if first.due:
+                first.compute_next()
+        return None
+
+    def train(self, groups: list[Group], first: Share | None = None) -> dict[str, float]:
+        """Make the step's optimizer updates, each on an equal share of the groups. Returns the metrics of training.
+
+        `first`: the first share, as far as its rows are computed.
+        """
         started_s = time.monotonic()
-        while not stop.is_set():
-            batch = self.node.get(f"/v1/batches/{step}", Batch)
-            if batch.ready:
-                self.node.doing(f"training step {step}")
-                return batch, time.monotonic() - started_s
-            stop.wait(POLL_S)
-        return None, 0.0
+        first = first or Share(self.config, self.policy)
+        early_s = first.seconds
+        n_updates = min(self.config.learner.optimizer_steps_per_step, len(groups))
+        shares = [first, *(Share(self.config, self.policy) for _ in range(n_updates - 1))]
+        for number, share in enumerate(shares):
+            share.take(groups[number::n_updates])
+            share.close()
+        early = first.n_computed
+        for share in shares[1:]:
+            share.fix_behaviour()
+        figures = [share.update() for share in shares]
+        computed = [share.n_computed for share in shares]
+        return metrics.update_metrics([*zip(computed, figures, strict=True)]) | {
+            "perf/train_s": early_s + time.monotonic() - started_s,
+            "perf/early_frac": early / max(1, sum(computed)),
+        }
 
-    def fetch(self, batch: Batch | None) -> Fetched | None:
-        """The batch's groups on every rank: the leader downloads and broadcasts them. None if the leader stops."""
-        if self.node is None:
-            message = self.ranks.broadcast(None)
-            return Fetched(decode(message)) if message else None
-        fetched = None
-        try:
-            if batch is not None:
-                fetched = fetch(self.node, batch, self.config, self.folder / "quarantine")
-            return fetched
-        finally:  # the other ranks wait for this message even if `fetch` raises
-            if self.ranks.size > 1:
-                self.ranks.broadcast(b"" if fetched is None else encode(fetched.groups))
-
-    def train(self, groups: list[Group]) -> dict[str, float]:
-        """Make the step's optimizer updates, each on an equal share of the groups. Returns the metrics of training."""
-        started_s = time.monotonic()
-        settings = self.config.learner
-        n_updates = min(settings.optimizer_steps_per_step, len(groups))
-        shares = [groups[update::n_updates] for update in range(n_updates)]
-        packed = [
-            micro_batches(
-                teaching(share, settings.loss),
-                row_tokens=settings.row_tokens,
-                normalize_std=settings.loss.normalize_std,
-                packs=self.policy.packs,
-            )
-            for share in shares
-        ]
-        if settings.behaviour_logprobs == "recomputed":
-            packed = [self.policy.recompute_behaviour(rows) for rows in packed]
-        elif not all(group.checked for group in groups):
-            packed = [with_own_behaviour(rows, self.policy.recompute_behaviour(rows)) for rows in packed]
-        updates = []
-        for share, rows in zip(shares, packed, strict=True):
-            n_tokens = sum(group.n_tokens for group in share)
-            n_rollouts = sum(len(group.completions) for group in share)
-            over = denominator(settings.loss.kind, n_tokens, n_rollouts, self.config.sampling.max_tokens)
-            computed = sum(len(micro.advantage_N) for micro in rows)
-            updates.append((computed, self.policy.update(rows, over)))
-        return metrics.update_metrics(updates) | {"perf/train_s": time.monotonic() - started_s}
-
-    def skip(self, step: int, fetched: Fetched) -> dict[str, float]:
+    def skip(self, step: int, fetched: Fetched, first: Share) -> dict[str, float]:
         """A step whose batch holds nothing to train on: the next version has the same weights.
 
         Raises EmptyBatchError once more steps in a row than `learner.guard.max_skips` were skipped.
@@ -144,6 +127,7 @@ class Learner:
                 "updates before it were skipped, which is learner.guard.max_skips: look for a broken validator or "
                 "coordinator"
             )
+        first.forget()
         log.error("step %d is skipped: no group is left to train on; %s", step, fetched.left_out)
         self.policy.skipped_in_row += 1
         return {"optim/skipped": 1.0}

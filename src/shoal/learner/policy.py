@@ -8,7 +8,7 @@ Called by the learner's loop and by supervised fine-tuning (`sft`).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,19 +99,26 @@ class Policy:
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
         """One optimizer step on micro-batches whose losses are sums over `denominator`. Returns sums and norms."""
+        return self.apply(self.gradients(micro_batches), denominator)
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Add the gradients of the micro-batches' sums to those of the next update. Returns this rank's sums."""
         sums = dict.fromkeys(SUMMED, 0.0)
 
         def loss(micro: MicroBatch) -> Tensor:
-            value, terms = self._loss(micro, denominator)
+            value, terms = self._loss(micro)
             for name, amount in terms.items():
                 sums[name] += amount
             return value
 
-        figures = self.step(loss, micro_batches)
-        return self.ranks.sum(sums) | figures
+        return {LOSS: self._backward(loss, micro_batches)} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
-        """Accumulate the gradients of `loss` over `batches`, clip and update. Raises DivergedError before any change."""
+        """One optimizer step on the sum of `loss` over `batches`. Raises DivergedError before any change."""
+        return self.apply({LOSS: self._backward(loss, batches)}, 1.0)
+
+    def _backward(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> float:
+        """Add the gradients of `loss` over `batches` to the masters'. Returns this rank's sum of losses."""
         total = 0.0
         for batch in self.ranks.scatter(batches):
             with out_of_memory.explained(self.config):
@@ -119,13 +126,30 @@ class Policy:
                 value.backward()  # type: ignore[no-untyped-call]
             self._collect()
             total += float(value.detach())
-        total = self.ranks.sum({"loss": total})["loss"]
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.grad_clip)))
+        return total
+
+    def forget(self) -> None:
+        """Drop the gradients of the next update."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
+        """Divide loss and gradients by `denominator`, clip, and update. Returns all ranks' `sums` and the norms.
+
+        Because the division comes last, rows can be computed before the denominator is known, with the same bits.
+        Raises DivergedError before any change.
+        """
+        found = self.ranks.sum(sums)
+        total = found[LOSS] / denominator
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        norm = float(whole(torch.nn.utils.get_total_norm(gradients))) / denominator
+        scale = min(1.0, self.config.grad_clip / (norm + 1e-6)) / denominator
+        for gradient in gradients:
+            gradient.mul_(scale)
         decision = judge(self.updates, total, norm, self.config.guard, skipped_in_row=self.skipped_in_row)
-        figures = {"loss": total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
+        figures = found | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
         if decision.action == "update":
             self._update_masters()
-        self.optimizer.zero_grad(set_to_none=True)  # now, so that gradients take no memory while waiting
+        self.forget()  # now, so that gradients take no memory while waiting
         if decision.action == "stop":
             raise DivergedError(decision.why)
         if decision.action == "skip":
@@ -200,14 +224,14 @@ class Policy:
     def _reference_logprobs(self, packed: Pack) -> Tensor | None:
         return None if self.reference is None else self.reference(packed.to(self.device), self.temperature, False)[0]
 
-    def _loss(self, micro: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, float]]:
         settings = self.config.loss
         logp_N, entropy_N = self.logprobs(micro.pack, with_entropy=settings.entropy > 0)
         terms = policy_loss(
             logp_N,
             micro.behaviour_N.to(self.device),
             micro.advantage_N.to(self.device),
-            denominator=denominator,
+            denominator=1.0,
             settings=settings,
             rollout_N=micro.rollout_N.to(self.device),
             reference_N=self._reference_logprobs(micro.pack),
@@ -216,5 +240,6 @@ class Policy:
         return terms.loss, {name: getattr(terms, name.partition("/")[2]) for name in SUMMED}
 
 
+LOSS = "loss"
 SUMMED = [f"policy/{name}" for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl")]
 IDLE = pack([Tree([0], [[0]])])

@@ -91,15 +91,14 @@ class Groups:
     def count_waiting_unchecked(self) -> int:
         return int(self.connection.value(f"SELECT count(*) FROM groups WHERE {WAITING} AND NOT checked"))
 
-    def oldest_waiting(self, limit: int, *, most_unchecked: int) -> list[int]:
-        """The sequence numbers of the oldest so many of them."""
-        rows = self.connection.rows(
-            f"SELECT seq FROM groups WHERE {WAITING} AND (checked OR seq IN"
+    def oldest_waiting(self, limit: int, *, most_unchecked: int) -> list[tuple[int, str, int]]:
+        """The oldest so many of them: sequence number, submission and group number."""
+        return self.connection.rows(
+            f"SELECT seq, submission, grp FROM groups WHERE {WAITING} AND (checked OR seq IN"
             f" (SELECT seq FROM groups WHERE {WAITING} AND NOT checked ORDER BY seq LIMIT ?)) ORDER BY seq LIMIT ?",
             most_unchecked,
             limit,
         )
-        return [seq for (seq,) in rows]
 
     def put_in_batch(self, seq: int, step: int) -> None:
         self.connection.change("UPDATE groups SET batch = ? WHERE seq = ?", step, seq)

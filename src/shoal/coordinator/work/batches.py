@@ -46,13 +46,18 @@ class Batches:
             return self._fill()
 
     def of_step(self, step: int) -> Batch:
-        """The groups of one step if its batch is full, else how many there are."""
+        """The groups of one step if its batch is full, else how many there are.
+
+        With `learner.stream`, the open batch also names those that it would hold now. They come in the order of the full
+        batch, but may be withdrawn until then.
+        """
         need = self.config.coordinator.prompts_per_step
         found = self.db.groups.of_batch(step)
         if len(found) < need:
-            return Batch(step=step, ready=False, have=self.count_waiting(), need=need)
-        groups = [BatchGroup(submission=submission, group=group) for submission, group in found]
-        return Batch(step=step, ready=True, have=need, need=need, groups=groups)
+            if self.config.learner.stream and step == self.db.open_step():
+                found = [(submission, group) for _, submission, group in self._waiting(need)]
+            return Batch(step=step, ready=False, have=self.count_waiting(), need=need, groups=_named(found))
+        return Batch(step=step, ready=True, have=need, need=need, groups=_named(found))
 
     def count_waiting(self) -> int:
         """Groups that the open batch could take now."""
@@ -67,11 +72,18 @@ class Batches:
         filled: list[int] = []
         while (step := self.db.open_step()) < self.config.run.steps:
             self.db.groups.mark_stale(older_than=step - self.config.coordinator.async_level)
-            waiting = self.db.groups.oldest_waiting(need, most_unchecked=most_unchecked(self.config))
+            waiting = self._waiting(need)
             if len(waiting) < need:
                 break
-            for seq in waiting:
+            for seq, _, _ in waiting:
                 self.db.groups.put_in_batch(seq, step)
             self.db.ledger.append("batch", {"step": step, "groups": self.db.groups.of_batch(step)})
             filled.append(step)
         return filled
+
+    def _waiting(self, most: int) -> list[tuple[int, str, int]]:
+        return self.db.groups.oldest_waiting(most, most_unchecked=most_unchecked(self.config))
+
+
+def _named(members: Sequence[tuple[str, int]]) -> list[BatchGroup]:
+    return [BatchGroup(submission=submission, group=group) for submission, group in members]
