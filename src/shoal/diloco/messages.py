@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 
 DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Words = Annotated[str, Field(max_length=400)]
 
 
@@ -55,6 +56,18 @@ class Welcome(Message):
     accepted: int  # the last round to which this site's offer was accepted; −1: none
 
 
+class Figures(Message):
+    """What a site says of itself with an offer, for people: nothing is decided by it. Seconds since it started."""
+
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
+    computed_s: Seconds = 0.0
+    waited_s: Seconds = 0.0  # for data
+    synced_s: Seconds = 0.0  # for other sites
+
+
+SILENT = Figures()
+
+
 class Outcome(Message):
     """How a round ended. The average lies beside it, as bytes; with nobody in `kept` there is none."""
 
@@ -62,6 +75,7 @@ class Outcome(Message):
     kept: list[str]
     left_out: dict[str, str]  # site and reason
     missing: list[str]
+    dealt: list[str] = []  # the sites that shared the round's work, if it was shared
     digest: Digest  # of the fragment's agreed parameters afterwards
 
 
@@ -72,6 +86,27 @@ class Progress(Message):
 
 class Share(Message):
     number: int
+
+
+class Dealt(Message):
+    sites: list[str]  # empty: not all are here yet
+
+
+class SiteStatus(Message):
+    expected: bool  # rounds wait for it
+    offered: bool  # in the open round
+    accepted: int  # the last round that took its offer; −1: none
+    share: int | None
+    sent_bytes: int
+    figures: Figures | None  # with its last offer that was taken
+
+
+class MeetingStatus(Message):
+    run: str
+    round: int  # the open one
+    rounds: int
+    waiting_for: list[str]
+    sites: dict[str, SiteStatus]
 
 
 class Why(Message):
@@ -118,13 +153,17 @@ class Roster(Protocol):
         """The number of the next share of the data, which no other site gets."""
         ...
 
+    def deal(self, round: int) -> list[str]:
+        """The sites that share the work of a round, in order; empty: not settled yet. Raises ClosedError."""
+        ...
+
     def leave(self) -> None: ...
 
 
 class Exchange(Protocol):
     """How vectors and state travel: the engine's whole interface."""
 
-    def offer(self, round: int, digest: str, data: bytes) -> None:
+    def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
         """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raises ClosedError."""
         ...
 

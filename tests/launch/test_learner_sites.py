@@ -1,0 +1,43 @@
+"""A whole run whose learner is at two sites: one is killed half-way and one frozen to the end; the run learns as it does at
+one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .test_swarm import DEADLINE_S, LEAST_GAIN, children, gain, start, summary_of, trained_steps, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
+SITES = ("--set", "learner.sites.sites=2", "--set", "learner.sites.wait_s=15")
+
+
+def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out, *SITES)
+    wait_until(lambda: trained_steps(out) >= 6, DEADLINE_S, "six steps")
+    os.kill(children(out)["learner"], signal.SIGKILL)  # `shoal run` starts it again
+    wait_until(lambda: trained_steps(out) >= 14, DEADLINE_S, "fourteen steps")
+    os.kill(children(out)["learner-1"], signal.SIGSTOP)  # as a machine that is gone for good
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert (summary["steps"], summary["restarts"]["learner"]) == (24, 1)
+    assert gain(summary) > LEAST_GAIN
+    assert (out / "model" / "model.safetensors").exists()
+    rounds = [json.loads(line) for line in (out / "meet" / "rounds.jsonl").read_text().splitlines()]
+    assert [each["round"] for each in rounds] == list(range(24))
+    assert rounds[-1]["kept"] == ["site-0"]
+    assert rounds[12]["kept"] == ["site-0", "site-1"]  # it was back
+    last = "versions/v000024/model.safetensors"
+    assert (out / "meet" / last).read_bytes() == (out / "learner" / last).read_bytes()
+    lost = [name for each in rounds for name in {*each["dealt"]} - {*each["kept"]}]
+    assert lost.count("site-1") == 1  # a frozen site costs its share of one batch
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "audit", str(out)], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
