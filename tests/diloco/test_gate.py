@@ -7,8 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from aiohttp import StreamReader, web
-from aiohttp.base_protocol import BaseProtocol
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from shoal.diloco import gate
@@ -21,21 +20,28 @@ def asked() -> web.Request:
     return make_mocked_request("GET", "/v1/status")
 
 
+class Body:
+    """What arrives of a request's body, a piece at a time. Without an end, the sender falls silent."""
+
+    def __init__(self, *pieces: bytes, ends: bool = True) -> None:
+        self.pieces, self.ends = list(pieces), ends
+
+    async def readany(self) -> bytes:
+        if not self.pieces and not self.ends:
+            await asyncio.sleep(3600)
+        return self.pieces.pop(0) if self.pieces else b""
+
+
 def body_of(*pieces: bytes, ends: bool = True) -> web.Request:
-    stream = StreamReader(BaseProtocol(asyncio.get_running_loop()), 1 << 16)
-    for piece in pieces:
-        stream.feed_data(piece)
-    if ends:
-        stream.feed_eof()
-    return make_mocked_request("PUT", "/", payload=stream)
+    return make_mocked_request("PUT", "/", payload=Body(*pieces, ends=ends))
 
 
 def test_a_site_over_its_rate_is_refused_and_another_is_not() -> None:
     now_s = 0.0
-    door = Gate(lambda: now_s)
+    door, request = Gate(lambda: now_s), asked()
     with pytest.raises(BusyError, match="more than 40 requests a second by site-a"):
         for _ in range(500):
-            with door.site(asked(), "site-a"):
+            with door.site(request, "site-a"):
                 pass
     with door.site(asked(), "site-b"):
         pass
@@ -66,9 +72,9 @@ def test_refusals_of_strangers_are_held_back_and_a_sites_answer_is_not(monkeypat
     door = Gate(lambda: 0.0)
 
     async def ask() -> None:
+        stranger, request = asked(), asked()
         for _ in range(300):
-            await door.leave(asked(), web.Response(status=401))
-        request = asked()
+            await door.leave(stranger, web.Response(status=401))
         with door.site(request, "site-a"):
             await door.leave(request, web.Response(status=409))
 

@@ -79,11 +79,11 @@ def records(pool: Pool) -> dict[int, StepRecord]:
     return found
 
 
-@pytest.mark.parametrize("updates", [1, GROUPS])
-def test_one_site_is_the_plain_learner_bit_for_bit(updates: int, tiny_folder: Path, tmp_path: Path) -> None:
-    files, changed = [step_file(step) for step in range(2)], {"optimizer_steps_per_step": updates}
-    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2, **changed).run(threading.Event())
-    of, pool = config(2, 1, **changed), SitePool(*files)
+def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    files = [step_file(step) for step in range(2)]
+    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2).run(threading.Event())
+    of, pool = config(2, 1), SitePool(*files)
+    assert of.learner.optimizer_steps_per_step == 1
     meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
     assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
     plain = versions(tmp_path / "plain")
@@ -103,10 +103,13 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
     class Killed(BaseException):
         pass
 
-    def dies(batch: Batch, *rest: Any) -> dict[str, float]:
-        if batch.step == 1:
+    shared: list[list[int]] = []
+
+    def dies(groups: Any) -> dict[str, float]:
+        shared.append([group.number for group in groups])
+        if len(shared) == 2:
             raise Killed
-        return SiteLearner.train_share(b, batch, *rest)
+        return SiteLearner.train(b, groups)
 
     def waits(batch: Any) -> Any:
         assert batch.step < 3 or back.wait(60)
@@ -116,7 +119,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
         SiteLearner.take_over(again, *words)
         back.set()
 
-    b.train_share, b.place.roster.leave = dies, lambda: None  # type: ignore[method-assign]
+    b.train, b.place.roster.leave = dies, lambda: None  # type: ignore[method-assign]
     a.fetch, again.take_over = waits, returns  # type: ignore[method-assign]
     other = threading.Thread(target=a.run, args=(stop,), daemon=True)
     other.start()
@@ -128,6 +131,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
     assert again.run(stop) == "finished"
     other.join(60)
     assert not other.is_alive()
+    assert shared == [[1, 3], [1, 3]]
     assert versions(tmp_path / "meet") == versions(tmp_path / "site-0") and len(versions(tmp_path / "meet")) == 5
     assert versions(tmp_path / "site-1").items() <= versions(tmp_path / "meet").items()
     assert meeting.unfinished() == 1
@@ -135,27 +139,6 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
     assert trained == {0: [0, 1, 2, 3, 4], 1: [0, 2, 4], 2: [0, 1, 2, 3, 4], 3: [0, 1, 2, 3, 4]}
     chain = [records(pool)[step] for step in range(steps)]
     assert all(now.after == then.before for now, then in zip(chain, chain[1:], strict=False))
-
-
-def test_each_site_trains_on_its_own_share(tiny_folder: Path, tmp_path: Path) -> None:
-    of, pool = config(1, 2), SitePool(step_file(0))
-    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
-    learners = [site(tiny_folder, tmp_path, pool, meeting, of, f"site-{i}") for i in range(2)]
-    trained: dict[int, list[int]] = {}
-    for i, each in enumerate(learners):
-
-        def train(groups: Any, i: int = i, each: SiteLearner = each) -> dict[str, float]:
-            trained[i] = [group.number for group in groups]
-            return super(SiteLearner, each).train(groups)
-
-        each.train = train  # type: ignore[method-assign]
-    threads = [threading.Thread(target=each.run, args=(threading.Event(),)) for each in learners]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert trained == {0: [0, 2, 4], 1: [1, 3]}
-    assert versions(tmp_path / "site-0") == versions(tmp_path / "site-1")
 
 
 def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError
+from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
 from shoal.sft.batch import plan
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def at(rows: Path, **sites: Any) -> Config:
     wanted = {"kind": "fp64", "lr": 1.0, "momentum": 0.0, "inner_steps": 1, "sites": 1, "wait_s": 60.0}
-    return config(rows, batch=2, sites=wanted | sites)
+    changed: Config = config(rows, batch=2).model_copy(update={"sites": SitesSection(**wanted | sites)})
+    return changed
 
 
 def meeting_of(model: Path, folder: Path, of: Config) -> Meeting:

@@ -185,7 +185,7 @@ class SiteLearner(Learner):
     def report_again(self, progress: Progress) -> None:
         """Report the last step if nobody has: all sites that trained it may have died right after it."""
         step = progress.step - 1
-        before = self.versions / version_name(step) / WEIGHTS
+        before = self.versions / version_name(max(0, step)) / WEIGHTS
         if step < 0 or not before.exists() or self.pool.get("/v1/status", Status).trained > step:
             return
         batch = self.pool.get(f"/v1/batches/{step}", Batch)
