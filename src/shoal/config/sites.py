@@ -50,6 +50,9 @@ class MeetingSection(Section):
     momentum: float = Field(
         default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step", json_schema_extra=DILOCO
     )
+    momentum_warmup: int = Field(
+        default=0, ge=0, description="rounds of a fragment over which the momentum rises from 0; 0: it begins whole"
+    )
     quorum: int = Field(default=1, ge=1, description="fewest sites whose offers close a round")
     wait_s: float = Field(default=60, gt=0, description="seconds from a round's first offer until it closes")
     give_up_s: float = Field(
@@ -70,7 +73,8 @@ class MeetingSection(Section):
     @property
     def terms(self) -> dict[str, Any]:
         """What sites and meeting must know of a round."""
-        return self.model_dump(include={"kind", "lr", "momentum", "wait_s", "quorum", "sites", "outlier"})
+        outer = {"kind", "lr", "momentum", "momentum_warmup"}
+        return self.model_dump(include=outer | {"wait_s", "quorum", "sites", "outlier"})
 
     @model_validator(mode="after")
     def _closes(self) -> "MeetingSection":

@@ -232,7 +232,7 @@ class Meeting:
         data = self._average(kept, number) if kept else b""
         if kept:
             average = decode(data, terms.kind, terms.fragments.sizes[number])
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(self.round))
         outcome = Outcome(
             round=self.round,
             kept=kept,

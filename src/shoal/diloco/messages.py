@@ -28,10 +28,16 @@ class Terms:
     kind: Kind = "fp16"
     lr: float = 0.7
     momentum: float = 0.9
+    momentum_warmup: int = 0  # rounds of a fragment over which the momentum rises from 0
     wait_s: float = 60.0  # from a round's first offer until it closes without the others
     quorum: int = 1  # fewest offers that close a round
     sites: int = 1  # that the first round waits for
     outlier: float = 10.0  # norms above this many times the usual one are left out
+
+    def momentum_in(self, round: int) -> float:
+        """The momentum of this round's outer step: linear warm-up, then constant."""
+        done = round // len(self.fragments)
+        return self.momentum * min(1.0, done / self.momentum_warmup) if self.momentum_warmup else self.momentum
 
     def fragment(self, round: int) -> int:
         """The fragment that this round is about."""

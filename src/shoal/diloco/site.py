@@ -56,7 +56,7 @@ class Site:
         terms = self.terms
         if outcome.kept:
             average = decode(data, terms.kind, terms.fragments.sizes[number])
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(outcome.round))
         if self.agreed.digests[number] != outcome.digest:
             raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
         local = terms.fragments.gather(tensors, number)

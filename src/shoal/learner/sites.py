@@ -254,7 +254,8 @@ def about_of(settings: MeetingSection, policy: Policy) -> dict[str, str]:
     """What must be equal at all sites beside the data: which parameters travel, and how."""
     shapes = {name: list(master.shape) for name, master in sorted(policy.masters.items())}
     found = {"trained parameters": sha256(json.dumps(shapes).encode()).hexdigest()}
-    return found | {f"sites.{key}": str(getattr(settings, key)) for key in ("kind", "lr", "momentum")}
+    keys = ("kind", "lr", "momentum", "momentum_warmup")
+    return found | {f"sites.{key}": str(getattr(settings, key)) for key in keys}
 
 
 def _id(group: Group) -> tuple[str, int]:
