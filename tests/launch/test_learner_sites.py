@@ -28,7 +28,9 @@ def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Pat
     swarm = start(out, *SITES)
     wait_until(lambda: len(rounds(out)) >= 4, DEADLINE_S, "four rounds")
     os.kill(children(out)["learner"], signal.SIGKILL)  # `shoal run` starts it again
-    wait_until(lambda: any("site-0" in each["healed"] for each in rounds(out)[1:]), DEADLINE_S, "the killed site to be back")
+    wait_until(
+        lambda: any("site-0" in each["healed"] for each in rounds(out)[1:]), DEADLINE_S, "the killed site to be back"
+    )
     count = len(rounds(out))
     wait_until(lambda: len(rounds(out)) > count and rounds(out)[-1]["kept"] == BOTH, DEADLINE_S, "a round of both")
     os.kill(children(out)["learner-1"], signal.SIGSTOP)  # as a machine that is gone for good
