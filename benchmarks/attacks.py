@@ -10,6 +10,9 @@ DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/v
 given to every attack. Each submission goes through the whole pipeline; then every check runs by itself, whatever the
 others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
 
+`lasts`: how many submissions one worker makes with an attack until a limit rejects one, or the coordinator's sequential
+tests of all of them dismiss it (`coordinator/trust/spending.py`).
+
 With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, which costs it the limits.
 Each submission is then compared with the one that honest work yields: one whose tokens, logprobs and proofs are the same
 changed nothing, and is counted as such. What an attack gains is the mean reward of its accepted rollouts less that of honest
@@ -39,7 +42,9 @@ from machine import describe
 from shoal import config, toploc
 from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from shoal.config import Config
+from shoal.coordinator.trust.spending import bets
 from shoal.engine.torch_engine import TorchEngine
+from shoal.evidence.process import Process
 from shoal.launch.calibrate import RUN
 from shoal.model.dtype import pick
 from shoal.model.numerics import Numerics
@@ -51,6 +56,7 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.checks import ALL
 from shoal.validator.exact import EXACT
 from shoal.validator.judge import Examined, Judge
+from shoal.validator.spending import spent
 
 HERE = Path(__file__).parent
 WORKERS = 8
@@ -65,10 +71,9 @@ LIMITS = {  # statistic -> its limit in [validator]
     "distribution_evidence": "distribution_evidence",
 }
 HEAD = (
-    "| attack | rejected | first check to fire | proof check alone | TOPLOC at 60/40/40 alone |\n"
-    "| --- | --- | --- | --- | --- |\n"
+    "| attack | rejected | first check to fire | proof check alone | TOPLOC at 60/40/40 alone | one worker lasts |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
 )
-
 
 HEAD_EXACT = (
     "| attack | changed | of these rejected | first check to fire | reward tried | reward gained |\n"
@@ -160,6 +165,19 @@ class Tally:
     slipped: int = 0  # submissions that changed something and were accepted
     tried: list[float] = field(default_factory=list)  # mean reward of each submission less the honest one's
     gained: list[float] = field(default_factory=list)  # the same of the accepted ones
+    process: Process = field(default_factory=Process)  # of one worker that makes all submissions
+    lasts: int | None = None  # its submissions until it is rejected or dismissed
+
+    def follow(self, one: Examined | None, settings: Config) -> None:
+        """Take one worker's next submission; None: a file that did not open."""
+        if self.lasts is not None:
+            return
+        if one is None or one.finding is not None:
+            self.lasts = self.process.observations + 1
+            return
+        self.process = self.process.after(bets(spent(one.case, settings, one.evidence), settings))
+        if self.process.evidence >= -math.log(settings.evidence.alpha):
+            self.lasts = self.process.observations
 
     def add(self, judge: Judge, examined: Sequence[Examined]) -> None:
         """Take the pipeline's findings, then run every check on every case by itself."""
@@ -217,16 +235,20 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: At
         for finding in (finding for finding in opened if isinstance(finding, Finding)):
             tally.reasons[finding.reason] += 1
             tally.first["open"] += 1
+            tally.follow(None, settings)
         begun = time.perf_counter()
         examined = judge.examine(cases)
         judging_s += time.perf_counter() - begun
         tally.add(judge, examined)
+        for one in examined:
+            tally.follow(one, settings)
         for one in examined if honest is not None else []:
             tally.compare(judge, one, _honest_case(judge, honest, settings, one.case))
     return {
         "n": n,
         "rejected": sum(tally.reasons.values()),
         "reasons": dict(tally.reasons),
+        "lasts": tally.lasts,
         "unchanged": tally.unchanged,
         "slipped": tally.slipped,
         "tried": statistics.fmean(tally.tried) if tally.tried else 0.0,
@@ -288,7 +310,9 @@ def row(name: str, found: dict[str, Any]) -> str:
     ordered = sorted(found["first"].items(), key=lambda pair: -pair[1])
     first = ", ".join(check if count == n else f"{check} ({share(count, n)})" for check, count in ordered) or "none"
     proof, public = (share(found["alone"].get(check, 0), n) for check in ("proof", PUBLIC_NAME))
-    return f"| {name} | {found['rejected']} of {n} ({share(found['rejected'], n)}) | {first} | {proof} | {public} |\n"
+    lasts = found["lasts"] or f"all {n}" if "lasts" in found else ""
+    rejected = f"{found['rejected']} of {n} ({share(found['rejected'], n)})"
+    return f"| {name} | {rejected} | {first} | {proof} | {public} | {lasts} |\n"
 
 
 def exact_row(name: str, found: dict[str, Any]) -> str:

@@ -12,9 +12,10 @@ from shoal.launch.calibrate import RUN
 from shoal.validator.case import Case
 from shoal.validator.judge import Examined, Judge
 
+from ..model.exactness import NEEDS_EXACT
 from .test_attacks import ALICE, ASKED, BOB, CONFIG
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 EXACT = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"numerics": "exact"})})
 QUIET = [
     *(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator import service
-from shoal.coordinator.routes import Coordinator
+from shoal.coordinator import served, service
+from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Evaluation, StepReport
 
@@ -47,7 +47,7 @@ def serve(folder: Path, *, reports: bool, until: Path) -> None:
 
 
 def test_a_finished_pool_leaves_summary_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "RECORD_S", 0.01)
+    monkeypatch.setattr(served, "RECORD_S", 0.01)
     finish(tmp_path)
     serve(tmp_path, reports=True, until=tmp_path / "reward.png")
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -57,7 +57,7 @@ def test_a_finished_pool_leaves_summary_and_picture(tmp_path: Path, monkeypatch:
 
 
 def test_a_coordinator_of_shoal_run_leaves_the_report_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "RECORD_S", 0.01)
+    monkeypatch.setattr(served, "RECORD_S", 0.01)
     finish(tmp_path)
     serve(tmp_path, reports=False, until=tmp_path / "evaluations.jsonl")
     assert not (tmp_path / "summary.json").exists()

@@ -159,7 +159,7 @@ def test_a_decoding_that_sums_in_another_order_is_seen(
     def attend(*arguments: Any) -> Tensor:
         with monkeypatch.context() as inner:
             if mutant == "another tile":
-                inner.setattr(exact_attention, "TILE", 16)
+                inner.setattr(exact_attention, "tile", lambda: 16)
             else:
                 inner.setattr(exact_attention, "weighted_sum_", backwards_)
             return plain(*arguments)

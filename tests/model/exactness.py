@@ -49,6 +49,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+NEEDS_EXACT = pytest.mark.skipif(bool(refusal("float32")), reason=f"this machine cannot: {refusal('float32')}")
+
+
 def skip_unless_exact(dtype: DtypeName) -> None:
     if why := refusal(dtype):
         pytest.skip(f"this machine cannot: {why}")

@@ -121,7 +121,7 @@ def test_another_order_of_summing_keys_is_seen(changed: str, tmp_path: Path, mon
     trees = random_trees(5, 96, longest=400)
     before = states(model, trees)[0]
     if changed == "tile":
-        monkeypatch.setattr(exact, "TILE", 48)
+        monkeypatch.setattr(exact, "tile", lambda: 48)
     else:
         forwards = exact.attention
 
@@ -292,3 +292,18 @@ def test_many_packings_change_no_bit(architecture: str, dtype: DtypeName, tmp_pa
         torch.set_num_threads(1 + seed % 2)
         trees = random_trees(seed, model.config.vocab_size, longest=350)
         assert_same(each_alone(model, trees), states(model, trees))
+
+
+def test_a_product_that_is_split_by_its_number_of_keys_gets_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD CPUs, where products of more than 192 keys are summed in two halves."""
+    whole = torch.bmm
+
+    def halved(left: Tensor, right: Tensor) -> Tensor:
+        keys = left.shape[-1]
+        if keys <= 192:
+            return whole(left, right)
+        half = keys // 2
+        return whole(left[..., :half], right[:, :half]) + whole(left[..., half:], right[:, half:])
+
+    monkeypatch.setattr(torch, "bmm", halved)
+    assert exact.tile.__wrapped__() == 192

@@ -517,6 +517,25 @@ def test_the_head_of_an_arriving_shard(tmp_path):
 # Readers that waste a connection
 
 
+def test_the_body_that_a_reader_sends_is_not_read(tmp_path):
+    """A relay that read bodies of 64 MiB to their end served its honest readers six times slower."""
+
+    async def send():
+        runner, port = await serve(app(whole(tmp_path)), shutdown_s=0.05)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /versions.json HTTP/1.1\r\nhost: s\r\ncontent-length: 67108864\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"405"
+            with pytest.raises(ConnectionError):
+                for _ in range(1024):
+                    writer.write(bytes(1 << 16))
+                    await writer.drain()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(send())
+
+
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01" * 100, b"GET / HTTP/1.1\r\nx-a: " + bytes(100_000)], ids=["tls", "header"]
 )

@@ -19,10 +19,11 @@ from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout
 from shoal.validator.service import RELOADING, Validator
 
+from ..model.exactness import NEEDS_EXACT
 from ..workers import ALICE, RUN, produced, signed
 from .support import ASKED, ValidatorsNode, claim, config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [NEEDS_EXACT, pytest.mark.usefixtures("one_thread")]
 ONE, TWO = "1" * 64, "2" * 64
 SETTINGS = config(model={"numerics": "exact"})
 

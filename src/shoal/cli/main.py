@@ -3,6 +3,8 @@
     shoal run CONFIG                     everything on this machine; `prepare` and `clean` go with it
     shoal pool init CONFIG --dir DIR     a pool of several machines: the coordinator's folder and all invites
     shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`, `backup`
+    shoal coordinator --runs FOLDER      the control plane of several pools at one address; `pool close`, `pool reopen`
+    shoal discover URL                   which runs are there, and which of them this machine may join
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
     shoal doctor [ROLE]                  whether this machine will do, and what to do if not
@@ -34,6 +36,7 @@ from shoal.cli import (
     audit,
     backup,
     dashboard,
+    discover,
     doctor,
     evals,
     filter,
@@ -62,7 +65,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": run.run,
     "prepare": run.prepare,
     "clean": run.clean,
-    "pool": pool.init,
+    "pool": pool.pool,
     "coordinator": pool.coordinator,
     "invite": pool.invite,
     "evict": pool.evict,
@@ -74,6 +77,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "origin": nodes.origin,
     "relay": nodes.relay,
     "fetch": shardcast.run_fetch,
+    "discover": discover.discover,
     "doctor": doctor.doctor,
     "plan": plan.plan,
     "config": tools.config,
@@ -115,7 +119,9 @@ def command_line() -> argparse.ArgumentParser:
     parser = Parser(prog="shoal", description="Reinforcement learning on machines nobody has to trust.")
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for family in (run, pool, nodes, tools, audit, stake, grade, evals, filter, serve, doctor, plan, backup, dashboard):
+    for family in (run, pool, discover, nodes, tools, audit, stake, grade, evals, filter, serve):
+        family.add_commands(commands)
+    for family in (doctor, plan, backup, dashboard):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))

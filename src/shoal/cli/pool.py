@@ -1,4 +1,4 @@
-"""Commands of a pool's operator: `shoal pool init`, `shoal coordinator`, `shoal invite`, `shoal status`."""
+"""Commands of a pool's operator: `shoal pool`, `coordinator`, `invite`, `status`, `evict`, `drain`, `readmit`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NAME_IT = "name it with --run NAME"
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     pool = commands.add_parser("pool", help="set up a pool of several machines")
-    init = pool.add_subparsers(required=True, metavar="ACTION").add_parser(
-        "init", help="make the coordinator's folder and an invite for every node"
-    )
+    actions = pool.add_subparsers(required=True, metavar="ACTION")
+    init = actions.add_parser("init", help="make the coordinator's folder and an invite for every node")
+    init.set_defaults(action=init_pool)
     takes_config(init)
     init.add_argument("--dir", type=Path, required=True, help="the coordinator's new folder")
-    init.add_argument("--url", required=True, help="how nodes reach the coordinator: http://HOST:PORT")
+    init.add_argument("--url", required=True, help="how nodes reach it: http://HOST:PORT[/runs/NAME]")
     init.add_argument("--run", default="", help="name of the run (default: the config's name)")
     init.add_argument("--workers", type=NODES, help="invites for workers (default: workers.count)")
     init.add_argument("--relays", type=NODES, help="invites for relays (default: relays.count)")
@@ -40,12 +40,25 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
     )
     init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
+    for name, action, what in (
+        ("close", close_pool, "stop serving a run that shares its listener with others, which go on"),
+        ("reopen", reopen_pool, "serve it again from the next start of its coordinator on"),
+    ):
+        parser = actions.add_parser(name, help=what)
+        parser.add_argument("dir", type=Path, help="the run's folder")
+        parser.set_defaults(action=action)
 
-    coordinator_ = commands.add_parser("coordinator", help="the pool's control plane")
+    coordinator_ = commands.add_parser("coordinator", help="the control plane of a pool, or of several at one address")
     takes_config(coordinator_, required=False)
-    coordinator_.add_argument("--dir", type=Path, required=True, help="its own folder: key, databases, rollouts")
+    where = coordinator_.add_mutually_exclusive_group(required=True)
+    where.add_argument("--dir", type=Path, help="its own folder: key, databases, rollouts")
+    where.add_argument("--runs", type=Path, metavar="FOLDER", help="serve every pool in FOLDER/NAME at /runs/NAME")
     coordinator_.add_argument("--run", default="", help="name of the run (default: the config's name)")
-    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port")
+    coordinator_.add_argument("--port", type=port, help="overrides coordinator.port; needed with --runs")
+    coordinator_.add_argument("--host", help="with --runs: address to listen on (default: 127.0.0.1)")
+    coordinator_.add_argument(
+        "--connections", type=whole(1, 1 << 20), help="with --runs: from one address (default: 256)"
+    )
     coordinator_.add_argument("--record", type=Path, metavar="DIR", help="folder of the metrics (default: --dir)")
     coordinator_.add_argument("--no-report", action="store_true", help="write no summary and picture at the end")
     takes_threads(coordinator_)
@@ -56,6 +69,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     invite_.add_argument("--name", required=True, help="the node's name in this run: a to z, 0 to 9 and -")
     invite_.add_argument("--url", help="how the node reaches the coordinator (default: the pool's URL)")
     invite_.add_argument("--open", action="store_true", help="for any worker that has staked what the run requires")
+    invite_.add_argument("--publish", action="store_true", help="with --open: list it for `shoal discover`")
     invite_.add_argument("--days", type=days, default=7.0, help="until the invite expires (default: 7)")
     invite_.add_argument(
         "--out", type=Path, metavar="FILE", help="write the invite there, mode 0600 (default: print it)"
@@ -79,7 +93,25 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
 
 
-def init(arguments: argparse.Namespace) -> None:
+def pool(arguments: argparse.Namespace) -> None:
+    arguments.action(arguments)
+
+
+def close_pool(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.founding import close_pool
+
+    close_pool(arguments.dir)
+    sys.stdout.write(f"the pool in {arguments.dir} is closed: its coordinator answers nobody from now on\n")
+
+
+def reopen_pool(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.founding import reopen_pool
+
+    reopen_pool(arguments.dir)
+    sys.stdout.write("it is served again once its coordinator is started anew\n")
+
+
+def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal.coordinator.founding import Members, check_new, found_pool
     from shoal.launch.check import check_length
@@ -104,11 +136,17 @@ def init(arguments: argparse.Namespace) -> None:
 
 
 def coordinator(arguments: argparse.Namespace) -> None:
+    if arguments.runs:
+        _serve_runs(arguments)
+        return
+    if arguments.host or arguments.connections:
+        raise UsageError("--host and --connections go with --runs; for one run set coordinator.host, .connections")
     stop = begin("coordinator", arguments)
     from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.service import KEY, serve_forever
     from shoal.launch.check import check_length
     from shoal.launch.task_data import FOLDER, build_tasks
+    from shoal.protocol.address import split_url
     from shoal.protocol.identity import Identity
     from shoal.protocol.invite import run_id
 
@@ -121,6 +159,10 @@ def coordinator(arguments: argparse.Namespace) -> None:
         except PoolFolderError as error:
             raise UsageError(str(error)) from error
         name, url = address.run, address.url
+        if split_url(url)[1]:
+            raise UsageError(
+                f"{url} is one of several: start it with `shoal coordinator --runs {arguments.dir.parent}`"
+            )
     elif (arguments.dir / CONFIG).exists():
         raise UsageError(
             f"{arguments.dir} has a config of its own; start it with: shoal coordinator --dir {arguments.dir}"
@@ -143,9 +185,38 @@ def coordinator(arguments: argparse.Namespace) -> None:
     )
 
 
+def _serve_runs(arguments: argparse.Namespace) -> None:
+    alone = (arguments.config, arguments.overrides, arguments.overlays, arguments.run, arguments.record)
+    if any(alone) or arguments.no_report:
+        raise UsageError("with --runs, each run has its config, name and metrics in its own folder")
+    if arguments.port is None:
+        raise UsageError("with --runs, say where to listen: --port PORT")
+    stop = begin("coordinator", arguments)
+    from shoal.config import Config
+    from shoal.coordinator.founding import open_pool
+    from shoal.coordinator.sharing import serve_shared
+    from shoal.launch.check import check_length
+    from shoal.launch.task_data import FOLDER, build_tasks
+    from shoal.protocol.address import Address
+
+    def load(folder: Path) -> tuple[Config, Address]:
+        config, address = open_pool(folder)
+        check_length(config)
+        return build_tasks(config, folder / FOLDER)[0], address
+
+    host, connections = arguments.host or "127.0.0.1", arguments.connections or 256
+    serve_shared(arguments.runs, load, stop, host=host, port=arguments.port, connections=connections)
+
+
 def invite(arguments: argparse.Namespace) -> None:
+    from shoal.coordinator.http.board import OPEN_INVITE
     from shoal.coordinator.service import invite_from
 
+    if arguments.publish:
+        if not arguments.open or arguments.out or arguments.url:
+            raise UsageError("--publish goes with --open, and without --out and --url: it lists the invite as it is")
+        arguments.out = arguments.dir / OPEN_INVITE
+        arguments.out.unlink(missing_ok=True)  # the new one takes its place
     if arguments.out and arguments.out.exists():
         raise UsageError(f"{arguments.out} exists; choose another file, so that no invite is lost")
     made = invite_from(
@@ -158,7 +229,7 @@ def invite(arguments: argparse.Namespace) -> None:
 
 
 def evict(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.steering import evict_from
+    from shoal.coordinator.standing.steering import evict_from
 
     evict_from(arguments.dir, arguments.name)
     sys.stdout.write(f"{arguments.name} is evicted: nodes stop asking it within seconds\n")
@@ -177,7 +248,7 @@ def drain(arguments: argparse.Namespace) -> None:
 
         Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
     else:
-        from shoal.coordinator.steering import drain_from
+        from shoal.coordinator.standing.steering import drain_from
 
         drain_from(arguments.dir, arguments.name)
     sys.stdout.write(
@@ -186,7 +257,7 @@ def drain(arguments: argparse.Namespace) -> None:
 
 
 def readmit(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.steering import readmit_from
+    from shoal.coordinator.standing.steering import readmit_from
 
     readmit_from(arguments.dir, arguments.name)
     sys.stdout.write(f"{arguments.name} gets tasks again; if its process has ended, start it\n")

@@ -370,6 +370,7 @@ class RequirementsSection(Section):
         ge=0,
         description="what a stranger must have staked to join with an open invite, in the ledger's unit",
     )
+    places: int = Field(default=0, ge=0, description="live workers at once; no more may join; 0: any number")
 
 
 class EvaluatorSection(Section):

@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.config.sections import LOOPBACK
-from shoal.coordinator.routes import TASKS
-from shoal.coordinator.service import KEY
+from shoal.coordinator.http.routes import TASKS
+from shoal.coordinator.served import KEY
+from shoal.coordinator.sharing import CLOSED
 from shoal.errors import ShoalError
 from shoal.files import write_file
-from shoal.protocol.address import Address, coordinator_url
+from shoal.protocol.address import Address, coordinator_url, split_url
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite, run_id
 from shoal.protocol.messages import Role
@@ -73,6 +74,9 @@ def found_pool(
     Raises PoolFolderError, AddressError.
     """
     url = coordinator_url(url)
+    place = split_url(url)[1]
+    if place and folder.resolve().name != place:
+        raise PoolFolderError(f"a run at {url} has a folder of its place's name: --dir RUNS/{place}, not {folder}")
     settings = _reachable(config, url)
     check_new(folder)
     expires_s = int(time.time() + days * 86_400)
@@ -101,20 +105,36 @@ def open_pool(folder: Path) -> tuple[Config, Address]:
     return config_module.load(folder / CONFIG), Address.read(folder)
 
 
+def close_pool(folder: Path) -> None:
+    """The pool is served no longer, from now on; others at its listener are. Raises AddressError, PoolFolderError."""
+    if not split_url(Address.read(folder).url)[1]:
+        raise PoolFolderError(f"the pool in {folder} has its coordinator for itself: stop that")
+    write_file(folder / CLOSED, b"")
+
+
+def reopen_pool(folder: Path) -> None:
+    """It is served again once its coordinator is started anew. Raises PoolFolderError."""
+    if not (folder / CLOSED).exists():
+        raise PoolFolderError(f"the pool in {folder} is not closed")
+    (folder / CLOSED).unlink()
+
+
 def _reachable(config: Config, url: str) -> Config:
     """Listen on the URL's port, and on all interfaces unless the URL is local or the config names a host.
 
-    Relays may be as near as the coordinator: one on a private network has relays there too.
+    A run that shares a listener has none of its own. Relays may be as near as the coordinator: one on a private network has
+    relays there too.
     """
     parts, section = urlsplit(url), config.coordinator
     changed: dict[str, int | str] = {}
-    if not section.port:
+    is_shared = bool(split_url(url)[1])
+    if not section.port and not is_shared:
         if parts.scheme == "https":
             raise PoolFolderError(
                 f"{url} is a proxy's (the coordinator itself speaks http): add --set coordinator.port=PORT, where it listens"
             )
         changed["port"] = parts.port or 80
-    if "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
+    if not is_shared and "host" not in section.model_fields_set and parts.hostname not in LOOPBACK:
         changed["host"] = "::" if ":" in (parts.hostname or "") else "0.0.0.0"
     reach = narrowest(parts.hostname or "") if config.relays.reach == "auto" else config.relays.reach
     relays = config.relays.model_copy(update={"reach": reach})
@@ -127,9 +147,12 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         f"pool {address.run}: {len(roles)} invites in {folder / INVITES}, each for one node. Keep them secret.",
         "",
     ]
+    start = f"--dir {shlex.quote(str(folder))}"
+    if split_url(address.url)[1]:
+        start = f"--runs {shlex.quote(str(folder.parent))} --port {urlsplit(address.url).port or 'PORT'}"
     lines += [
         "here:",
-        f"  shoal coordinator --dir {shlex.quote(str(folder))}",
+        f"  shoal coordinator {start}",
         "",
         f"on each node's machine, with its invite from {folder / INVITES}:",
     ]

@@ -5,7 +5,7 @@ shape. Here the order is fixed. Queries meet the keys of their own sequence at a
 
     scores       one product over the head's depth, float32; keys a query may not see get -inf
     weights      softmax over all keys; a hidden key's weight is exactly 0, so how many of them stand behind does not matter
-    output       the sum over keys in tiles of TILE, one tile after the other
+    output       the sum over keys in tiles of `tile()`, one tile after the other
 
 Invariant: the result of a row depends on its query and its visible keys alone. `numerics.refusal` finds out whether this
 machine's float32 products and softmax keep it.
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from shoal.model.attention import Layout, cascade_backward
 
 NAME = "shoal_exact"
-TILE = 256  # keys summed by one product; larger products are split in ways that depend on shape
+TILES = (256, 192, 128)  # numbers of keys that one product may sum; see `tile`
 KEYS = 16  # keys of a sequence are rounded up to multiples of this
 ROWS = 8  # rows of a product are rounded up to multiples of this: a product of few rows takes other kernels
 QUERIES = 128  # queries of one sequence computed together; keys that none of them sees are left out
@@ -55,10 +55,35 @@ def attention(
 
 
 def weighted_sum_(output_NRD: Tensor, weights_NRK: Tensor, value_NKD: Tensor) -> None:
-    torch.bmm(weights_NRK[..., :TILE], value_NKD[:, :TILE], out=output_NRD)
-    for start in range(TILE, value_NKD.shape[1], TILE):
-        tile = slice(start, start + TILE)
-        output_NRD.baddbmm_(weights_NRK[..., tile], value_NKD[:, tile])
+    size = tile()
+    torch.bmm(weights_NRK[..., :size], value_NKD[:, :size], out=output_NRD)
+    for start in range(size, value_NKD.shape[1], size):
+        keys = slice(start, start + size)
+        output_NRD.baddbmm_(weights_NRK[..., keys], value_NKD[:, keys])
+
+
+@cache
+def tile() -> int:
+    """How many keys one product sums: the most up to which this machine's products do not depend on hidden keys behind.
+
+    Larger products are split, in places that depend on their number of keys: above 256 with MKL on an Intel CPU with
+    AVX-512, above 192 on an AMD one. Where none of TILES will do, `numerics.refusal` says so.
+    """
+    draw = torch.Generator().manual_seed(0)
+    weights_NRK, value_NKD = (
+        torch.randn(2, ROWS, TILES[0], generator=draw),
+        torch.randn(2, TILES[0], 64, generator=draw),
+    )
+    seen = torch.arange(TILES[0])
+    for size in TILES:
+        padded = [
+            torch.bmm(weights_NRK[..., :size] * (seen[:size] < keys), value_NKD[:, :size])
+            for keys in range(KEYS, size, KEYS)
+        ]
+        alone = [torch.bmm(weights_NRK[..., :keys], value_NKD[:, :keys]) for keys in range(KEYS, size, KEYS)]
+        if all(map(torch.equal, padded, alone)):
+            return size
+    return TILES[-1]
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,7 @@ def fewest_rows(depth: int) -> int:
     draw = torch.Generator().manual_seed(0)
     query_NRD = torch.randn(4, ROWS, depth, generator=draw)
     few = slice(0, ROWS // 2)
-    for keys in (KEYS, 3 * KEYS, 9 * KEYS, TILE, 2 * TILE + 5 * KEYS):
+    for keys in (KEYS, 3 * KEYS, 9 * KEYS, tile(), 2 * tile() + 5 * KEYS):
         key_NKD, value_NKD = torch.randn(2, 4, keys, depth, generator=draw)
         hidden = Hidden(keys, torch.zeros(0), (-1, 1))
         some, _ = attention(query_NRD[:, few], key_NKD, value_NKD, hidden)

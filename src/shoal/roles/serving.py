@@ -15,7 +15,7 @@ from aiohttp import web
 
 from shoal.config import Config
 from shoal.files import write_file
-from shoal.protocol.address import coordinator_url
+from shoal.protocol.address import server_url
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
@@ -39,7 +39,7 @@ class Listen:
     def __post_init__(self) -> None:
         """Raises AddressError."""
         if self.url:
-            coordinator_url(self.url)
+            server_url(self.url)
 
     def or_else(self, host: str, port: int) -> tuple[str, int]:
         return self.host or host, port if self.port is None else self.port

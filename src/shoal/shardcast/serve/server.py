@@ -92,7 +92,12 @@ async def serve(
     application[LISTENER] = listener
     application.cleanup_ctx.append(listener.watching)
     runner = web.AppRunner(
-        application, access_log=None, logger=LOG, shutdown_timeout=shutdown_s, keepalive_timeout=patience.idle_s
+        application,
+        access_log=None,
+        logger=LOG,
+        shutdown_timeout=shutdown_s,
+        keepalive_timeout=patience.idle_s,
+        lingering_time=0,  # no reader sends a body: what is left of one is not read
     )
     await runner.setup()
     await web.SockSite(runner, listener, ssl_context=ssl, backlog=BACKLOG).start()

@@ -1,0 +1,247 @@
+"""The coordinator's HTTP interface: a table of routes. Each route checks who asks, then calls the pool.
+
+Invariant: only `/healthz`, `/metrics`, `/v1/run`, `/v1/status` and `/v1/history` answer without a fresh signature by a
+registered key of a role in the table. `/v1/register` needs a signature by any key, and an invite; `/v1/bookings` one by the
+coordinator's own key, which its operator has.
+What all routes share is in `admission`, `answering` and `front`; the routes of rollout files are in `files`.
+Called by every node; started by `shoal coordinator`.
+"""
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
+from shoal.config import Config
+from shoal.coordinator.credit.settlement import Settlement
+from shoal.coordinator.credit.stakes import BookedStakes, ChainStakes
+from shoal.coordinator.http.admission import Admission, read_body
+from shoal.coordinator.http.answering import MAX_SMALL_BYTES, Answer, Answering, Request, answering, report
+from shoal.coordinator.http.costly import Costly
+from shoal.coordinator.http.files import FileRoutes
+from shoal.coordinator.http.front import IDENTITY, Front, refusal
+from shoal.coordinator.http.pace import Pace
+from shoal.coordinator.http.transfers import open_transfers
+from shoal.coordinator.pool import Pool
+from shoal.coordinator.state.database import PoolError
+from shoal.coordinator.state.opening import open_state
+from shoal.coordinator.work.nonces import nonce_secret
+from shoal.protocol import messages
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.invite import open_payload
+from shoal.protocol.messages import Role
+from shoal.shardcast.serve.passes import issue
+from shoal.store.folder import Folder
+
+if TYPE_CHECKING:
+    from shoal.coordinator.state.lead import Lead
+
+READER_GRANT_S = 600.0  # of a new one
+MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
+MAX_HEARTBEAT_BYTES = 32 << 10  # its longest part names MAX_SENDERS servers by their URLs
+MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 characters
+STEP = CURSOR = re.compile("[0-9]{1,15}")
+SHA256 = re.compile("[0-9a-f]{64}")
+TASKS = "tasks"  # the task set in the coordinator's folder: files by their hash
+
+
+class Coordinator:
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        identity: Identity,
+        folder: Path,
+        pace: Pace | None = None,
+        lead: "Lead | None" = None,
+        front: Front | None = None,
+    ) -> None:
+        """`lead`: of its PostgreSQL (`coordinator.database`); None: its state is in `folder`. `front`: of the listener."""
+        self.config = config
+        self.run = run
+        self.identity = identity
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lead = lead
+        state = open_state(folder, identity, lead)
+        stakes, secret = ChainStakes() if config.ledger.backend == "evm" else None, nonce_secret(identity)
+        self.pool = Pool(state.connection, state.ledger, config, run, time.time, secret=secret, stakes=stakes)
+        self.settlement = Settlement(config, self.pool.db, stakes, self.pool.notices.append) if stakes else None
+        pace = pace or Pace()
+        self.front = front or Front()
+        self.admission = Admission(run, state.nonces, self.pool.members.role, time.time, pace)
+        self.answering = Answering(self.admission, pace)
+        self.store = Folder(folder / "store")
+        self.store.clean()
+        self.files = FileRoutes(config, self.pool, self.store, open_transfers(config), self.answering)
+        self.tasks = folder / TASKS
+        self.status = Costly(lambda: self.pool.status().model_dump_json())
+        self.metrics = Costly(self.pool.metrics)
+        self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
+
+    def app(self) -> web.Application:
+        """The run behind a front, as it has a listener for itself."""
+        return self.front.attach(self.routes())
+
+    def routes(self) -> web.Application:
+        """The run without its front, which the listener has."""
+        m, pool, anyone, signed = messages, self.pool, self.front.open_to_all, self.answering.signed
+        verdict_bytes = MAX_REPORT_BYTES + self.config.workers.largest * MAX_SAMPLE_BYTES
+        app = web.Application()
+        app[IDENTITY] = self.identity
+        app.add_routes(
+            [
+                web.get("/healthz", anyone(self._healthz)),
+                web.get("/v1/run", anyone(self._run)),
+                web.get("/v1/status", anyone(self._status)),
+                web.get("/v1/history", anyone(self._history)),
+                web.get("/metrics", anyone(self._metrics)),
+                web.post("/v1/register", answering(self._register)),
+                web.post("/v1/heartbeat", signed(self._heartbeat, get_args(Role), MAX_HEARTBEAT_BYTES)),
+                web.post("/v1/drain", signed(self._drain, ["worker"])),
+                web.get("/v1/tasks/{sha256}", signed(self._task_data, get_args(Role))),
+                web.post("/v1/claims", signed(self._claim, ["validator"])),
+                web.get("/v1/contents/{digest}", signed(self._content, ["validator"])),
+                web.get("/v1/missed/{key}", signed(self._missed, ["validator"])),
+                web.get("/v1/curricula/{digest}", signed(self._curriculum, ["worker", "validator"])),
+                *self.files.routes(),
+                web.post("/v1/verdicts", signed(self._judge, ["validator"], verdict_bytes)),
+                web.post("/v1/policies", signed(report(m.Policy, pool.learning.published), ["origin"])),
+                web.get("/v1/ledger/{after}", signed(self._ledger, get_args(Role))),
+                web.post("/v1/bookings", answering(self._book)),
+                web.post("/v1/heads", signed(self._head, ["validator"])),
+                web.get("/v1/batches/{step}", signed(self._batch, ["learner"])),
+                web.post(
+                    "/v1/steps",
+                    signed(report(m.StepReport, pool.learning.trained), ["learner"], MAX_REPORT_BYTES),
+                ),
+                web.post("/v1/evaluations", signed(report(m.Evaluation, pool.learning.evaluated), ["evaluator"])),
+            ]
+        )
+        return app
+
+    # --- open to all -------------------------------------------------------------------------------------------------
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.json_response({"run": self.run, "protocol": messages.VERSION})
+
+    async def _run(self, request: web.Request) -> web.Response:
+        private = {"coordinator": {"database"}, "ledger": {"rpc", "key_file"}}  # nobody else's matter
+        config = self.config.model_dump(exclude=private)
+        descriptor = messages.RunDescriptor(
+            protocol=messages.VERSION, run=self.run, config=config, keys=self.pool.members.keys()
+        )
+        signed = Signed.make(self.identity, descriptor.model_dump_json(), domain="run")
+        return web.json_response(text=signed.model_dump_json())
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(text=self.status.get())
+
+    async def _history(self, request: web.Request) -> web.Response:
+        after = request.query.get("after", "0")
+        if not CURSOR.fullmatch(after):
+            return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
+        return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    async def _register(self, request: web.Request) -> Answer:
+        """The nonce is spent last: only who may join can make the coordinator write anything."""
+        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
+        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
+        registration = messages.Registration.model_validate_json(body)
+        if registration.protocol != messages.VERSION:
+            raise PoolError(
+                f"this pool speaks protocol {messages.VERSION}, this node {registration.protocol}: install the same version "
+                "of Shoal as the pool's operator",
+                400,
+            )
+        payload = open_payload(registration.invite, self.identity.public, self.run)
+        if payload.open and self.settlement:
+            await self.settlement.look(head.key, registration.payer)
+        self.pool.members.may_register(head.key, payload, registration.capability)
+        head.spend(self.admission.nonces)
+        return self.pool.members.register(
+            head.key, payload, registration.url, registration.capability, registration.payer
+        )
+
+    async def _book(self, request: web.Request) -> Answer:
+        """By the operator, who holds this coordinator's key."""
+        head = self.admission.admit(request, None, MAX_SMALL_BYTES)
+        stakes = self.pool.members.stakes
+        if head.key != self.identity.public:
+            raise PoolError("only the operator books stakes", 403)
+        head.spend(self.admission.nonces)
+        body = await read_body(request.content.readany, head, MAX_SMALL_BYTES)
+        if not isinstance(stakes, BookedStakes):
+            raise PoolError("this pool's stakes are in a contract: see `shoal stake --help`")
+        stakes.book(messages.Booking.model_validate_json(body))
+        return messages.Ok()
+
+    async def _heartbeat(self, request: Request) -> Answer:
+        answer = self.pool.members.heartbeat(request.key, messages.Heartbeat.model_validate_json(request.body))
+        if answer.state == "evicted":
+            return answer
+        return answer.model_copy(update={"reader_grant": self._reader_grant(request.key)})
+
+    def _reader_grant(self, key: str) -> str:
+        """One that is good for half of its time at least: signing is a good part of what a heartbeat costs."""
+        now_s, (until_s, grant) = time.time(), self._grants.get(key, (0.0, ""))
+        if not READER_GRANT_S / 2 < until_s - now_s <= READER_GRANT_S:  # or the clock was set back
+            until_s, grant = (
+                now_s + READER_GRANT_S,
+                issue(self.identity.private_key, key, self.run, now_s + READER_GRANT_S),
+            )
+            self._grants[key] = until_s, grant
+        return grant
+
+    async def _drain(self, request: Request) -> Answer:
+        self.pool.members.drain(request.key)
+        return messages.Ok()
+
+    async def _task_data(self, request: Request) -> Answer:
+        """The manifest of the task set, one of its chunks, or a reward's source: immutable, and checked by who asks."""
+        name = request.match["sha256"]
+        if not SHA256.fullmatch(name) or not (self.tasks / name).is_file():
+            raise PoolError(f"no task data {name[:64]!r} here", 404)
+        return web.FileResponse(self.tasks / name)
+
+    # --- checking and learning ---------------------------------------------------------------------------------------
+
+    async def _claim(self, request: Request) -> Answer:
+        asked = messages.ClaimRequest.model_validate_json(request.body)
+        return self.pool.submissions.claim(request.key, asked.most)
+
+    async def _content(self, request: Request) -> Answer:
+        return self.pool.submissions.content_owner(request.match["digest"])
+
+    async def _missed(self, request: Request) -> Answer:
+        if not SHA256.fullmatch(request.match["key"]):
+            raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
+        return self.pool.submissions.missed(request.match["key"])
+
+    async def _curriculum(self, request: Request) -> Answer:
+        return self.pool.curriculum.page(request.match["digest"])
+
+    async def _judge(self, request: Request) -> Answer:
+        self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))
+        return messages.Ok()
+
+    async def _ledger(self, request: Request) -> Answer:
+        if not CURSOR.fullmatch(request.match["after"]):
+            raise PoolError(f"{request.match['after'][:40]!r} is not the number of an entry", 400)
+        return web.Response(body=self.pool.witnesses.entries(int(request.match["after"])))
+
+    async def _head(self, request: Request) -> Answer:
+        self.pool.witnesses.witnessed(request.key, Signed.model_validate_json(request.body))
+        return messages.Ok()
+
+    async def _batch(self, request: Request) -> Answer:
+        if not STEP.fullmatch(request.match["step"]):
+            raise PoolError(f"{request.match['step'][:40]!r} is not a step", 400)
+        return self.pool.batches.of_step(int(request.match["step"]))

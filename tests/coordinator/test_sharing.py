@@ -1,0 +1,327 @@
+"""Two pools at one listener: each is served as if alone, what is signed for one is worth nothing at the other, and neither
+takes the other with it. No models."""
+
+import asyncio
+import errno
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from shoal.config import Config, load
+from shoal.coordinator import served
+from shoal.coordinator.founding import CONFIG, Members, PoolFolderError, close_pool, found_pool, open_pool, reopen_pool
+from shoal.coordinator.http import pace
+from shoal.coordinator.http.board import OPEN_INVITE
+from shoal.coordinator.http.front import Front
+from shoal.coordinator.http.pace import Strangers
+from shoal.coordinator.service import invite_from
+from shoal.coordinator.sharing import BY_FAULT, BY_OPERATOR, Place, SharingError, serve_shared, shared_application
+from shoal.protocol.address import Address
+from shoal.protocol.discovery import DiscoveryError, FoundRuns, find_runs
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, InviteError, make_invite, read_invite
+from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Ok, Policy
+from shoal.protocol.node import Node, NodeError, RefusedError
+from shoal.protocol.signing import sign_request
+from shoal.shardcast.serve.rates import BURST_S
+
+from ..servers import free_port
+from .support import config
+
+PATIENCE_S = 60.0
+ANYONE = httpx.Client(timeout=PATIENCE_S)
+MEMBERS = Members(workers=2, relays=0, validators=0, evaluator=False)
+MACHINE = Capability(memory_bytes=8 << 30, device="cpu", engine="torch")
+
+
+@dataclass
+class Site:
+    """A listener with its runs, and what its operator and nodes have of them."""
+
+    url: str
+    folder: Path
+
+    def invite(self, place: str, name: str = "worker-0") -> Invite:
+        return read_invite(str(self.folder / place / "invites" / f"{name}.invite"))
+
+    def join(self, place: str, folder: Path, name: str = "worker-0") -> Node:
+        return Node.join(self.invite(place, name), folder, patience_s=PATIENCE_S, capability=MACHINE)
+
+    def find(self, key: str = "", client: httpx.Client | None = None) -> FoundRuns:
+        with client or nullcontext(ANYONE) as client:
+            return find_runs(self.url, client, key)
+
+
+def found(folder: Path, url: str, place: str, **settings: Any) -> None:
+    """All runs have one name: their keys tell them apart."""
+    found_pool(folder / place, config(**settings), "same", f"{url}/runs/{place}", MEMBERS, days=1)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Runs at /runs/first, /runs/words and /runs/large, which wants more machine; and two that cannot be served."""
+    folder, url = tmp_path_factory.mktemp("runs"), f"http://127.0.0.1:{(port := free_port())}"
+    for place in ("first", "words", "damaged"):
+        found(folder, url, place)
+    found(folder, url, "large", requirements={"memory_gib": 1_000, "places": 1})
+    (folder / "damaged" / "pool.sqlite").write_bytes(b"no database" * 1000)
+    (folder / "second").mkdir()
+    for name in (CONFIG, "identity.pem"):
+        (folder / "second" / name).write_bytes((folder / "first" / name).read_bytes())
+    Address(url=f"{url}/runs/second", run=Address.read(folder / "first").run).write(folder / "second")
+    stop, ended = threading.Event(), list[BaseException]()
+
+    def serve() -> None:
+        try:
+            serve_shared(folder, open_pool, stop, host="127.0.0.1", port=port, connections=64)
+        except SharingError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    wait_for(lambda: answers(url))
+    yield Site(url, folder)
+    stop.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert [str(error).rpartition(": ")[2] for error in ended] == ["damaged, second"]
+
+
+def answers(url: str) -> bool:
+    try:
+        return ANYONE.get(f"{url}/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_for(condition: Any) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+# --- each run as if alone --------------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_name_are_two_runs_and_each_has_its_members_and_tasks(site: Site, tmp_path: Path) -> None:
+    runs = {site.invite(place).run for place in ("first", "words")}
+    assert len(runs) == 2 and all(run.startswith("same-") for run in runs)
+    tasks = []
+    for place in ("first", "words"):
+        origin = site.join(place, tmp_path / f"{place}-origin", "origin")
+        origin.post("/v1/policies", Policy(version=0, digest="d" * 64, size_bytes=1), Ok)
+        worker = site.join(place, tmp_path / f"{place}-worker")
+        assert worker.descriptor().run == site.invite(place).run
+        answer = worker.post("/v1/heartbeat", Heartbeat(policy_version=0, wants_task=True), HeartbeatAnswer)
+        assert answer.assignment is not None, answer.waiting_for
+        tasks.append(answer.assignment)
+    assert tasks[0].nonce != tasks[1].nonce
+    status = ANYONE.get(f"{site.url}/runs/first/v1/status").json()
+    assert sorted(node["name"] for node in status["nodes"]) == ["origin", "worker-0"]
+
+
+def test_what_is_signed_for_one_run_is_refused_by_the_other(site: Site, tmp_path: Path) -> None:
+    """Every way to carry it over: as it is, with the other's path signed, and with the other's audience signed too."""
+    node = site.join("first", tmp_path / "w", "worker-1")
+
+    def sent(place: str, signed_path: str, audience: str) -> tuple[int, str]:
+        headers = sign_request(
+            node.identity,
+            method="POST",
+            path=signed_path,
+            query="",
+            body=b"{}",
+            audience=site.invite(audience).run,
+            created_s=int(time.time()),
+            nonce=Identity.generate().public[:32],
+        )
+        answer = ANYONE.post(f"{site.url}/runs/{place}/v1/heartbeat", content=b"{}", headers=headers)
+        return answer.status_code, answer.json().get("error", "")
+
+    first, words = "/runs/first/v1/heartbeat", "/runs/words/v1/heartbeat"
+    assert sent("first", first, "first") == (200, "")
+    for carried, status, why in (
+        (sent("words", first, "first"), 401, "wrong audience"),
+        (sent("words", words, "first"), 401, "wrong audience"),
+        (sent("words", first, "words"), 401, "bad signature"),
+        (sent("words", words, "words"), 403, "only learner or"),
+    ):
+        assert carried[0] == status and why in carried[1]
+
+
+def test_an_invite_to_one_run_is_none_to_the_other(site: Site, tmp_path: Path) -> None:
+    first, words = site.invite("first"), site.invite("words")
+    forged = words.model_copy(update={"signed": first.signed})
+    with pytest.raises(RefusedError, match="not signed by this coordinator"):
+        Node.join(forged, tmp_path / "n", patience_s=PATIENCE_S)
+    with pytest.raises(NodeError):
+        Node.of(words.model_copy(update={"url": first.url}), Identity.generate(), patience_s=0.01).descriptor()
+
+
+# --- discovery -------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_says_what_each_run_requires_and_who_may_join(site: Site) -> None:
+    key = Identity.load(site.folder / "identity.pem").public
+    offers = {offer.place: offer for offer in site.find(key).runs.runs}
+    assert set(offers) == {"first", "words", "large"}
+    assert offers["first"].run == site.invite("first").run and offers["first"].url == f"{site.url}/runs/first"
+    assert (offers["first"].steps, offers["first"].places_free) == (6, None)
+    assert (offers["large"].requirements["memory_gib"], offers["large"].places_free) == (1_000, 1)
+    assert {one.place: one.why for one in site.find().runs.closed} == {"second": BY_FAULT, "damaged": BY_FAULT}
+
+
+def test_an_open_run_is_joined_from_the_list_by_name(site: Site) -> None:
+    with pytest.raises(DiscoveryError, match="only workers with an invite"):
+        site.find().invite("large")
+    published = site.folder / "large" / OPEN_INVITE
+    invite_from(site.folder / "large", "worker", "guest", None, 1, open=True).save(published)
+    wait_for(lambda: any(offer.invite for offer in site.find().runs.runs))
+    taken = site.find().invite("large")
+    assert taken.url == f"{site.url}/runs/large" and taken.run == site.invite("large").run
+    for name in ("damaged", "nowhere"):
+        with pytest.raises(DiscoveryError, match="closed|not listed"):
+            site.find().invite(name)
+    published.unlink()
+
+
+def test_a_list_that_somebody_changed_or_kept_is_not_believed(site: Site) -> None:
+    kept: list[httpx.Response] = []
+
+    def changing(change: Any) -> httpx.Client:
+        def answer(request: httpx.Request) -> httpx.Response:
+            real = ANYONE.get(str(request.url), headers=request.headers)
+            kept.append(real)
+            return httpx.Response(real.status_code, headers=real.headers, content=change(real.content))
+
+        return httpx.Client(transport=httpx.MockTransport(answer))
+
+    assert site.find(client=changing(lambda body: body)).runs.runs
+    for before, after in ((b"first", b"worst"), (b'\\"step\\":0', b'\\"step\\":1')):
+        assert before in kept[0].content
+        with pytest.raises(DiscoveryError, match="not to be believed"):
+            site.find(client=changing(lambda body, pair=(before, after): body.replace(*pair)))
+    old = httpx.MockTransport(lambda request: httpx.Response(200, headers=kept[0].headers, content=kept[0].content))
+    with pytest.raises(DiscoveryError, match="not over this answer to this request"):
+        site.find(client=httpx.Client(transport=old))
+    with pytest.raises(DiscoveryError, match="not to be believed"):
+        site.find(Identity.generate().public)
+
+
+def test_an_invite_in_the_list_that_is_not_the_runs_own_is_refused(site: Site) -> None:
+    """The listener's owner signs the list; an invite needs the run's key."""
+    offer, other = site.find().runs.runs[0], Identity.generate()
+    foreign = make_invite(other, url=offer.url, run=offer.run, role="worker", name="g", expires_s=2**40, open=True)
+    own = invite_from(site.folder / offer.place, "worker", "only", None, 1)
+    for made, key, words in (
+        (foreign, offer.key, "is of another run"),
+        (foreign, other.public, "did not found the run"),
+        (foreign.model_copy(update={"key": offer.key}), offer.key, "not signed by this coordinator"),
+        (own, offer.key, "for one node only"),
+    ):
+        listed = site.find()
+        changed = offer.model_copy(update={"invite": made.encode(), "key": key})
+        runs = listed.runs.model_copy(update={"runs": [changed]})
+        with pytest.raises((DiscoveryError, InviteError), match=words):
+            FoundRuns(listed.url, listed.key, runs).invite(offer.place)
+
+
+def test_a_run_is_full_once_its_places_are_taken(site: Site, tmp_path: Path) -> None:
+    strong = MACHINE.model_copy(update={"memory_bytes": 1 << 50})
+    first = Node.join(site.invite("large"), tmp_path / "a", patience_s=PATIENCE_S, capability=strong)
+    with pytest.raises(RefusedError, match="full: it has places for 1 workers"):
+        Node.join(site.invite("large", "worker-1"), tmp_path / "b", patience_s=PATIENCE_S, capability=strong)
+    Node.join(site.invite("large"), tmp_path / "a", patience_s=PATIENCE_S, capability=strong)  # the same one comes back
+    first.post("/v1/drain", None, Ok)
+
+
+# --- one closes or fails, the others go on ---------------------------------------------------------------------------
+
+
+def test_a_run_that_cannot_be_served_is_away_and_the_others_are_served(site: Site) -> None:
+    for place in ("damaged", "second"):
+        assert ANYONE.get(f"{site.url}/runs/{place}/v1/run").status_code == 503
+    assert ANYONE.get(f"{site.url}/runs/words/v1/run").status_code == 200
+    assert ANYONE.get(f"{site.url}/runs/nowhere/v1/run").status_code == 404
+    assert ANYONE.get(f"{site.url}/v1/run").status_code == 404
+
+
+def test_one_run_is_closed_and_sealed_while_the_other_goes_on(site: Site, tmp_path: Path) -> None:
+    node = site.join("words", tmp_path / "w", "worker-1")
+    close_pool(site.folder / "first")
+    wait_for(lambda: ANYONE.get(f"{site.url}/runs/first/v1/run").status_code == 503)
+    node.post("/v1/drain", None, Ok)
+    assert {one.place: one.why for one in site.find().runs.closed}["first"] == BY_OPERATOR
+    with pytest.raises(DiscoveryError, match="its operator closed it"):
+        site.find().invite("first")
+    wait_for(lambda: last_words(site.folder / "first") == "sealed")
+    assert last_words(site.folder / "words") != "sealed"
+    reopen_pool(site.folder / "first")
+    with pytest.raises(PoolFolderError, match="is not closed"):
+        reopen_pool(site.folder / "first")
+
+
+def last_words(folder: Path) -> str:
+    with closing(sqlite3.connect(folder / "pool.sqlite")) as connection:
+        return str(connection.execute("SELECT kind FROM ledger ORDER BY seq DESC LIMIT 1").fetchone()[0])
+
+
+def places(folder: Path, *names: str, front: Front | None = None) -> list[Place]:
+    """Opened, without a listener."""
+    for name in names:
+        found(folder, "http://h:1", name)
+    opened, taken, front = [Place(folder / name) for name in names], dict[str, str](), front or Front()
+    for place in opened:
+        place.open(lambda path: (Config.model_validate(load(path / CONFIG)), Address.read(path)), front, taken)
+    return opened
+
+
+def test_a_full_disk_ends_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "RECORD_S", 0.01)
+    full, sound = places(tmp_path, "full", "sound")
+    stop = threading.Event()
+
+    def take(news: object) -> bool:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    assert full.run is not None
+    monkeypatch.setattr(full.run.record, "take", take)
+
+    async def both() -> None:
+        living = [asyncio.create_task(place.live(stop)) for place in (full, sound)]
+        await asyncio.wait(living, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+        assert full.why == BY_FAULT and full.failed and not living[1].done() and not sound.why
+        stop.set()
+        await asyncio.gather(*living)
+
+    asyncio.run(both())
+    sound.close()
+    assert last_words(tmp_path / "sound") == "sealed"
+
+
+def test_strangers_have_one_allowance_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every run at a listener would be another allowance."""
+    monkeypatch.setattr(pace, "OPEN_RATE", 1.0)
+    front = Front(Strangers(lambda: 0.0))
+    opened = places(tmp_path, "a", "b", front=front)
+
+    async def ask() -> list[int]:
+        application = shared_application(opened, front, Identity.generate())
+        async with TestClient(TestServer(application)) as client:
+            paths = [f"/runs/{'ab'[number % 2]}/healthz" for number in range(int(BURST_S) + 1)]
+            return [(await client.get(path)).status for path in (*paths, "/runs/a/healthz", "/runs/b/healthz", "/runs")]
+
+    *allowed, a, b, listed = asyncio.run(ask())
+    assert set(allowed) == {200} and (a, b, listed) == (429, 429, 429)
+    for place in opened:
+        place.close()
