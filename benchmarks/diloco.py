@@ -31,8 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shoal.config.sites import PretrainSection
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import Kind
+from shoal.diloco.direct import Direct
 from shoal.diloco.fragments import Fragments
-from shoal.diloco.meeting import Direct, Meeting
+from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Greeting, Terms
 from shoal.diloco.site import Site
 from shoal.files import write_file

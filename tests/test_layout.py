@@ -29,8 +29,8 @@ ROOMS = {
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
-    "learner": ["config", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
-    "sft": ["config", "errors", "files", "learner", "model", "tasks"],
+    "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
+    "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks"],
     "pretrain": ["config", "diloco", "errors", "files", "model"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
@@ -40,7 +40,8 @@ ROOMS = {
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",
     ],
     "roles": [
-        "config", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks", "validator",
+        "config", "diloco", "engine", "evals", "files", "learner", "model", "protocol", "rollout", "shardcast", "tasks",
+        "validator",
     ],
     "launch": [
         "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",

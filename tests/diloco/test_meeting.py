@@ -1,5 +1,6 @@
 """Sites and their meeting in one process: rounds, members who come and go, restarts at every moment."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,19 @@ from torch import Tensor
 from shoal.diloco import meeting as meeting_module
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import KINDS, Kind, encode
+from shoal.diloco.direct import Direct
 from shoal.diloco.fragments import Fragments
-from shoal.diloco.meeting import Direct, Meeting
-from shoal.diloco.messages import BadOfferError, ClosedError, ForgottenError, Greeting, MeetingError, Terms
+from shoal.diloco.meeting import Meeting
+from shoal.diloco.messages import (
+    BadOfferError,
+    ClosedError,
+    Figures,
+    ForgottenError,
+    Greeting,
+    MeetingError,
+    Terms,
+)
+from shoal.diloco.serve import summary
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.files import write_file
 
@@ -332,10 +343,10 @@ def test_a_malformed_offer_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     (a,) = together(meeting, "a")
     for data in (b"", encode(torch.zeros(7), "fp16"), b"\x08" + bytes(7) + b"{}      "):
         with pytest.raises(BadOfferError, match="the offer of a for round 0 is malformed"):
-            meeting.offer("a", 0, meeting.agreed.digests[0], data)
+            meeting.offer("a", 0, meeting.agreed.digests[0], data, Figures())
     assert meeting.offers == {}
     with pytest.raises(MeetingError, match="x has not joined"):
-        meeting.offer("x", 0, meeting.agreed.digests[0], b"")
+        meeting.offer("x", 0, meeting.agreed.digests[0], b"", Figures())
 
 
 def test_every_share_is_given_once_and_what_is_lost_is_counted(tmp_path: Path) -> None:
@@ -352,3 +363,105 @@ def test_every_share_is_given_once_and_what_is_lost_is_counted(tmp_path: Path) -
     assert meeting.unfinished() == 0
     meeting.join("b", Greeting(about=ABOUT, round=None, digests=[]))  # its folder is gone
     assert meeting.unfinished() == 1
+
+
+def test_the_work_of_a_round_is_dealt_once_and_equally_to_all_who_ask(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=3), clock)
+    a, b = together(meeting, "ab")
+    assert a.exchange.deal(0) == []  # c is not here yet
+    (c,) = together(meeting, "c")
+    assert a.exchange.deal(0) == b.exchange.deal(0) == ["a", "b", "c"]
+    meeting = found(tmp_path, meeting.terms, clock)  # a restart deals nothing again
+    for each in (a, b, c):
+        each.reach(meeting)
+    (d,) = together(meeting, "d")
+    assert d.exchange.deal(0) == c.exchange.deal(0) == ["a", "b", "c"]  # d came too late for this round
+    with pytest.raises(ClosedError, match="the work of round 0 was shared before d came"):
+        d.offer()
+    a.offer()
+    b.offer()
+    clock.now_s += 10.0
+    a.finish()
+    assert meeting.outcomes[0].dealt == ["a", "b", "c"] and meeting.outcomes[0].missing == ["c"]
+    assert meeting.unfinished() == 1  # what c was to do
+    with pytest.raises(ClosedError, match="round 0 is over"):
+        c.exchange.deal(0)
+    b.finish()
+    assert b.exchange.deal(1) == ["a", "b", "d"]
+
+
+def test_a_round_waits_for_the_sites_that_share_it_and_for_none_that_left(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=2), clock)
+    a, b = together(meeting, "ab")
+    rounds([a, b], 1)
+    (c,) = together(meeting, "c")
+    assert c.exchange.deal(1) == ["a", "b", "c"]
+    a.offer()
+    b.offer()
+    assert meeting.waiting_for() == ["c"]
+    c.exchange.leave()
+    a.finish()
+    assert meeting.outcomes[1].kept == ["a", "b"]
+
+
+def test_without_all_sites_the_first_round_is_dealt_after_the_wait(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=2), clock)
+    (a,) = together(meeting, "a")
+    assert a.exchange.deal(0) == []
+    clock.now_s += 10.0
+    assert a.exchange.deal(0) == ["a"]
+    rounds([a], 1)
+    assert meeting.round == 1
+
+
+def test_every_agreed_state_is_published_once_and_after_a_restart_the_last_one_again(tmp_path: Path) -> None:
+    seen: list[tuple[int, list[str]]] = []
+
+    def publish(round: int, agreed: Agreed) -> None:
+        seen.append((round, list(agreed.digests)))
+
+    def open_again() -> Meeting:
+        agreed_terms = terms(sites=1)
+        return Meeting(
+            tmp_path, agreed_terms, ABOUT, "run", lambda: Agreed.of(start(), agreed_terms.fragments), publish=publish
+        )
+
+    meeting = open_again()
+    (a,) = together(meeting, "a")
+    rounds([a], 2)
+    open_again()
+    assert [round for round, _ in seen] == [0, 1, 2, 2]
+    assert seen[2] == seen[3] == (2, a.site.agreed.digests)
+
+
+def test_what_sites_say_of_themselves_is_in_the_status_and_in_the_record(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2))
+    a, b = together(meeting, "ab")
+    a.train()
+    a.exchange.offer(0, *a.site.offer(a.tensors), Figures(loss=2.5, computed_s=9.0, synced_s=1.0))
+    status = meeting.status()
+    assert (status.waiting_for, status.sites["a"].offered, status.sites["b"].offered) == (["b"], True, False)
+    b.offer()
+    sites = meeting.status().sites
+    assert sites["a"].figures == Figures(loss=2.5, computed_s=9.0, synced_s=1.0) and sites["a"].sent_bytes > 640
+    said = summary(meeting.outcomes[0], meeting.status())
+    assert "round 1 of 100: a loss 2.5, 90 % computing, 0 % waiting for data, 10 % for sites; b " in said
+    [line] = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert json.loads(line)["figures"]["a"]["loss"] == 2.5
+
+
+def test_the_momentum_rises_over_the_first_rounds_of_each_fragment(tmp_path: Path) -> None:
+    warm = terms(sites=1, fragments=2, momentum=0.8, momentum_warmup=4)
+    assert [warm.momentum_in(round) for round in (0, 1, 2, 3, 8, 50)] == [0.0, 0.0, 0.2, 0.2, 0.8, 0.8]
+    assert terms(momentum=0.8).momentum_in(0) == 0.8
+    meeting = found(tmp_path, terms(sites=1, kind="fp64", lr=1.0, momentum=0.9, momentum_warmup=2))
+    (a,) = together(meeting, "a")
+    a.offer()
+    learned = {name: tensor.clone() for name, tensor in a.tensors.items()}
+    a.finish()
+    assert all(torch.equal(a.tensors[name], learned[name]) for name in SHAPES)  # as without momentum
+    rounds([a], 3)  # the same momentum at the site and at the meeting, or the digests would differ
+    assert digests([a]) == {"".join(meeting.agreed.digests)}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shoal.config import ConfigError, parse
 from shoal.diloco.agreed import Agreed
-from shoal.diloco.meeting import Direct, Meeting
+from shoal.diloco.direct import Direct
+from shoal.diloco.meeting import Meeting
 from shoal.pretrain.checkpoint import Progress, read, write
 from shoal.pretrain.outer import Outer, terms_of
 
@@ -24,7 +25,7 @@ class Shared(Direct):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        if name not in ("offer", "outcome", "state", "join", "take", "leave"):
+        if name not in ("offer", "outcome", "state", "join", "take", "deal", "leave"):
             return found
 
         def call(*arguments: Any) -> Any:

@@ -74,7 +74,7 @@ def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) ->
             judge_again(run, sample, again.before, again.there.dtype, Path(scratch))
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
-        say("steps: none can be run again: no state before a trained step is at hand")
+        say("steps: none can be run again: no state before a step that one site trained is at hand")
 
 
 def _differs(again: object, name: str) -> bool:

@@ -6,7 +6,7 @@
 
 Invariant: only a machine that computes alike (`record.computed`) can say that bits are wrong. Another one says so, and
 compares nothing.
-Called by `audit`. Left out: a learner of several ranks.
+Called by `audit`. Left out: a learner of several ranks, or at several sites.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,8 @@ def states(run: Opened, found: Found) -> list[int]:
     """The trained steps whose state before them is at hand."""
     folders = (run.folder / "learner" / "checkpoints").glob("step-*")
     kept = {0, *(int(path.name.removeprefix("step-")) for path in folders)}
-    return sorted(step for step in kept if step < len(found.records) and found.records[step].computed.ranks == 1)
+    trained = [step for step in sorted(kept) if step < len(found.records) and not found.configs[step].learner.sites]
+    return [step for step in trained if found.records[step].computed.ranks == 1]
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from shoal.cli import (
     evals,
     filter,
     grade,
+    meet,
     nodes,
     plan,
     pool,
@@ -92,7 +93,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "filter": filter.run_filter,
     "sft": sft.run_sft,
     "pretrain": pretrain.run_pretrain,
-    "meet": pretrain.run_meet,
+    "meet": meet.run_meet,
     "eval": evals.run_eval,
     "serve": serve.serve,
     "verify-reply": serve.verify_reply,
@@ -125,7 +126,7 @@ def command_line() -> argparse.ArgumentParser:
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
     pretrain.pretrain_arguments(commands.add_parser("pretrain", help="train on plain text"))
-    pretrain.meet_arguments(commands.add_parser("meet", help="where the sites of one pretraining meet"))
+    meet.meet_arguments(commands.add_parser("meet", help="where the sites of one training meet"))
     return parser
 
 

@@ -39,7 +39,11 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         parser.add_argument("--join", required=not alone, metavar="INVITE", help="an invite, or a file that holds one")
         parser.add_argument("--dir", type=Path, required=not alone, help="this node's own folder: key, cache, state")
         takes_threads(parser)
-        if role == "origin":
+        if role == "learner":
+            parser.add_argument(
+                "--site", metavar="INVITE", help="this site's invite of `shoal meet`, if the config has [learner.sites]"
+            )
+        elif role == "origin":
             parser.add_argument("--watch", type=Path, help="with --join: the learner's folder of versions")
             shardcast.origin_arguments(parser)
         elif role == "relay":
@@ -112,9 +116,11 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
     folder: Path = arguments.dir
     match role:
         case "learner":
+            from shoal.protocol.invite import read_invite
             from shoal.roles.learner import run_learner
 
-            return run_learner(invite, folder, arguments.threads, stop)
+            site = read_invite(arguments.site) if arguments.site else None
+            return run_learner(invite, folder, arguments.threads, stop, site)
         case "origin":
             from shoal.roles.origin import run_origin
 

@@ -1,12 +1,10 @@
-"""`shoal pretrain CONFIG`: training on plain text. With --join it is one of several sites, which
-meet at `shoal meet CONFIG`.
+"""`shoal pretrain CONFIG`: training on plain text. With --join it is one of several sites, which meet at
+`shoal meet CONFIG`.
 
 It prints one line to standard output, the finished model's folder. Progress goes to the log. Called by `cli`.
 """
 
 import argparse
-import asyncio
-import logging
 import sys
 import threading
 import time
@@ -18,10 +16,7 @@ from shoal.cli.arguments import threads
 from shoal.config import Config, ConfigError
 from shoal.errors import ShoalError
 from shoal.launch import process
-from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, read_invite, run_id
-
-log = logging.getLogger(__name__)
+from shoal.protocol.invite import Invite, read_invite
 
 
 class StoppedError(ShoalError):
@@ -29,19 +24,14 @@ class StoppedError(ShoalError):
 
 
 def pretrain_arguments(parser: argparse.ArgumentParser) -> None:
-    _config_arguments(parser)
+    config_arguments(parser)
     parser.add_argument(
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
     parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
 
 
-def meet_arguments(parser: argparse.ArgumentParser) -> None:
-    _config_arguments(parser)
-    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
-
-
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
+def config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a TOML file, see configs/pretrain.toml")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
@@ -58,46 +48,6 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
     sys.stdout.write(f"{model}\n")
 
 
-def run_meet(arguments: argparse.Namespace) -> None:
-    """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
-    config = config_module.load(arguments.config, arguments.overrides)
-    stop = process.begin("meet", threads=arguments.threads)
-    asyncio.run(_meet(config, arguments.dir, arguments.config.stem, stop))
-
-
-async def _meet(config: Config, folder: Path, name: str, stop: threading.Event) -> None:
-    from shoal.diloco.agreed import Agreed
-    from shoal.diloco.meeting import Meeting
-    from shoal.diloco.serve import Server, serve, site_invite
-    from shoal.launch.prepare import model_folder
-    from shoal.pretrain.about import about
-    from shoal.pretrain.outer import named, terms_of
-    from shoal.protocol.node import KEY
-    from shoal.shardcast.serve.server import url_of
-    from shoal.shardcast.tls import server_context
-
-    settings, where = config.sites, model_folder(config.model.name)
-    tensors = named(_model(where, config))
-    terms = terms_of(config, tensors)
-    identity = Identity.load_or_create(folder / KEY)
-    run = run_id(name, identity.public)
-    meeting = Meeting(
-        folder, terms, about(config, where, None, sites=True), run, lambda: Agreed.of(tensors, terms.fragments)
-    )
-    server = Server(meeting, identity)
-    tls = server_context(_path(settings.tls_cert), _path(settings.tls_key))
-    runner, port = await serve(server, settings.host, port=settings.port, tls=tls, listening=folder / "port")
-    try:
-        url = settings.url or url_of(settings.host, port, tls=tls is not None)
-        for number in range(settings.sites):
-            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
-        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
-        await server.live(stop.is_set)
-    finally:
-        await runner.cleanup()
-    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, terms.rounds)
-
-
 def _train(config: Config, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
     from shoal.launch.prepare import model_folder
     from shoal.model import dtype
@@ -111,7 +61,7 @@ def _train(config: Config, out: Path, invite: str | None, stop: threading.Event)
     folder = model_folder(config.model.name)
     corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
     kept = heldout(corpus, tokenizer, settings.heldout, settings.tokens)
-    model = _model(folder, config)
+    model = model_of(folder, config)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     outer = _outer(config, model, out, read_invite(invite), stop) if invite else None
     take = outer.roster.take if outer else None
@@ -126,15 +76,16 @@ def _outer(config: Config, model: Any, out: Path, invite: Invite, stop: threadin
 
     settings, tensors = config.sites, named(model)
     terms = terms_of(config, tensors)
-    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=_path(settings.tls_ca), stop=stop)
+    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=path_of(settings.tls_ca), stop=stop)
     return Outer(remote.name, settings, terms, remote, remote, tensors, out, stop.is_set)
 
 
-def _path(text: str) -> Path | None:
+def path_of(text: str) -> Path | None:
     return Path(text) if text else None
 
 
-def _model(folder: Path, config: Config) -> Any:
+def model_of(folder: Path, config: Config) -> Any:
+    """The model to train. Raises ConfigError for a device other than the CPU."""
     from shoal.model.plain import plain_model
 
     if config.model.device != "cpu":

@@ -4,16 +4,24 @@ It prints one line to standard output, the finished model's folder. Progress goe
 Called by `cli`.
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shoal import config as config_module
-from shoal.cli.arguments import threads
+from shoal.cli.arguments import UsageError, threads
 from shoal.errors import ShoalError
 from shoal.launch import process
+
+if TYPE_CHECKING:
+    from shoal.config import Config
+    from shoal.protocol.invite import Invite
 
 
 class StoppedError(ShoalError):
@@ -29,10 +37,13 @@ def sft_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
     parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
+    parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
 
 
 def run_sft(arguments: argparse.Namespace) -> None:
     """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
+    if arguments.config is None and arguments.join:
+        raise UsageError("--join needs the config that the sites share")
     sys.stdout.write(f"{_tiny() if arguments.config is None else _finetune(arguments)}\n")
 
 
@@ -49,6 +60,7 @@ def _finetune(arguments: argparse.Namespace) -> Path:
     from shoal.launch.prepare import model_folder
     from shoal.model import dtype
     from shoal.model.load import load_tokenizer
+    from shoal.protocol.invite import read_invite
     from shoal.sft.batch import load_data
     from shoal.sft.trainer import Sft, open_policy
 
@@ -56,10 +68,27 @@ def _finetune(arguments: argparse.Namespace) -> Path:
     data = load_data(load_tokenizer(folder), folder, config)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    model = Sft(open_policy(folder, config, picked), data, config, out).run(stop)
+    policy = open_policy(folder, config, picked)
+    if arguments.join:
+        training: Sft = _at_site(policy, data, config, out, read_invite(arguments.join), stop)
+    else:
+        training = Sft(policy, data, config, out)
+    model = training.run(stop)
     if model is None:
-        next_step = (
-            f"add --out {out} to resume" if config.sft.checkpoint_every else "there is no checkpoint to resume from"
-        )
+        resumable = config.sft.checkpoint_every or arguments.join
+        next_step = f"add --out {out} to resume" if resumable else "there is no checkpoint to resume from"
         raise StoppedError(f"stopped before the end of the last epoch; {next_step}")
     return model
+
+
+def _at_site(policy: Any, data: Any, config: Config, out: Path, invite: Invite, stop: threading.Event) -> Any:
+    from shoal.diloco.remote import Remote
+    from shoal.sft.batch import plan
+    from shoal.sft.sites import SiteSft, sft_terms
+
+    settings = config.sites
+    updates = plan([len(example.tokens) for example in data.train], config.sft, config.run.seed)
+    authority = Path(settings.tls_ca) if settings.tls_ca else None
+    terms = sft_terms(updates, config, policy)
+    remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
+    return SiteSft(policy, data, config, out, remote.name, remote, remote)

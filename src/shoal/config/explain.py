@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from shoal.config.loading import ConfigError, nearest, section_of
-from shoal.config.recipe import Section
+from shoal.config.section import Section
 from shoal.config.sections import Config
 
 OWN = "Shoal"

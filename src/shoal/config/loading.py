@@ -16,7 +16,7 @@ from typing import Any, cast
 import tomli_w
 from pydantic import ValidationError
 
-from shoal.config.recipe import Section
+from shoal.config.section import Section
 from shoal.config.sections import Config
 from shoal.errors import ShoalError
 

@@ -7,11 +7,13 @@ Every field has a description; a section's is its docstring. A default that is n
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.config import JsonDict
 
+from shoal.config.section import Decay, Section
+from shoal.config.sites import LearnerSitesSection
+
 Tokens = Annotated[int, Field(ge=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # Where a default is from; a field without a source has Shoal's own default.
 PAPER: JsonDict = {"source": "INTELLECT-2 (arXiv 2505.07291)"}
@@ -21,12 +23,6 @@ GSPO: JsonDict = {"source": "GSPO (arXiv 2507.18071)"}
 SCALE_RL: JsonDict = {"source": "ScaleRL (arXiv 2510.13786)"}
 PRIME_RL: JsonDict = {"source": "PRIME-RL"}
 DPPO: JsonDict = {"source": "DPPO (arXiv 2602.04879), the authors' code"}
-
-
-class Section(BaseModel):
-    """Strict: unknown keys, infinities and later changes are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -349,6 +345,9 @@ class LearnerSection(Section):
         "version; recomputed: the learner's own at the start of the step",
     )
     lora: LoraSection | None = Field(default=None, description="train low-rank adapters; none: train all weights")
+    sites: LearnerSitesSection | None = Field(
+        default=None, description="spread the learner over several sites; none: it is one"
+    )
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
 

@@ -15,10 +15,10 @@ from shoal.config.recipe import (
     LearnerSection,
     ModelSection,
     SamplingSection,
-    Section,
     SftSection,
     TaskSection,
 )
+from shoal.config.section import Section
 from shoal.config.sites import PretrainSection, SitesSection
 
 Cheat = Literal[
@@ -423,6 +423,8 @@ class Config(Section):
             )
         if self.coordinator.prompts_per_step % self.learner.optimizer_steps_per_step:
             raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
+        if self.learner.sites and self.coordinator.prompts_per_step < self.learner.sites.sites:
+            raise ValueError("coordinator.prompts_per_step is below learner.sites.sites: a site would have no group")
         if self.sampling.max_tokens >= self.learner.row_tokens:
             raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
         if self.validator.escrow_checks * self.validator.check_floor < 1:

@@ -1,11 +1,11 @@
 """The sections of pretraining and of several sites. Defaults are DiLoCo's (arXiv 2311.08105, table 5) where it has one."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.config import JsonDict
 
-from shoal.config.recipe import Decay, Section
+from shoal.config.section import Decay, Section
 
 DILOCO: JsonDict = {"source": "DiLoCo (arXiv 2311.08105)"}
 OPENDILOCO: JsonDict = {"source": "OpenDiLoCo (arXiv 2407.07852)"}
@@ -39,31 +39,19 @@ class PretrainSection(Section):
     share: int = Field(default=256, ge=1, description="documents of a share, which one site reads")
 
 
-class SitesSection(Section):
-    """Several sites that train one model and meet once in many steps (`shoal meet`)."""
+class MeetingSection(Section):
+    """How several sites meet: the outer step, how long a round waits, where the meeting listens."""
 
     sites: int = Field(default=2, ge=1, description="sites that the first round waits for, and invites that are made")
-    inner_steps: int = Field(
-        default=500, ge=1, description="inner steps between two meetings of a fragment", json_schema_extra=DILOCO
-    )
-    fragments: int = Field(default=1, ge=1, description="parts of the parameters that travel in turn; 1: all at once")
-    delay: int = Field(
-        default=0,
-        ge=0,
-        description="inner steps that a site makes while a round's result travels; 0: it waits",
-    )
-    keep: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of its own parameters that a site keeps after a round; Streaming DiLoCo has 0.5",
-    )
     kind: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"] = Field(
         default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO
     )
     lr: float = Field(default=0.7, gt=0, description="learning rate of the outer step", json_schema_extra=DILOCO)
     momentum: float = Field(
         default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step", json_schema_extra=DILOCO
+    )
+    momentum_warmup: int = Field(
+        default=0, ge=0, description="rounds of a fragment over which the momentum rises from 0; 0: it begins whole"
     )
     quorum: int = Field(default=1, ge=1, description="fewest sites whose offers close a round")
     wait_s: float = Field(default=60, gt=0, description="seconds from a round's first offer until it closes")
@@ -83,6 +71,51 @@ class SitesSection(Section):
     tls_ca: str = Field(default="", description="authority that sites trust; empty: the system's")
 
     @property
+    def terms(self) -> dict[str, Any]:
+        """What sites and meeting must know of a round."""
+        outer = {"kind", "lr", "momentum", "momentum_warmup"}
+        return self.model_dump(include=outer | {"wait_s", "quorum", "sites", "outlier"})
+
+    @model_validator(mode="after")
+    def _closes(self) -> "MeetingSection":
+        if self.quorum > self.sites:
+            raise ValueError("sites.quorum exceeds sites.sites, so no round would close")
+        return self
+
+
+class LearnerSitesSection(MeetingSection):
+    """The learner at several sites. A round is a step: each site's updates, then one outer step."""
+
+    kind: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"] = Field(
+        default="bf16", description="numbers on the wire; the changes of a step at a small rate are below fp16's range"
+    )
+    lr: float = Field(default=1.0, gt=0, description="learning rate of the outer step; 1 without momentum: the average")
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="Nesterov momentum of the outer step; see docs/diloco.md before raising it"
+    )
+    wait_s: float = Field(default=300, gt=0, description="seconds from a step's first offer until it closes")
+
+
+class SitesSection(MeetingSection):
+    """Several sites of `shoal pretrain` or `shoal sft` that train one model and meet once in many steps (`shoal meet`)."""
+
+    inner_steps: int = Field(
+        default=500, ge=1, description="inner steps between two meetings of a fragment", json_schema_extra=DILOCO
+    )
+    fragments: int = Field(default=1, ge=1, description="parts of the parameters that travel in turn; 1: all at once")
+    delay: int = Field(
+        default=0,
+        ge=0,
+        description="inner steps that a site makes while a round's result travels; 0: it waits",
+    )
+    keep: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of its own parameters that a site keeps after a round; Streaming DiLoCo has 0.5",
+    )
+
+    @property
     def round_steps(self) -> int:
         """Inner steps from one round to the next; each is about one fragment."""
         return self.inner_steps // self.fragments
@@ -96,6 +129,4 @@ class SitesSection(Section):
                 f"sites.delay must be below sites.inner_steps / sites.fragments = {self.round_steps}: "
                 "a round's result is used before the next round"
             )
-        if self.quorum > self.sites:
-            raise ValueError("sites.quorum exceeds sites.sites, so no round would close")
         return self

@@ -28,10 +28,13 @@ from shoal.diloco.judge import refused
 from shoal.diloco.messages import (
     BadOfferError,
     ClosedError,
+    Figures,
     ForgottenError,
     Greeting,
     MeetingError,
+    MeetingStatus,
     Outcome,
+    SiteStatus,
     StateDescriptor,
     Terms,
     Welcome,
@@ -50,12 +53,18 @@ class Member:
     since: int = 0  # the first round that waits for it
     share: int | None = None  # of the data, which it reads
     accepted: int = -1  # the last round that took its offer
+    sent_bytes: int = 0  # of offers that were taken
 
 
 @dataclass(frozen=True)
 class Offer:
     data: bytes
     norm: float
+    figures: Figures
+
+
+def nothing(round: int, agreed: Agreed) -> None:
+    """No one else uses what is agreed."""
 
 
 class Meeting:
@@ -67,16 +76,24 @@ class Meeting:
         run: str,
         first: Callable[[], Agreed],
         clock: Callable[[], float] = time.monotonic,
+        publish: Callable[[int, Agreed], None] = nothing,
     ) -> None:
-        """Open the meeting in `folder`, or found it with the state of `first`. Raises MeetingError for another run's."""
+        """Open the meeting in `folder`, or found it with the state of `first`. Raises MeetingError for another run's.
+
+        `publish` is given the open round and what is agreed before it: at the start, and after each round.
+        """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
+        self.publish = publish
         self.members: dict[str, Member] = {}
         self.round, self.next_share, self.lost_shares = 0, 0, 0
         self.norms: list[float] = []
         self.outcomes: dict[int, Outcome] = {}
         self.offers: dict[str, Offer] = {}
+        self.dealt: list[str] = []  # the sites that share the open round's work, once one has asked
         self.healed: dict[str, str] = {}
+        self.figures: dict[str, Figures] = {}  # the last of each site
         self.first_offer_s: float | None = None
+        self.first_deal_s: float | None = None
         self.opened_s = clock()
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
@@ -87,6 +104,7 @@ class Meeting:
             self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
             self._write_state(0)
             self._save()
+        self.publish(self.round, self.agreed)
 
     @property
     def over(self) -> bool:
@@ -118,6 +136,21 @@ class Meeting:
         self._save()
         return member.share
 
+    def deal(self, name: str, round: int) -> list[str]:
+        """The sites that share the open round's work, in order, equal for all who ask. Empty: not all are here yet.
+
+        A site that joins after the first answer has no share of the round. Raises ClosedError if the round is over.
+        """
+        self._member(name)
+        if round != self.round or self.over:
+            raise ClosedError(f"round {round} is over; round {self.round} is open")
+        if self.first_deal_s is None:
+            self.first_deal_s = self.clock()
+        if not self.dealt and (self._gathered() or self.clock() - self.first_deal_s >= self.terms.wait_s):
+            self.dealt = sorted(each for each, member in self.members.items() if member.expected)
+            self._save()
+        return self.dealt
+
     def leave(self, name: str) -> None:
         self._member(name).expected = False
         log.info("%s leaves in round %d", name, self.round)
@@ -129,12 +162,13 @@ class Meeting:
         self.healed[name] = why
 
     def unfinished(self) -> int:
-        """Shares of the data that were given to sites which are away or came back without their place."""
+        """Shares of the data whose work is lost: of sites that are away, came back without their place, or missed a round
+        whose work they shared."""
         return self.lost_shares + sum(not each.expected and each.share is not None for each in self.members.values())
 
     # --- rounds ----------------------------------------------------------------------------------------------------
 
-    def offer(self, name: str, round: int, digest: str, data: bytes) -> None:
+    def offer(self, name: str, round: int, digest: str, data: bytes, figures: Figures) -> None:
         member, number = self._member(name), self.terms.fragment(self.round)
         ended = self.outcomes.get(round)
         if ended is not None and name in {*ended.kept, *ended.left_out}:
@@ -143,11 +177,13 @@ class Meeting:
             raise ClosedError(f"round {round} is over; round {self.round} is open")
         if digest != self.agreed.digests[number]:
             raise ClosedError(f"the parameters of {name} differ from the others' before round {round}")
+        if self.dealt and name not in self.dealt:
+            raise ClosedError(f"the work of round {round} was shared before {name} came")
         try:
             values = decode(data, self.terms.kind, self.terms.fragments.sizes[number])
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
-        self.offers[name] = Offer(data, float(values.double().norm()))
+        self.offers[name] = Offer(data, float(values.double().norm()), figures)
         member.expected = True
         if self.first_offer_s is None:
             self.first_offer_s = self.clock()
@@ -177,16 +213,16 @@ class Meeting:
         return described, path
 
     def waiting_for(self) -> list[str]:
-        expected = [name for name, each in self.members.items() if each.expected and each.since <= self.round]
-        return sorted(set(expected) - set(self.offers))
+        here = {name: each for name, each in self.members.items() if each.expected}
+        expected = {name for name, each in here.items() if each.since <= self.round}
+        return sorted((here.keys() & self.dealt if self.dealt else expected) - self.offers.keys())
 
     def due(self) -> bool:
         """Whether the open round can close now."""
         if self.over or len(self.offers) < self.terms.quorum or self.first_offer_s is None:
             return False
-        gathered = self.round > 0 or len(self.members) >= self.terms.sites
         waited_s = self.clock() - self.first_offer_s
-        return (gathered and not self.waiting_for()) or waited_s >= self.terms.wait_s
+        return (self._gathered() and not self.waiting_for()) or waited_s >= self.terms.wait_s
 
     def close(self) -> Outcome:
         """Average what was offered, make the outer step, and open the next round."""
@@ -196,17 +232,47 @@ class Meeting:
         data = self._average(kept, number) if kept else b""
         if kept:
             average = decode(data, terms.kind, terms.fragments.sizes[number])
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(self.round))
         outcome = Outcome(
-            round=self.round, kept=kept, left_out=left_out, missing=missing, digest=self.agreed.digests[number]
+            round=self.round,
+            kept=kept,
+            left_out=left_out,
+            missing=missing,
+            dealt=self.dealt,
+            digest=self.agreed.digests[number],
         )
+        self.lost_shares += len(set(self.dealt) - set(kept))
         self._record(outcome, data)
         write_file(self._path("average", self.round), data)
         self._write_state(self.round + 1)
         self._advance(outcome)
         self._save()
         self._drop_old()
+        self.publish(self.round, self.agreed)
         return outcome
+
+    def status(self) -> MeetingStatus:
+        """Who is here, and what they last said of themselves."""
+        return MeetingStatus(
+            run=self.run,
+            round=self.round,
+            rounds=self.terms.rounds,
+            waiting_for=self.waiting_for(),
+            sites={
+                name: SiteStatus(
+                    expected=each.expected,
+                    offered=name in self.offers,
+                    accepted=each.accepted,
+                    share=each.share,
+                    sent_bytes=each.sent_bytes,
+                    figures=self.figures.get(name),
+                )
+                for name, each in sorted(self.members.items())
+            },
+        )
+
+    def _gathered(self) -> bool:
+        return bool(self.round or self.dealt) or len(self.members) >= self.terms.sites
 
     def _average(self, kept: list[str], number: int) -> bytes:
         size, kind = self.terms.fragments.sizes[number], self.terms.kind
@@ -221,12 +287,14 @@ class Meeting:
         for name in outcome.missing:
             log.warning("%s is missing in round %d: nobody waits for it until it is back", name, outcome.round)
             self.members[name].expected = False
-        for name in self.offers:
+        for name, offer in self.offers.items():
             self.members[name].accepted = outcome.round
+            self.members[name].sent_bytes += len(offer.data)
+            self.figures[name] = offer.figures
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
         self.outcomes[outcome.round] = outcome
-        self.offers, self.healed, self.first_offer_s = {}, {}, None
+        self.offers, self.healed, self.dealt, self.first_offer_s, self.first_deal_s = {}, {}, [], None, None
         self.round, self.opened_s = self.round + 1, self.clock()
 
     # --- what is on disk -------------------------------------------------------------------------------------------
@@ -238,6 +306,7 @@ class Meeting:
             "norms": {name: each.norm for name, each in sorted(self.offers.items())},
             "bytes_in": {name: len(each.data) for name, each in sorted(self.offers.items())},
             "bytes_out_each": len(data),
+            "figures": {name: each.figures.model_dump() for name, each in sorted(self.offers.items())},
             "healed": self.healed,
             "open_s": round(self.clock() - self.opened_s, 3),
             "gathering_s": round(self.clock() - (self.first_offer_s or self.opened_s), 3),
@@ -253,6 +322,7 @@ class Meeting:
             "round": self.round,
             "next_share": self.next_share,
             "lost_shares": self.lost_shares,
+            "dealt": self.dealt,
             "norms": self.norms,
             "members": {name: asdict(member) for name, member in self.members.items()},
             "outcomes": [outcome.model_dump() for outcome in self.outcomes.values()],
@@ -264,7 +334,7 @@ class Meeting:
         self.about = {key: text for key, text in held["about"].items() if key == "data"} | self.about
         self._compare(f"the meeting in {self.folder}", held["about"])
         self.round, self.norms = held["round"], held["norms"]
-        self.next_share, self.lost_shares = held["next_share"], held["lost_shares"]
+        self.next_share, self.lost_shares, self.dealt = held["next_share"], held["lost_shares"], held.get("dealt", [])
         self.members = {name: Member(**member) for name, member in held["members"].items()}
         self.outcomes = {each["round"]: Outcome.model_validate(each) for each in held["outcomes"]}
         self.agreed = Agreed.from_bytes(self._path("state", self.round).read_bytes(), self.terms.fragments)
@@ -298,38 +368,6 @@ class Meeting:
                     f"{name} has another {key}: {_short(theirs)}, and the run has {_short(ours)}; "
                     f"give every site the same {key}"
                 )
-
-
-class Direct:
-    """A site in the same process as the meeting: `Roster` and `Exchange` without a network."""
-
-    def __init__(self, meeting: Meeting, name: str) -> None:
-        self.meeting, self.name = meeting, name
-
-    def join(self, greeting: Greeting) -> Welcome:
-        return self.meeting.join(self.name, greeting)
-
-    def take(self) -> int:
-        return self.meeting.take(self.name)
-
-    def leave(self) -> None:
-        self.meeting.leave(self.name)
-
-    def offer(self, round: int, digest: str, data: bytes) -> None:
-        self.meeting.offer(self.name, round, digest, data)
-        if self.meeting.due():
-            self.meeting.close()
-
-    def outcome(self, round: int) -> tuple[Outcome, bytes] | list[str]:
-        if self.meeting.due():
-            self.meeting.close()
-        found = self.meeting.outcome(self.name, round)
-        return self.meeting.waiting_for() if found is None else (found, self.meeting.average(round))
-
-    def state(self, why: str) -> tuple[int, bytes]:
-        self.meeting.heal(self.name, why)
-        described, path = self.meeting.state()
-        return described.round, path.read_bytes()
 
 
 def _short(text: str | None) -> str:

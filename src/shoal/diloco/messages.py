@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 
 DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Words = Annotated[str, Field(max_length=400)]
 
 
@@ -27,10 +28,16 @@ class Terms:
     kind: Kind = "fp16"
     lr: float = 0.7
     momentum: float = 0.9
+    momentum_warmup: int = 0  # rounds of a fragment over which the momentum rises from 0
     wait_s: float = 60.0  # from a round's first offer until it closes without the others
     quorum: int = 1  # fewest offers that close a round
     sites: int = 1  # that the first round waits for
     outlier: float = 10.0  # norms above this many times the usual one are left out
+
+    def momentum_in(self, round: int) -> float:
+        """The momentum of this round's outer step: linear warm-up, then constant."""
+        done = round // len(self.fragments)
+        return self.momentum * min(1.0, done / self.momentum_warmup) if self.momentum_warmup else self.momentum
 
     def fragment(self, round: int) -> int:
         """The fragment that this round is about."""
@@ -55,6 +62,18 @@ class Welcome(Message):
     accepted: int  # the last round to which this site's offer was accepted; −1: none
 
 
+class Figures(Message):
+    """What a site says of itself with an offer, for people: nothing is decided by it. Seconds since it started."""
+
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
+    computed_s: Seconds = 0.0
+    waited_s: Seconds = 0.0  # for data
+    synced_s: Seconds = 0.0  # for other sites
+
+
+SILENT = Figures()
+
+
 class Outcome(Message):
     """How a round ended. The average lies beside it, as bytes; with nobody in `kept` there is none."""
 
@@ -62,6 +81,7 @@ class Outcome(Message):
     kept: list[str]
     left_out: dict[str, str]  # site and reason
     missing: list[str]
+    dealt: list[str] = []  # the sites that shared the round's work, if it was shared
     digest: Digest  # of the fragment's agreed parameters afterwards
 
 
@@ -72,6 +92,27 @@ class Progress(Message):
 
 class Share(Message):
     number: int
+
+
+class Dealt(Message):
+    sites: list[str]  # empty: not all are here yet
+
+
+class SiteStatus(Message):
+    expected: bool  # rounds wait for it
+    offered: bool  # in the open round
+    accepted: int  # the last round that took its offer; −1: none
+    share: int | None
+    sent_bytes: int
+    figures: Figures | None  # with its last offer that was taken
+
+
+class MeetingStatus(Message):
+    run: str
+    round: int  # the open one
+    rounds: int
+    waiting_for: list[str]
+    sites: dict[str, SiteStatus]
 
 
 class Why(Message):
@@ -118,13 +159,17 @@ class Roster(Protocol):
         """The number of the next share of the data, which no other site gets."""
         ...
 
+    def deal(self, round: int) -> list[str]:
+        """The sites that share the work of a round, in order; empty: not settled yet. Raises ClosedError."""
+        ...
+
     def leave(self) -> None: ...
 
 
 class Exchange(Protocol):
     """How vectors and state travel: the engine's whole interface."""
 
-    def offer(self, round: int, digest: str, data: bytes) -> None:
+    def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
         """Give this site's pseudo-gradient; `digest` names the parameters it starts from. Raises ClosedError."""
         ...
 

@@ -2,20 +2,25 @@
 
 Invariant: it believes only answers that the meeting's key, which is in the invite, signed for its own request, and a state
 only if its bytes are those of a signed descriptor. It opens no port.
-Called by `shoal pretrain --join`.
+Called by `shoal pretrain` and `shoal sft` with --join, and by `shoal learner --site`.
 """
 
 import threading
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel
 
 from shoal.diloco.codec import most_bytes
+from shoal.diloco.invites import name_of, open_descriptor
 from shoal.diloco.messages import (
+    SILENT,
     ClosedError,
+    Dealt,
+    Figures,
     ForgottenError,
     Greeting,
     MeetingError,
@@ -26,7 +31,7 @@ from shoal.diloco.messages import (
     Welcome,
     Why,
 )
-from shoal.diloco.serve import JoinRequest, name_of, open_descriptor
+from shoal.diloco.serve import JoinRequest
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import KEY, Node, NodeError, RefusedError
@@ -72,15 +77,21 @@ class Remote:
     def take(self) -> int:
         return self.node.post("/v1/shares", None, Share).number
 
+    def deal(self, round: int) -> list[str]:
+        try:
+            return self.node.post(f"/v1/rounds/{round}/deal", None, Dealt).sites
+        except RefusedError as error:
+            raise _meant(error) from error
+
     def leave(self) -> None:
         """Say good-bye. A meeting that does not hear it finds out by itself, after `sites.wait_s`."""
         self.node.patience_s = GOOD_BYE_S
         with suppress(NodeError):
             self.node.post("/v1/leave", None, Ack)
 
-    def offer(self, round: int, digest: str, data: bytes) -> None:
+    def offer(self, round: int, digest: str, data: bytes, figures: Figures = SILENT) -> None:
         try:
-            self.node.put(f"/v1/rounds/{round}/{digest}", data, Ack)
+            self.node.put(f"/v1/rounds/{round}/{digest}?figures={quote(figures.model_dump_json())}", data, Ack)
         except RefusedError as error:
             raise _meant(error) from error
 

@@ -6,11 +6,13 @@
     GET  /v1/rounds/{round}/average  the average that every site applies
     POST /v1/state                   the signed descriptor of what is agreed; GET /v1/state/{round}: the file itself
     POST /v1/shares, /v1/leave       the next share of the data; good-bye
+    POST /v1/rounds/{round}/deal     the sites that share the work of a round
+    GET  /v1/status                  who is here, and what they last said of themselves; open to all
 
 Invariant: every request is signed by a key that a valid invite brought, its head is checked before its body is read, and
 every answer, refusals included, is signed for the request that it answers (`protocol`). An invite works for one key.
 Called by `shoal meet`. If the disk fails it ends; a restart goes on from the last round that was written.
-Left out: bounds on what strangers may ask (put nginx in front), several meetings that share the work.
+What one may ask is bounded by `gate`. Left out: several meetings that share the work.
 """
 
 import asyncio
@@ -18,42 +20,46 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shoal.diloco.codec import most_bytes
+from shoal.diloco.gate import Gate, listen, read_body
+from shoal.diloco.invites import DOMAIN, STATE_DOMAIN, SiteInvite
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import Greeting, MeetingError, Message, Progress, Share, StateDescriptor, Why
+from shoal.diloco.messages import (
+    SILENT,
+    Dealt,
+    Figures,
+    Greeting,
+    MeetingError,
+    MeetingStatus,
+    Message,
+    Outcome,
+    Progress,
+    Share,
+    Why,
+)
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.protocol.answers import sign_answer
 from shoal.protocol.identity import Identity, IdentityError, Signed
-from shoal.protocol.invite import Invite
 from shoal.protocol.signing import MAX_AGE_S, SignatureError, split_target, verify_head
+from shoal.shardcast.serve.connections import BACKLOG, PATIENCE
 
 POLL_S = 8.0  # below the 30 s that a site waits for an answer
 LOOK_S = 0.1
 SMALL_BYTES = 64 << 10
-DOMAIN, STATE_DOMAIN = "site-invite", "site-state"
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[web.Request, str, bytes], Awaitable[web.Response]]
-
-
-class SiteInvite(BaseModel):
-    """What the meeting signed for one site."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    run: str
-    name: str
 
 
 class JoinRequest(Message):
@@ -80,7 +86,7 @@ class Nonces:
 class Server:
     def __init__(self, meeting: Meeting, identity: Identity) -> None:
         self.meeting, self.identity = meeting, identity
-        self.nonces = Nonces()
+        self.nonces, self.gate = Nonces(), Gate()
         self.keys_path = meeting.folder / "keys.json"
         self.names: dict[str, str] = json.loads(self.keys_path.read_text()) if self.keys_path.exists() else {}
         self.lock = asyncio.Lock()
@@ -89,7 +95,7 @@ class Server:
 
     def app(self) -> web.Application:
         largest = max(most_bytes(self.meeting.terms.kind, size) for size in self.meeting.terms.fragments.sizes)
-        application = web.Application(client_max_size=max(largest, SMALL_BYTES) + 1, middlewares=[self._front])
+        application = web.Application(middlewares=[self._front])
         application.add_routes(
             [
                 web.post("/v1/join", self._checked(self._join, stranger=True)),
@@ -100,6 +106,8 @@ class Server:
                 web.get(r"/v1/state/{round:\d{1,9}}", self._checked(self._state)),
                 web.post("/v1/shares", self._checked(self._share)),
                 web.post("/v1/leave", self._checked(self._leave)),
+                web.post(r"/v1/rounds/{round:\d{1,9}}/deal", self._checked(self._deal)),
+                web.get("/v1/status", self._status),
             ]
         )
         return application
@@ -128,9 +136,12 @@ class Server:
             response = await handler(request)
         except web.HTTPException as error:
             response = _refusal(error.status, error.reason)
+        except MeetingError as error:
+            response = _refusal(error.status, str(error))
         assert isinstance(response, web.Response) and isinstance(response.body, bytes | None)
+        await self.gate.leave(request, response)
         if response.status >= 400:
-            response.force_close()
+            response.force_close()  # the rest of its body is not read
         signed = sign_answer(
             self.identity,
             request.headers,
@@ -154,27 +165,27 @@ class Server:
                     headers=request.headers,
                     audience=self.meeting.run,
                     now_s=time.time(),
-                    nonces=self.nonces,
+                    nonces=None,
                 )
+                if name := self.names.get(head.key, ""):
+                    head.spend(self.nonces)  # of sites alone: strangers could fill the memory
             except SignatureError as error:
                 return _refusal(401, str(error))
-            name = self.names.get(head.key, "")
             if not (name or stranger):
                 return _refusal(403, "this key has not joined the meeting: join with an invite")
             if request.content_length is None and request.method != "GET":
                 return _refusal(411, "a body needs a content-length")
             if (request.content_length or 0) > most:
                 return _refusal(413, f"the body has {request.content_length} bytes, at most {most} are taken")
-            body = await request.read()
-            try:
-                head.check_body(sha256(body).digest(), len(body))
-                return await handler(request, name or head.key, body)
-            except SignatureError as error:
-                return _refusal(401, str(error))
-            except MeetingError as error:
-                return _refusal(error.status, str(error))
-            except ValidationError as error:
-                return _refusal(422, f"malformed: {error.errors()[0]['msg']}")
+            with self.gate.site(request, name) if name else nullcontext():
+                body = await read_body(request, most)
+                try:
+                    head.check_body(sha256(body).digest(), len(body))
+                    return await handler(request, name or head.key, body)
+                except SignatureError as error:
+                    return _refusal(401, str(error))
+                except ValidationError as error:
+                    return _refusal(422, f"malformed: {error.errors()[0]['msg']}")
 
         return respond
 
@@ -195,7 +206,7 @@ class Server:
         if self.meeting.due() and self.failure is None:
             outcome = await self._alone(lambda: self.meeting.close() if self.meeting.due() else None)
             if outcome is not None:
-                log.info("round %d of %d: %s", outcome.round + 1, self.meeting.terms.rounds, ", ".join(outcome.kept))
+                log.info("%s", summary(outcome, self.meeting.status()))
                 self.ended.set()
                 self.ended = asyncio.Event()
 
@@ -225,7 +236,8 @@ class Server:
 
     async def _offer(self, request: web.Request, name: str, body: bytes) -> web.Response:
         info = request.match_info
-        await self._alone(partial(self.meeting.offer, name, int(info["round"]), info["digest"], body))
+        figures = Figures.model_validate_json(request.query.get("figures", "{}"))
+        await self._alone(partial(self.meeting.offer, name, int(info["round"]), info["digest"], body, figures))
         await self._close_if_due()
         return _answer(None)
 
@@ -256,50 +268,54 @@ class Server:
     async def _share(self, request: web.Request, name: str, body: bytes) -> web.Response:
         return _answer(Share(number=await self._alone(partial(self.meeting.take, name))))
 
+    async def _deal(self, request: web.Request, name: str, body: bytes) -> web.Response:
+        round = int(request.match_info["round"])
+        return _answer(Dealt(sites=await self._alone(partial(self.meeting.deal, name, round))))
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self.gate.reader(request)
+        return _answer(await self._alone(self.meeting.status))
+
     async def _leave(self, request: web.Request, name: str, body: bytes) -> web.Response:
         await self._alone(partial(self.meeting.leave, name))
         return _answer(None)
-
-
-def site_invite(identity: Identity, url: str, run: str, name: str) -> Invite:
-    """The text that one site joins with."""
-    payload = SiteInvite(run=run, name=name).model_dump_json()
-    return Invite(url=url, key=identity.public, run=run, signed=Signed.make(identity, payload, domain=DOMAIN))
-
-
-def name_of(invite: Invite) -> str:
-    """The site that an invite is for. Raises MeetingError for an invite of another kind."""
-    try:
-        return SiteInvite.model_validate_json(invite.signed.open(invite.key, domain=DOMAIN)).name
-    except (IdentityError, ValidationError) as error:
-        raise MeetingError("this is not an invite for a site: `shoal meet` writes them to its folder") from error
-
-
-def open_descriptor(signed: Signed, key: str, run: str) -> StateDescriptor:
-    """What the meeting signed of a state file. Raises MeetingError."""
-    try:
-        described = StateDescriptor.model_validate_json(signed.open(key, domain=STATE_DOMAIN))
-    except (IdentityError, ValidationError) as error:
-        raise MeetingError(f"the state is not signed by this run's meeting: {error}") from error
-    if described.run != run:
-        raise MeetingError(f"the state is of run {described.run}, not {run}")
-    return described
 
 
 async def serve(server: Server, host: str, port: int, tls: object, listening: Path) -> tuple[web.AppRunner, int]:
     """Listen; port 0 is the one from before a restart, or a free one."""
     last = listening.read_text() if port == 0 and listening.exists() else ""
     port = int(last) if last.isdecimal() else port
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, ssl_context=tls)  # type: ignore[arg-type]
+    application = server.app()
     try:
-        await site.start()
+        listener = listen(application, host, port)
     except OSError as error:
-        raise ShoalError(f"cannot listen on {host}:{port} ({error.strerror}): set sites.port to a free one") from error
-    bound = int(runner.addresses[0][1])
+        raise ShoalError(f"{error.strerror}: set the port of the sites' meeting to a free one") from error
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, keepalive_timeout=PATIENCE.idle_s)
+    await runner.setup()
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()  # type: ignore[arg-type]
+    bound = int(listener.getsockname()[1])
     write_file(listening, str(bound).encode())
     return runner, bound
+
+
+def summary(outcome: Outcome, status: MeetingStatus) -> str:
+    """One line about a round that ended: who counted, with what loss, and how each spent its time."""
+    told = [f"{name} {_told(status.sites[name].figures or SILENT)}" for name in outcome.kept]
+    told += [f"{name} left out" for name in outcome.left_out] + [f"{name} missing" for name in outcome.missing]
+    return f"round {outcome.round + 1} of {status.rounds}: " + "; ".join(told)
+
+
+def _told(figures: Figures) -> str:
+    total_s = figures.computed_s + figures.waited_s + figures.synced_s or 1.0
+    shares = [
+        f"{100 * seconds / total_s:.0f} % {what}"
+        for what, seconds in (
+            ("computing", figures.computed_s),
+            ("waiting for data", figures.waited_s),
+            ("for sites", figures.synced_s),
+        )
+    ]
+    return (f"loss {figures.loss:.4g}, " if figures.loss is not None else "") + ", ".join(shares)
 
 
 def _answer(message: BaseModel | None) -> web.Response:

@@ -6,7 +6,7 @@
     site.apply(tensors, outcome, data)            the same outer step as everywhere; checks that the digest is the same
 
 Invariant: after `apply` or `adopt` the copy of what is agreed is the meeting's, bit for bit, or an error says so.
-Called by the pretraining loop. Left out: the inner optimizer, which stays at its site (DiLoCo, arXiv 2311.08105).
+Called by `pretrain.outer` and `learner.sites`. Left out: the inner optimizer, which stays at its site (DiLoCo).
 """
 
 import time
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import ErrorFeedback, decode
-from shoal.diloco.messages import Exchange, ForgottenError, Outcome, Terms
+from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, Outcome, Terms
 from shoal.diloco.outer import mix, pseudo_gradient
 from shoal.errors import ShoalError
 
@@ -56,7 +56,7 @@ class Site:
         terms = self.terms
         if outcome.kept:
             average = decode(data, terms.kind, terms.fragments.sizes[number])
-            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum)
+            self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(outcome.round))
         if self.agreed.digests[number] != outcome.digest:
             raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
         local = terms.fragments.gather(tensors, number)
@@ -88,6 +88,7 @@ def meet(
     round: int,
     digest: str,
     data: bytes,
+    figures: Figures = SILENT,
     *,
     give_up_s: float,
     pause_s: float = 0.0,
@@ -98,12 +99,12 @@ def meet(
     Raises ClosedError if the round is over already, SilenceError after `give_up_s` or when `stopped`.
     """
     deadline_s = time.monotonic() + give_up_s
-    exchange.offer(round, digest, data)
+    exchange.offer(round, digest, data, figures)
     while True:
         try:
             found = exchange.outcome(round)
         except ForgottenError:
-            exchange.offer(round, digest, data)
+            exchange.offer(round, digest, data, figures)
             continue
         if isinstance(found, tuple):
             return found

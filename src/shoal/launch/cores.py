@@ -19,10 +19,16 @@ def available_cores(wanted: int) -> int:
 def share_threads(config: Config, cores: int) -> dict[str, int]:
     """Threads for each role that computes: at least one, and together at most `cores`, when possible.
 
-    With async level 0, learning and generating take turns, so each phase gets all cores.
+    With async level 0, learning and generating take turns, so each phase gets all cores. Sites share the learner's.
     """
+    sites = config.learner.sites.sites if config.learner.sites else 1
     if config.coordinator.async_level == 0:
-        return {"learner": cores, "validator": 1, "worker": max(1, cores // config.workers.count), "evaluator": 1}
+        return {
+            "learner": max(1, cores // sites),
+            "validator": 1,
+            "worker": max(1, cores // config.workers.count),
+            "evaluator": 1,
+        }
     learner = max(1, cores // 2)
     each_worker = max(1, (cores - learner) // (config.workers.count + 1))
-    return {"learner": learner, "validator": each_worker, "worker": each_worker, "evaluator": 1}
+    return {"learner": max(1, learner // sites), "validator": each_worker, "worker": each_worker, "evaluator": 1}

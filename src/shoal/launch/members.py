@@ -16,6 +16,7 @@ from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Role
 
 INVITE_S = 30 * 86_400
+MEETING = "meet"  # name and folder of the meeting of the learner's sites
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Member:
 
 
 def members(config: Config) -> Iterator[Member]:
-    """Every process except the coordinator, in the order in which they start."""
-    yield Member("learner", "learner", "learner")
+    """Every process except coordinator and meeting, in the order in which they start."""
+    for i in range(config.learner.sites.sites if config.learner.sites else 1):
+        yield Member(f"learner-{i}" if i else "learner", "learner", "learner")
     yield Member("origin", "origin", "origin")
     for i in range(config.relays.count):
         yield Member(f"relay-{i}", "relay", "relay")
@@ -52,11 +54,24 @@ def coordinator_command(run: str, out: Path, url: str) -> list[str]:
     return ["coordinator", str(out / "config.toml"), "--run", run, "--port", port, *where]
 
 
+def meeting_command(out: Path) -> list[str]:
+    return ["meet", str(out / "config.toml"), "--dir", str(out / MEETING), "--threads", "1"]
+
+
+def site_invites(config: Config, out: Path) -> list[Path]:
+    """The invites that the meeting writes, one for each of the learner's sites."""
+    count = config.learner.sites.sites if config.learner.sites else 0
+    return [out / MEETING / "invites" / f"site-{i}.invite" for i in range(count)]
+
+
 def command(member: Member, config: Config, out: Path, cores: int) -> list[str]:
     """The member's command line; its folder and invite exist."""
     folder = out / member.name
     threads = share_threads(config, cores).get(member.role, 1)
-    more = ["--watch", str(out / "learner" / "versions")] if member.role == "origin" else []
+    sites = config.learner.sites
+    more = ["--watch", str(out / (MEETING if sites else "learner") / "versions")] if member.role == "origin" else []
+    if member.role == "learner" and sites:
+        more = ["--site", str(site_invites(config, out)[int(member.name.removeprefix("learner").lstrip("-") or 0)])]
     where = ["--dir", str(folder), "--threads", str(threads)]
     return [member.command, "--join", str(folder / "invite"), *more, *where]
 

@@ -171,6 +171,9 @@ class Swarm:
         self.watch = Watch(self.config, self.out, self.pool)
         self.children.start("coordinator", members.coordinator_command(self.run_name, self.out, self.url))
         self._wait_for_coordinator()
+        if self.config.learner.sites:
+            self.children.start(members.MEETING, members.meeting_command(self.out))
+            self._wait_for_meeting()
         for member in members.members(self.config):
             members.invite(member, identity, self.run_name, self.url, self.out)
             command = members.command(member, self.config, self.out, self.cores)
@@ -194,6 +197,15 @@ class Swarm:
             f"the coordinator did not answer at {self.url} within {START_S:.0f} s; see {self.out / 'logs'}"
         )
 
+    def _wait_for_meeting(self) -> None:
+        meeting, deadline_s = self.children.all[-1], time.monotonic() + START_S
+        while not all(path.exists() for path in members.site_invites(self.config, self.out)):
+            if meeting.exit_status() is not None:
+                raise SwarmError(f"the sites' meeting did not start: {meeting.last_words()}")
+            if time.monotonic() > deadline_s:
+                raise SwarmError(f"the sites' meeting did not start within {START_S:.0f} s; see {meeting.log}")
+            time.sleep(0.1)
+
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -205,7 +217,7 @@ class Swarm:
                 if status is not None:
                     self.status = status
                     self.view.update(status, self.pool.history)
-                    if status.state == "finished" and self.children.has_ended("learner"):
+                    if status.state == "finished" and self._trained() is not None:
                         return
                 self._measure()
                 self.children.revive(self._say)
@@ -244,6 +256,11 @@ class Swarm:
         for line in sample_lines(self.pool.history.samples[-SHOWN_SAMPLES:]):
             self.view.log(line)
 
+    def _trained(self) -> Path | None:
+        """The model that the learner left when it ended; all of its sites leave the same one."""
+        names = [member.name for member in members.members(self.config) if member.role == "learner"]
+        return next((self.out / name / MODEL for name in names if self.children.has_ended(name)), None)
+
     def _how_to_resume(self) -> str:
         if not (self.out / "coordinator" / "coordinator.json").exists():
             return ""
@@ -256,8 +273,10 @@ class Swarm:
     def _finish(self) -> None:
         """The trained model, the report and the table; then free what is no longer needed."""
         assert self.status is not None
+        trained = self._trained()
+        assert trained is not None
         shutil.rmtree(self.out / MODEL, ignore_errors=True)  # of a run that is resumed with more steps
-        copy_tree(self.out / "learner" / MODEL, self.out / MODEL)
+        copy_tree(trained, self.out / MODEL)
         legs = total(self.legs)
         summary = write_report(
             self.out,

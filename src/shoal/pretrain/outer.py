@@ -25,7 +25,7 @@ from shoal.config import Config, ConfigError
 from shoal.config.sites import SitesSection
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.fragments import Fragments
-from shoal.diloco.messages import ClosedError, Exchange, Greeting, Outcome, Roster, Terms
+from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outcome, Roster, Terms
 from shoal.diloco.site import DifferentError, Site, meet
 from shoal.files import write_file
 from shoal.pretrain.checkpoint import Progress
@@ -54,6 +54,8 @@ class Outer:
         self.flight: tuple[Flight, int] | None = None  # and the inner step that lands it
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
         self.waited_s, self.sent_bytes, self.received_bytes = 0.0, 0, 0
+        self.loss: float | None = None  # of the last inner step; like the next, for people who watch the meeting
+        self.computed_s = 0.0
 
     def begin(self, about: dict[str, str], progress: Progress, found: bool) -> Progress:
         """Join the meeting; `found`: there was a checkpoint. Returns where to go on. Raises MeetingError."""
@@ -93,6 +95,7 @@ class Outer:
             self.site.round,
             digest,
             data,
+            Figures(loss=self.loss, computed_s=self.computed_s, synced_s=self.waited_s),
             give_up_s=self.settings.give_up_s,
             stopped=self.stopped,
         )
@@ -157,17 +160,7 @@ def terms_of(config: Config, tensors: Mapping[str, Tensor]) -> Terms:
             "the last steps would reach no other site"
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Terms(
-        Fragments(shapes, settings.fragments),
-        rounds=steps // settings.round_steps,
-        kind=settings.kind,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        wait_s=settings.wait_s,
-        quorum=settings.quorum,
-        sites=settings.sites,
-        outlier=settings.outlier,
-    )
+    return Terms(Fragments(shapes, settings.fragments), rounds=steps // settings.round_steps, **settings.terms)
 
 
 def named(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -113,6 +113,8 @@ class Pretraining:
         self.progress.updates += 1
         seconds = time.monotonic() - started_s
         self.computed_s += seconds
+        if self.outer is not None:
+            self.outer.loss, self.outer.computed_s = loss, self.computed_s
         self.record(
             loss=loss, lr=lr, grad_norm=norm, tokens=ids_BT.numel(), tokens_per_s=round(ids_BT.numel() / seconds)
         )

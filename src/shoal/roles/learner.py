@@ -1,4 +1,5 @@
-"""`shoal learner`: joins as the learner, loads the policy and trains until the run ends. Under torchrun, on every rank."""
+"""`shoal learner`: joins as the learner, loads the policy and trains until the run ends. Under torchrun, on every rank; with
+an invite of `shoal meet`, as one of several sites."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import config as config_module
-from shoal.config import Config
+from shoal.config import Config, ConfigError
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import Node
 from shoal.roles.joining import join
 
 if TYPE_CHECKING:
+    from shoal.learner.loop import Learner
+    from shoal.learner.policy import Policy
     from shoal.learner.ranks import Ranks
     from shoal.model.dtype import DtypeName
 
@@ -23,8 +26,8 @@ LEADER_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as l
 RANKS_TIMEOUT_S = 1800.0  # and for another rank in a collective: longer than any row, load or file takes
 
 
-def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
-    """Returns how the run ended. Raises NodeError, DivergedError, OutOfMemoryError."""
+def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Event, site: Invite | None = None) -> str:
+    """Returns how the run ended. `site`: of the sites' meeting. Raises NodeError, DivergedError, OutOfMemoryError."""
     import torch
 
     from shoal.learner.loop import Learner
@@ -35,14 +38,46 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
 
     ranks = Ranks.start(RANKS_TIMEOUT_S, LEADER_TIMEOUT_S)
     with _leading(invite, folder, threads, ranks, stop) as (node, config, dtype):
+        _check_site(config, site, ranks.size)
         torch.manual_seed(config.run.seed)
         model = resolve(config.model.name)
         device = config.model.device
         picked = numerics.pick(config.model.numerics, dtype, device)
         policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
-        ended = Learner(node, config, policy, folder).run(stop)
+        if site is None:
+            learner = Learner(node, config, policy, folder)
+        else:
+            learner = _at_site(node, config, policy, folder, site, stop)
+        ended = learner.run(stop)
     ranks.stop()
     return ended
+
+
+def _check_site(config: Config, site: Invite | None, ranks: int) -> None:
+    if config.learner.sites and site is None:
+        raise ConfigError(
+            "this run's learner is spread over several sites: add --site INVITE, which `shoal meet` writes"
+        )
+    if site is not None and not config.learner.sites:
+        raise ConfigError(
+            "this run's learner is at one site, because its config has no [learner.sites]: leave out --site"
+        )
+    if site is not None and ranks > 1:
+        raise ConfigError("the learner of a site is one process: start it without torchrun")
+
+
+def _at_site(
+    node: Node | None, config: Config, policy: Policy, folder: Path, site: Invite, stop: threading.Event
+) -> Learner:
+    from shoal.diloco.remote import Remote
+    from shoal.learner.sites import SiteLearner, settings_of, terms_of
+
+    assert node is not None  # it leads, because it is alone
+    settings = settings_of(config)
+    terms = terms_of(settings, config.run.steps, policy)
+    authority = Path(settings.tls_ca) if settings.tls_ca else None
+    remote = Remote(site, folder, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
+    return SiteLearner(node, config, policy, folder, remote.name, remote, remote)
 
 
 @contextmanager

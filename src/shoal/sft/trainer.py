@@ -4,7 +4,7 @@ It uses the policy, packing and checkpoints of reinforcement learning, so a run 
 loss is the mean over all trained tokens of its conversations, with one denominator for all its micro-batches.
 Invariant: the conversations of an update are a pure function of seed, epoch and data. So the position in the data is the
 number of updates done, and a resumed run equals the uninterrupted one (bitwise on the CPU).
-Called by `shoal sft`. Left out: several devices, learning rates that decay, LoRA.
+Called by `shoal sft`. `sites` spreads it over several sites. Left out: several devices, learning rates that decay, LoRA.
 """
 
 import json
@@ -48,7 +48,7 @@ class Sft:
         """Train to the end of the last epoch, or until `stop`. Returns the model's folder, or None if stopped."""
         claim(self.folder, fingerprint(self.data, self.config))
         step = self.checkpoints.restore().step
-        _drop_after(self.metrics, step)
+        drop_after(self.metrics, step)
         if step:
             log.info("resuming after step %d of %d", step, len(self.plan))
         else:
@@ -64,8 +64,8 @@ class Sft:
         self.checkpoints.finish()
         return self.publish()
 
-    def train(self, step: int) -> None:
-        """Make one update and record its metrics."""
+    def train(self, step: int) -> float:
+        """Make one update and record its metrics. Returns its loss."""
         started_s = time.monotonic()
         epoch, members = self.plan[step]
         examples = [self.data.train[i] for i in members]
@@ -87,6 +87,7 @@ class Sft:
         if time.monotonic() - self.logged_s > LOG_EVERY_S:
             self.logged_s = time.monotonic()
             self.log(step + 1, f"loss {update['loss']:.3f}, {n_tokens / seconds:.0f} tokens/s")
+        return update["loss"]
 
     def evaluate(self, step: int) -> None:
         """Record the mean loss over all trained tokens of the held-out conversations."""
@@ -169,7 +170,7 @@ def claim(folder: Path, found: str) -> None:
         )
 
 
-def _drop_after(path: Path, step: int) -> None:
+def drop_after(path: Path, step: int) -> None:
     """Drop the lines of updates that will be repeated, and an incomplete last line."""
     if path.exists():
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

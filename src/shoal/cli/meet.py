@@ -1,0 +1,113 @@
+"""`shoal meet CONFIG --dir DIR`: where the sites of one training meet. It writes an invite for each site, and serves until
+the last round is over and every site has left.
+
+The config says what is trained: with [learner.sites] a run's learner, with `sft.data` conversations, else plain text.
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal import config as config_module
+from shoal.cli.pretrain import config_arguments, model_of, path_of
+from shoal.config import Config
+from shoal.launch import process
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import run_id
+
+if TYPE_CHECKING:
+    from shoal.config.sites import MeetingSection
+    from shoal.diloco.meeting import Meeting
+
+log = logging.getLogger(__name__)
+
+
+def meet_arguments(parser: argparse.ArgumentParser) -> None:
+    config_arguments(parser)
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
+
+
+def run_meet(arguments: argparse.Namespace) -> None:
+    """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
+    config = config_module.load(arguments.config, arguments.overrides)
+    stop = process.begin("meet", threads=arguments.threads)
+    settings, open_meeting = _meeting_of(config)
+    asyncio.run(_meet(settings, open_meeting, arguments.dir, arguments.config.stem, stop))
+
+
+def _meeting_of(config: Config) -> tuple[MeetingSection, Callable[[Path, str], Meeting]]:
+    """The section that describes the meeting, and what opens it in a folder for a run of that name."""
+    if config.learner.sites:
+        from shoal.roles.meeting import learner_meeting
+
+        return config.learner.sites, lambda folder, run: learner_meeting(config, folder, run)
+    open_meeting = _sft if config.sft.data and not config.pretrain.data else _pretraining
+    return config.sites, lambda folder, run: open_meeting(config, folder, run)
+
+
+def _sft(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.launch.prepare import model_folder
+    from shoal.model.load import load_tokenizer
+    from shoal.sft.batch import load_data, plan
+    from shoal.sft.sites import sft_about, sft_terms
+    from shoal.sft.trainer import open_policy
+
+    where = model_folder(config.model.name)
+    data = load_data(load_tokenizer(where), where, config)  # the rounds follow from it
+    policy = open_policy(where, config, "float32")
+    terms = sft_terms(plan([len(each.tokens) for each in data.train], config.sft, config.run.seed), config, policy)
+    first = Agreed.of(policy.masters, terms.fragments)
+    return Meeting(folder, terms, sft_about(data, config, policy), run, lambda: first)
+
+
+def _pretraining(config: Config, folder: Path, run: str) -> Meeting:
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.meeting import Meeting
+    from shoal.launch.prepare import model_folder
+    from shoal.pretrain.about import about
+    from shoal.pretrain.outer import named, terms_of
+
+    where = model_folder(config.model.name)
+    tensors = named(model_of(where, config))
+    terms = terms_of(config, tensors)
+    wanted = about(config, where, None, sites=True)
+    return Meeting(folder, terms, wanted, run, lambda: Agreed.of(tensors, terms.fragments))
+
+
+async def _meet(
+    settings: MeetingSection,
+    open_meeting: Callable[[Path, str], Meeting],
+    folder: Path,
+    name: str,
+    stop: threading.Event,
+) -> None:
+    from shoal.diloco.invites import site_invite
+    from shoal.diloco.serve import Server, serve
+    from shoal.protocol.node import KEY
+    from shoal.shardcast.serve.server import url_of
+    from shoal.shardcast.tls import server_context
+
+    identity = Identity.load_or_create(folder / KEY)
+    run = run_id(name, identity.public)
+    meeting = open_meeting(folder, run)
+    tls = server_context(path_of(settings.tls_cert), path_of(settings.tls_key))
+    server = Server(meeting, identity)
+    runner, port = await serve(server, settings.host, port=settings.port, tls=tls, listening=folder / "port")
+    try:
+        url = settings.url or url_of(settings.host, port, tls=tls is not None)
+        for number in range(settings.sites):
+            site_invite(identity, url, run, f"site-{number}").save(folder / "invites" / f"site-{number}.invite")
+        log.info("listening at %s; invites for %d sites are in %s", url, settings.sites, folder / "invites")
+        await server.live(stop.is_set)
+    finally:
+        await runner.cleanup()
+    log.info("%s after round %d of %d", "over" if meeting.over else "stopped", meeting.round, meeting.terms.rounds)

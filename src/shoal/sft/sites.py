@@ -1,0 +1,107 @@
+"""Supervised fine-tuning at one of several sites, which meet at `shoal meet`.
+
+The updates of the plan are cut into rounds: `sites.sites` times `sites.inner_steps` of them each. The meeting says which
+sites share a round; site i of n makes the round's updates i, i + n, ...: so none is made twice, and while a site is away the
+others make more.
+Invariant: at the end of a round the weights are equal at all sites, to the last bit. What a dead site had begun is lost; the
+meeting counts it.
+Called by `shoal sft --join` and `shoal meet`. DiLoCo: arXiv 2311.08105. Left out: fragments, delayed results.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.config import Config, ConfigError
+from shoal.diloco.messages import Exchange, Roster, Terms
+from shoal.learner.checkpoint import Progress
+from shoal.learner.policy import Policy
+from shoal.learner.sites import LATE, PolicySite, about_of, terms_of
+from shoal.protocol.node import StoppedError
+from shoal.sft.batch import Data, fingerprint
+from shoal.sft.trainer import Sft, claim, drop_after
+
+log = logging.getLogger(__name__)
+
+
+class SiteSft(Sft):
+    def __init__(
+        self, policy: Policy, data: Data, config: Config, folder: Path, name: str, exchange: Exchange, roster: Roster
+    ) -> None:
+        """`name`: of this site. `exchange` and `roster`: its ways to the meeting."""
+        super().__init__(policy, data, config, folder)
+        terms = sft_terms(self.plan, config, policy)
+        self.place = PolicySite(name, policy, terms, exchange, roster, give_up_s=config.sites.give_up_s)
+        self.about = sft_about(data, config, policy)
+
+    def run(self, stop: threading.Event) -> Path | None:
+        """Train to the last round, or until `stop`. Returns the model's folder, or None if stopped."""
+        claim(self.folder, fingerprint(self.data, self.config))
+        round = self.checkpoints.restore().step
+        try:
+            round = self.place.enter(self.about, "it comes back" if round else "it joins")
+            drop_after(self.metrics, round * self._updates)
+            while round < self.place.site.terms.rounds:
+                try:
+                    loss = self.train_share(round, self.place.deal(stop), stop)
+                    outcome = self.place.meet(loss, stop)
+                except LATE as error:
+                    log.warning("taking over what the sites agreed on: %s", error)
+                    round = self.place.enter(self.about, str(error))
+                    continue
+                round += 1
+                log.info("round %d of %d: %s", round, self.place.site.terms.rounds, ", ".join(outcome.kept))
+                self.evaluate(min(round * self._updates, len(self.plan)))
+                self.checkpoints.begin(Progress(step=round))
+        except StoppedError:
+            return None
+        finally:
+            self.checkpoints.finish()
+            self.place.roster.leave()
+        return self.publish()
+
+    def train_share(self, round: int, sites: Sequence[str], stop: threading.Event) -> float | None:
+        """This site's updates of a round. Returns the last one's loss. Raises StoppedError."""
+        started_s, loss = time.monotonic(), None
+        for number in shared(round, len(self.plan), self._updates, sites)[self.place.site.name]:
+            if stop.is_set():
+                raise StoppedError(f"stopped before update {number + 1}")
+            loss = self.train(number)
+        self.place.computed_s += time.monotonic() - started_s
+        return loss
+
+    @property
+    def _updates(self) -> int:
+        return round_updates(self.config)
+
+
+def shared(round: int, updates: int, of_round: int, sites: Sequence[str]) -> dict[str, list[int]]:
+    """The numbers of the updates that each site makes in a round, of `updates` in all."""
+    numbers = range(round * of_round, min((round + 1) * of_round, updates))
+    return {name: list(numbers[i :: len(sites)]) for i, name in enumerate(sites)}
+
+
+def round_updates(config: Config) -> int:
+    """Updates of a round, over all sites."""
+    return config.sites.sites * config.sites.inner_steps
+
+
+def sft_terms(plan: Sequence[object], config: Config, policy: Policy) -> Terms:
+    """Raises ConfigError for what only pretraining can."""
+    if config.sites.fragments > 1 or config.sites.delay:
+        raise ConfigError(
+            "shoal sft meets at once and with all parameters: set sites.fragments = 1 and sites.delay = 0"
+        )
+    return terms_of(config.sites, -(-len(plan) // round_updates(config)), policy)
+
+
+def sft_about(data: Data, config: Config, policy: Policy) -> dict[str, str]:
+    """What must be equal at all sites."""
+    found = {f"sft.{key}": str(getattr(config.sft, key)) for key in ("epochs", "lr", "warmup_steps", "grad_clip")}
+    found |= {
+        "model, seed, batch or data": fingerprint(data, config),
+        "sites.inner_steps": str(config.sites.inner_steps),
+    }
+    return found | about_of(config.sites, policy)

@@ -1,0 +1,51 @@
+"""A whole run whose learner is at two sites: one is killed half-way and one frozen to the end; the run learns as it does at
+one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .test_swarm import DEADLINE_S, LEAST_GAIN, children, gain, start, summary_of, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
+SITES = ("--set", "learner.sites.sites=2", "--set", "learner.sites.wait_s=40")  # above what a busy machine delays one
+BOTH = ["site-0", "site-1"]
+
+
+def rounds(out: Path) -> list[dict[str, Any]]:
+    path = out / "meet" / "rounds.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    swarm = start(out, *SITES)
+    wait_until(lambda: len(rounds(out)) >= 4, DEADLINE_S, "four rounds")
+    os.kill(children(out)["learner"], signal.SIGKILL)  # `shoal run` starts it again
+    wait_until(
+        lambda: any("site-0" in each["healed"] for each in rounds(out)[1:]), DEADLINE_S, "the killed site to be back"
+    )
+    count = len(rounds(out))
+    wait_until(lambda: len(rounds(out)) > count and rounds(out)[-1]["kept"] == BOTH, DEADLINE_S, "a round of both")
+    os.kill(children(out)["learner-1"], signal.SIGSTOP)  # as a machine that is gone for good
+    printed, _ = swarm.communicate(timeout=DEADLINE_S)
+    assert swarm.returncode == 0, printed
+    summary = summary_of(out)
+    assert (summary["steps"], summary["restarts"]["learner"]) == (24, 1)
+    assert gain(summary) > LEAST_GAIN
+    assert (out / "model" / "model.safetensors").exists()
+    assert [each["round"] for each in rounds(out)] == list(range(24))
+    assert rounds(out)[-1]["kept"] == ["site-0"]
+    last = "versions/v000024/model.safetensors"
+    assert (out / "meet" / last).read_bytes() == (out / "learner" / last).read_bytes()
+    lost = [name for each in rounds(out) for name in {*each["dealt"]} - {*each["kept"]}]
+    assert lost.count("site-1") == 1  # a frozen site costs its share of one batch
+    audit = [sys.executable, "-m", "shoal", "audit", str(out)]
+    done = subprocess.run(audit, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

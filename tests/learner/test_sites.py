@@ -1,0 +1,186 @@
+"""The learner at several sites: alone it is the plain learner; two share each batch, one dies, and none is missed."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.config import Config, ConfigError, parse
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.meeting import Meeting
+from shoal.diloco.messages import Outcome
+from shoal.learner.groups import Fetched
+from shoal.learner.policy import Policy
+from shoal.learner.sites import Publisher, SiteLearner, about_of, counting, settings_of, shares, terms_of
+from shoal.protocol.identity import Signed
+from shoal.protocol.messages import Batch, BatchGroup, StepRecord
+from tests.diloco.test_meeting import Clock
+from tests.pretrain.test_outer import Shared
+
+from .support import GROUPS, RUN, SETTINGS, Pool, make_groups, make_learner, run_config, step_file, submission
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class SitePool(Pool):
+    def get(self, path: str, kind: Any) -> Any:
+        if path == "/v1/status":
+            return SimpleNamespace(trained=len({report.step for report in self.reports}))
+        return super().get(path, kind)
+
+
+class Quiet(Shared):
+    """It asks for an outcome without keeping the other thread from its work."""
+
+    def outcome(self, round: int) -> Any:
+        time.sleep(0.01)
+        return super().outcome(round)
+
+
+def config(steps: int, sites: int, **changed: Any) -> Config:
+    wanted = {"kind": "fp64", "sites": sites, "wait_s": 10.0, "give_up_s": 60.0}
+    return run_config(steps, changed | {"sites": wanted | changed.get("sites", {})})
+
+
+def policy(model: Path, of: Config) -> Policy:
+    torch.manual_seed(of.run.seed)
+    return Policy(model, of.learner, "float32", "cpu", of.sampling.temperature)
+
+
+def meeting_of(model: Path, folder: Path, of: Config, clock: Clock | None = None) -> Meeting:
+    own, settings = policy(model, of), settings_of(of)
+    terms = terms_of(settings, of.run.steps, own)
+    publisher = Publisher(own, terms.fragments, folder / "versions", keep=99)
+    first = Agreed.of(own.masters, terms.fragments)
+    return Meeting(folder, terms, about_of(settings, own), "m", lambda: first, clock or Clock(), publish=publisher)
+
+
+def site(model: Path, out: Path, pool: Pool, meeting: Meeting, of: Config, name: str) -> SiteLearner:
+    way = Quiet(meeting, name)
+    return SiteLearner(pool, of, policy(model, of), out / name, name, way, way)  # type: ignore[arg-type]
+
+
+def versions(folder: Path) -> dict[str, bytes]:
+    return {path.name: (path / "model.safetensors").read_bytes() for path in (folder / "versions").iterdir()}
+
+
+def records(pool: Pool) -> dict[int, StepRecord]:
+    """Of each step, the first: what the coordinator keeps."""
+    found: dict[int, StepRecord] = {}
+    for report in pool.reports:
+        signed = Signed.model_validate_json(report.record)
+        found.setdefault(
+            report.step, StepRecord.model_validate_json(signed.open(pool.identity.public, domain="trained"))
+        )
+    return found
+
+
+def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    files = [step_file(step) for step in range(2)]
+    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=2).run(threading.Event())
+    of, pool = config(2, 1), SitePool(*files)
+    assert of.learner.optimizer_steps_per_step == 1
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
+    assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
+    plain = versions(tmp_path / "plain")
+    assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
+    assert plain["v000000"] != plain["v000002"]
+    assert [report.step for report in pool.reports] == [0, 1]
+    assert all(report.metrics["sites/kept"] == 1.0 for report in pool.reports)
+
+
+def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_folder: Path, tmp_path: Path) -> None:
+    steps, clock, stop = 4, Clock(), threading.Event()
+    of, pool = config(steps, 2), SitePool(*(step_file(step) for step in range(steps)))
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", of, clock)
+    a, b, again = (site(tiny_folder, tmp_path, pool, meeting, of, name) for name in ("site-0", "site-1", "site-1"))
+    back = threading.Event()
+
+    class Killed(BaseException):
+        pass
+
+    shared: list[list[int]] = []
+
+    def dies(groups: Any) -> dict[str, float]:
+        shared.append([group.number for group in groups])
+        if len(shared) == 2:
+            raise Killed
+        return SiteLearner.train(b, groups)
+
+    def waits(batch: Any) -> Any:
+        assert batch.step < 3 or back.wait(60)
+        return SiteLearner.fetch(a, batch)
+
+    def returns(*words: Any) -> None:
+        SiteLearner.take_over(again, *words)
+        back.set()
+
+    b.train, b.place.roster.leave = dies, lambda: None  # type: ignore[method-assign]
+    a.fetch, again.take_over = waits, returns  # type: ignore[method-assign]
+    other = threading.Thread(target=a.run, args=(stop,), daemon=True)
+    other.start()
+    with pytest.raises(Killed):
+        b.run(stop)
+    while meeting.round < 3:  # the first site waits once, and then no more
+        clock.now_s += 10.0 * (meeting.round == 1 and len(meeting.offers) == 1)
+        time.sleep(0.01)
+    assert again.run(stop) == "finished"
+    other.join(60)
+    assert not other.is_alive()
+    assert shared == [[1, 3], [1, 3]]
+    assert versions(tmp_path / "meet") == versions(tmp_path / "site-0") and len(versions(tmp_path / "meet")) == 5
+    assert versions(tmp_path / "site-1").items() <= versions(tmp_path / "meet").items()
+    assert meeting.unfinished() == 1
+    trained = {step: [group.group for group in record.groups] for step, record in records(pool).items()}
+    assert trained == {0: [0, 1, 2, 3, 4], 1: [0, 2, 4], 2: [0, 1, 2, 3, 4], 3: [0, 1, 2, 3, 4]}
+    chain = [records(pool)[step] for step in range(steps)]
+    assert all(now.after == then.before for now, then in zip(chain, chain[1:], strict=False))
+
+
+def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    of, pool = config(2, 1), SitePool(*(step_file(step) for step in range(2)))
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
+    first = site(tiny_folder, tmp_path, pool, meeting, of, "site-0")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    first.report = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run(threading.Event())
+    assert pool.reports == [] and meeting.round == 1
+    assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
+    assert [report.step for report in pool.reports] == [0, 1]
+    assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_every_group_has_exactly_one_site(count: int) -> None:
+    groups = [BatchGroup(submission=submission(i // 4), group=i % 4) for i in range(12)]
+    batch = Batch(step=0, ready=True, have=12, need=12, groups=groups)
+    sites = [f"site-{i}" for i in range(count)]
+    found = shares(batch, sites)
+    assert set(found) == {(group.submission, group.group) for group in groups} and len(found) == 12
+    sizes = [list(found.values()).count(name) for name in sites]
+    assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 12
+
+
+def test_only_groups_of_sites_that_count_are_in_the_version() -> None:
+    groups = make_groups()
+    members = [BatchGroup(submission=submission(i), group=0) for i in range(3)]
+    batch = Batch(step=0, ready=True, have=3, need=3, groups=members)
+    named = [type(group)(**vars(group) | {"submission": submission(i)}) for i, group in enumerate(groups)]
+    outcome = Outcome(round=0, kept=["b"], left_out={"a": "not finite"}, missing=[], dealt=["a", "b"], digest="0" * 64)
+    assert counting(batch, Fetched(named), outcome).groups == [named[1]]
+
+
+def test_more_sites_than_groups_are_refused() -> None:
+    learner = SETTINGS | {"sites": {"sites": GROUPS + 1}}
+    with pytest.raises(ConfigError, match="a site would have no group"):
+        parse(RUN | {"learner": learner})
