@@ -1,6 +1,6 @@
 // Who did what when: one lane each for the learner, workers and validators. Bars carry the version they belong to.
 
-import { el, replace, svg } from "./elements.js";
+import { h, replace, svg } from "./dom.js";
 import { brief, clock, duration, linear } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -15,14 +15,14 @@ export class Timeline {
     this.run = run;
     this.span = 60;
     this.end = null; // null: now
-    this.plot = el("div", { class: "plot time", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
-    this.told = el("p", { class: "muted", role: "status" }, "Choose a bar to see what it is.");
-    this.spans = SPANS.map((span) => el("button", { type: "button", class: "quiet", onclick: () => this.zoom(span) }, duration(span)));
-    const move = (words, share, label) => el("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, words);
-    this.root = el("div", { class: "page" }, el("h1", { class: "unseen" }, "Timeline"), el("section", { class: "card" },
-      el("header", {}, el("h2", {}, "Who does what while the learner trains")),
-      el("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version."),
-      el("div", { class: "bar" }, move("‹", -0.5, "Earlier"), move("›", 0.5, "Later"), el("button", { type: "button", class: "quiet", onclick: () => { this.end = null; this.look(true); } }, "Newest"), this.spans, legend()),
+    this.plot = h("div", { class: "plot time", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
+    this.told = h("p", { class: "muted", role: "status" }, "Choose a bar to see what it is.");
+    this.spans = SPANS.map((span) => h("button", { type: "button", class: "quiet", onclick: () => this.zoom(span) }, duration(span)));
+    const move = (words, share, label) => h("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, words);
+    this.root = h("div", { class: "page" }, h("h1", { class: "unseen" }, "Timeline"), h("section", { class: "card" },
+      h("header", {}, h("h2", {}, "Who does what while the learner trains")),
+      h("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version."),
+      h("div", { class: "bar" }, move("‹", -0.5, "Earlier"), move("›", 0.5, "Later"), h("button", { type: "button", class: "quiet", onclick: () => { this.end = null; this.look(true); } }, "Newest"), this.spans, legend()),
       this.plot, this.told));
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
@@ -137,6 +137,6 @@ function sentence(bar, lane) {
 }
 
 function legend() {
-  const entry = (words, colour) => el("span", {}, el("i", { class: `box fill ${colour}` }), words);
-  return el("div", { class: "legend" }, entry("trains", "c-accent"), entry("generates", "c-soft"), entry("checks", "c-muted"), entry("waits", "c-idle"), entry("rejected", "c-bad"));
+  const entry = (words, colour) => h("span", {}, h("i", { class: `box fill ${colour}` }), words);
+  return h("div", { class: "legend" }, entry("trains", "c-accent"), entry("generates", "c-soft"), entry("checks", "c-muted"), entry("waits", "c-idle"), entry("rejected", "c-bad"));
 }
