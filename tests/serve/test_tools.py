@@ -3,7 +3,6 @@
 import json
 import string
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ WEATHER = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 ASKED = [{"role": "user", "content": "is it raining?"}]
-ROME, OSLO = ('{"name": "weather", "arguments": {"city": "%s"}}' % city for city in ("Rome", "Oslo"))
+ROME, OSLO = (json.dumps({"name": "weather", "arguments": {"city": city}}) for city in ("Rome", "Oslo"))
 TAGGED = Form("<tool_call>", "</tool_call>", "name", "arguments")
 
 
