@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from shoal.config import dumps, load
-from shoal.coordinator.database import Database
+from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.connection import SqliteConnection, open_sqlite
 from shoal.dashboard.feed import Feed
 from shoal.dashboard.nodes import broadcast, node_table

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from shoal.cli.main import command_line
-from tests.coordinator.test_routes import served
+from tests.coordinator.http.test_routes import served
 from tests.servers import free_port
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

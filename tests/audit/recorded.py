@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from shoal import config as config_module
 from shoal.config import Config, parse
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.seal import seal, start
+from shoal.coordinator.state.seal import seal, start
 from shoal.coordinator.tables.connection import open_sqlite
 from shoal.files import copy_tree
 from shoal.launch.task_data import build_tasks

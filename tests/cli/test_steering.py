@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.coordinator import states
+from shoal.coordinator.standing import states
 from shoal.coordinator.tables import evidence
 from shoal.coordinator.tables.connection import open_sqlite
 from shoal.coordinator.tables.nodes import SCHEMA, Nodes

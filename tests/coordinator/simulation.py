@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal.coordinator.database import PoolError
+from shoal.coordinator.state.database import PoolError
 from shoal.protocol.messages import Assignment
 
 from .support import VALIDATOR, Clock, Harness, open_pool

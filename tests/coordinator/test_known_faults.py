@@ -10,9 +10,9 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from pydantic import BaseModel
 
-from shoal.coordinator.admission import Admission
-from shoal.coordinator.database import PoolError
-from shoal.coordinator.pace import Pace
+from shoal.coordinator.http.admission import Admission
+from shoal.coordinator.http.pace import Pace
+from shoal.coordinator.state.database import PoolError
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Heartbeat, Policy, Reason, Stats

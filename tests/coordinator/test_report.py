@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator import service
-from shoal.coordinator.routes import Coordinator
+from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Evaluation, StepReport
 

@@ -14,8 +14,8 @@ from random import Random
 from aiohttp import web
 
 from shoal.config import Config, parse
-from shoal.coordinator.pace import Pace
-from shoal.coordinator.routes import Coordinator
+from shoal.coordinator.http.pace import Pace
+from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.identity import Identity
 
 from .damage import CRASH, Note

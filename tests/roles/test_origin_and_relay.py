@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shoal.config import parse
-from shoal.coordinator.costly import Costly
+from shoal.coordinator.http.costly import Costly
 from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
 from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity

@@ -158,7 +158,7 @@ def invite(arguments: argparse.Namespace) -> None:
 
 
 def evict(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.steering import evict_from
+    from shoal.coordinator.standing.steering import evict_from
 
     evict_from(arguments.dir, arguments.name)
     sys.stdout.write(f"{arguments.name} is evicted: nodes stop asking it within seconds\n")
@@ -177,7 +177,7 @@ def drain(arguments: argparse.Namespace) -> None:
 
         Node.of(read_invite(arguments.join), Identity.load(arguments.dir / KEY)).post("/v1/drain", None, Ok)
     else:
-        from shoal.coordinator.steering import drain_from
+        from shoal.coordinator.standing.steering import drain_from
 
         drain_from(arguments.dir, arguments.name)
     sys.stdout.write(
@@ -186,7 +186,7 @@ def drain(arguments: argparse.Namespace) -> None:
 
 
 def readmit(arguments: argparse.Namespace) -> None:
-    from shoal.coordinator.steering import readmit_from
+    from shoal.coordinator.standing.steering import readmit_from
 
     readmit_from(arguments.dir, arguments.name)
     sys.stdout.write(f"{arguments.name} gets tasks again; if its process has ended, start it\n")

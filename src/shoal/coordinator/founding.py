@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.config.sections import LOOPBACK
-from shoal.coordinator.routes import TASKS
+from shoal.coordinator.http.routes import TASKS
 from shoal.coordinator.service import KEY
 from shoal.errors import ShoalError
 from shoal.files import write_file

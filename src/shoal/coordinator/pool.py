@@ -9,26 +9,26 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.config import Config
-from shoal.coordinator.arrivals import Arrivals
-from shoal.coordinator.assignments import Assignments
-from shoal.coordinator.batches import Batches
-from shoal.coordinator.classes import Classes
-from shoal.coordinator.curriculum import Curriculum
-from shoal.coordinator.database import Database
-from shoal.coordinator.doubts import Doubts
-from shoal.coordinator.escrow import Escrow
-from shoal.coordinator.fitness import Fitness
-from shoal.coordinator.history import HistoryLog
-from shoal.coordinator.learning import Learning
-from shoal.coordinator.members import Members
-from shoal.coordinator.metrics import read_metrics
-from shoal.coordinator.spending import Spending
-from shoal.coordinator.stakes import BookedStakes, StakeView
-from shoal.coordinator.status import read_status
-from shoal.coordinator.submissions import Submissions
+from shoal.coordinator.credit.escrow import Escrow
+from shoal.coordinator.credit.stakes import BookedStakes, StakeView
+from shoal.coordinator.membership.members import Members
+from shoal.coordinator.reports.history import HistoryLog
+from shoal.coordinator.reports.metrics import read_metrics
+from shoal.coordinator.reports.status import read_status
+from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.connection import Connection
-from shoal.coordinator.trust import Trust
-from shoal.coordinator.witnesses import Witnesses
+from shoal.coordinator.trust.checking import Trust
+from shoal.coordinator.trust.classes import Classes
+from shoal.coordinator.trust.doubts import Doubts
+from shoal.coordinator.trust.spending import Spending
+from shoal.coordinator.trust.witnesses import Witnesses
+from shoal.coordinator.work.arrivals import Arrivals
+from shoal.coordinator.work.assignments import Assignments
+from shoal.coordinator.work.batches import Batches
+from shoal.coordinator.work.curriculum import Curriculum
+from shoal.coordinator.work.fitness import Fitness
+from shoal.coordinator.work.learning import Learning
+from shoal.coordinator.work.submissions import Submissions
 from shoal.ledger.interface import Ledger
 from shoal.protocol.messages import Status
 

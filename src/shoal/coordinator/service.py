@@ -16,8 +16,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from shoal.config import Config
-from shoal.coordinator.routes import Coordinator
-from shoal.coordinator.seal import seal, start
+from shoal.coordinator.http.routes import Coordinator
+from shoal.coordinator.state.seal import seal, start
 from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
@@ -62,7 +62,7 @@ def serve_forever(
     identity = Identity.load_or_create(folder / KEY)
     lead = None
     if config.coordinator.database:
-        from shoal.coordinator.lead import stand_by
+        from shoal.coordinator.state.lead import stand_by
 
         lead = stand_by(config.coordinator.database, stop)
         if lead is None:

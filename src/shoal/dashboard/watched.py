@@ -16,9 +16,9 @@ from typing import Protocol
 import httpx
 
 from shoal.config import Config, ConfigError, parse
-from shoal.coordinator.database import Database, PoolError
-from shoal.coordinator.history import HistoryLog
-from shoal.coordinator.status import read_status
+from shoal.coordinator.reports.history import HistoryLog
+from shoal.coordinator.reports.status import read_status
+from shoal.coordinator.state.database import Database, PoolError
 from shoal.coordinator.tables.connection import SqliteConnection
 from shoal.dashboard.queries import Queries
 from shoal.errors import ShoalError

@@ -1,0 +1,1 @@
+"""Registration with an invite, and heartbeats."""

@@ -1,0 +1,1 @@
+"""What the coordinator tells of its run: status, history, metrics."""

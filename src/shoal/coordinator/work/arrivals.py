@@ -1,0 +1,133 @@
+"""Which tasks will arrive: how long workers take, when a task is late, and what follows if it never comes.
+
+    expected    a worker's own time from task to upload, at most SLOWEST times the pool's median. Of a newcomer: what nine of
+                ten workers stay below, with the same limit; START_S while nothing was accepted in the whole pool
+    late        after LATE times that. A late task is no longer counted on, and its work is given out again. Nothing else
+                happens to it: it may be uploaded while a batch can take its version, and then its worker's own time grows
+    missed      its worker asks for work again and will not upload it: it has newer weights, or the task is older than
+                `coordinator.task_deadline_s`, or no batch can take its version any more
+    rest        before the next task: the pool's median time * 2 ^ (tasks missed in a row - 1) * 2 ^ (8 * share missed)
+    suspension  when the recent share of missed tasks reaches HALF
+
+The share is an exponential average over about 8 tasks. It starts at NEWCOMER, so 4 missed tasks suspend a new key, and 6 in
+a row one with a good record. Someone who comes to upload too late has missed nothing: it was slow, and it did the work.
+
+Invariant: a key works on one task, and a task that is held counts as under way for LATE * SLOWEST median times at most.
+Only the coordinator's clock is used. Called by `assignments` and `submissions`.
+"""
+
+import statistics
+
+from shoal.config import Config
+from shoal.coordinator.standing.suspension import suspend
+from shoal.coordinator.state.database import Database
+from shoal.coordinator.tables.nodes import Node
+from shoal.coordinator.tables.submissions import Submission
+from shoal.coordinator.work import sizes
+
+LATE = 2.0
+SLOWEST = 4.0
+START_S = 2.5
+NEWCOMER = 0.2
+HALF = 0.5
+SHARE_WEIGHT = 1 / 8  # of one task in the share
+TIME_WEIGHT = 1 / 4  # of one task in a worker's time
+MOST_REST_S = 600.0
+MANY, AGAIN_S = 256, 1.0  # of so many times, one more or less changes no median: they are read again after so long
+
+
+class Arrivals:
+    def __init__(self, db: Database, config: Config) -> None:
+        self.db = db
+        self.config = config
+        self._read: list[float] = []  # the workers' times, and when they were read
+        self._read_s = 0.0
+
+    def _times(self) -> list[float]:
+        """The workers' times, in order. Of a large pool they are read again once a second, not for each task."""
+        now_s = self.db.clock()
+        if len(self._read) <= MANY or not 0 <= now_s - self._read_s < AGAIN_S:
+            self._read, self._read_s = self.db.nodes.times_taken(), now_s
+        return self._read
+
+    def groups_open(self, seen_since_s: float) -> tuple[int, int]:
+        """Groups in open tasks that are neither late nor silent: of proven workers, and of young keys."""
+        times = self._times()
+        median_s = statistics.median(times) if times else None
+        new_s = START_S if median_s is None else times[(9 * len(times)) // 10]
+        most_s = new_s if median_s is None else SLOWEST * median_s
+        proven = young = 0
+        for groups, age_s, took_s in self.db.submissions.open_at(seen_since_s=seen_since_s, now_s=self.db.clock()):
+            if age_s > LATE * min(took_s or new_s, most_s):
+                continue
+            proven, young = (proven + groups, young) if took_s else (proven, young + groups)
+        return proven, young
+
+    def came(self, task: Submission) -> None:
+        """An accepted task: its worker's time counts, and its share of missed tasks sinks.
+
+        One that was much smaller than usual, because the batch needed no more, says little about the worker's time.
+        """
+        node = self.db.nodes.get(task.worker)
+        if node is None or task.uploaded_s is None:
+            return
+        took_s = max(task.uploaded_s - task.assigned_s, 1e-3)  # a clock may have been set back
+        usual = sizes.usual(node, self.config)
+        if node.took_s:
+            weight = TIME_WEIGHT if 2 * task.groups > usual else 0.0
+            took_s = node.took_s + weight * (took_s - node.took_s)
+        took_s = self._fit(node, usual, took_s)
+        share = _share(node)
+        self.db.nodes.set_record(
+            node.key, took_s=took_s, missed=share - SHARE_WEIGHT * share, missed_in_a_row=0, rests_until_s=0.0
+        )
+
+    def late(self, task: Submission) -> None:
+        """A task that came when no batch could take it any more. Its worker gets smaller ones, so that they count."""
+        node = self.db.nodes.get(task.worker)
+        if node is not None:
+            self._fit(node, task.groups, max(self.db.clock() - task.assigned_s, 1e-3), only_smaller=True)
+
+    def _fit(self, node: Node, size: int, took_s: float, *, only_smaller: bool = False) -> float:
+        """Give a worker tasks of the size that fits its time. Returns how long one of the new size probably takes."""
+        times = self._times()
+        if not times:
+            return took_s
+        fitting = sizes.fitting(size, took_s, statistics.median(times), self.config)
+        if only_smaller:
+            fitting = min(fitting, size)
+        if fitting != size or not node.size:
+            self.db.nodes.set_size(node.key, fitting)
+        return took_s * fitting / size
+
+    def missed(self, task: Submission) -> None:
+        """Close a task that its worker will not upload. The worker rests, and is suspended if it misses too many."""
+        self.db.submissions.expire(task.id)
+        node = self.db.nodes.get(task.worker)
+        if node is None:
+            return
+        in_a_row = node.missed_in_a_row + 1
+        share = _share(node)
+        share += SHARE_WEIGHT * (1 - share)
+        times = self._times()
+        median_s = statistics.median(times) if times else START_S
+        rest_s = min(median_s * 2.0 ** min(in_a_row - 1 + 8 * share, 60), MOST_REST_S)
+        self.db.nodes.set_record(
+            node.key,
+            took_s=node.took_s,
+            missed=share,
+            missed_in_a_row=in_a_row,
+            rests_until_s=self.db.clock() + rest_s,
+        )
+        if share >= HALF:
+            suspend(
+                self.db,
+                node.key,
+                f"{in_a_row} tasks in a row never came" if in_a_row > 1 else "too many tasks never came",
+            )
+
+
+def _share(node: Node) -> float:
+    """The share of its tasks that a worker missed, a newcomer's if nothing is known of it."""
+    is_new = not node.took_s and not node.missed_in_a_row
+    return max(node.missed, NEWCOMER) if is_new else node.missed

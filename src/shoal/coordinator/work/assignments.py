@@ -1,0 +1,192 @@
+"""Assigning tasks: which task a worker gets next, or what it has to wait for.
+
+Invariant: a worker works on at most one task, and neither a restart nor older weights give it a different one. Its nonce
+is unpredictable, and each later task is of the same version or a newer one, so a worker cannot choose among tasks without
+missing some (see `arrivals`). One with accepted work gets its next task while it uploads the one before, whose bytes it
+has named by their hash: at most two are open, and what the second is can change nothing in the first. The pool never assigns
+more work than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted work never hold
+more than half of that while a worker with accepted work is there.
+Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
+chosen here; its size follows the worker's measured speed (`sizes`).
+"""
+
+import math
+
+from shoal.config import Config
+from shoal.coordinator.standing.suspension import left_s
+from shoal.coordinator.state.database import Database
+from shoal.coordinator.tables.submissions import Submission
+from shoal.coordinator.trust.checking import most_unchecked
+from shoal.coordinator.work import sizes
+from shoal.coordinator.work.arrivals import Arrivals
+from shoal.coordinator.work.curriculum import Curriculum
+from shoal.coordinator.work.nonces import assignment_nonce
+from shoal.protocol.messages import Assignment, Finished
+
+RECENT_GROUPS = 200  # the share of useful groups is estimated from these
+LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that queues stay bounded
+YOUNG_SHARE = 0.5  # of the open batch's work; the most that keys with no accepted work can hold back
+
+
+class Assignments:
+    def __init__(
+        self, db: Database, config: Config, curriculum: Curriculum, arrivals: Arrivals, *, run: str, secret: bytes
+    ) -> None:
+        """`secret`: what nonces are made with (`nonces.nonce_secret`)."""
+        self.db = db
+        self.config = config
+        self.curriculum = curriculum
+        self.arrivals = arrivals
+        self.run = run
+        self.secret = secret
+
+    def assign(self, worker: str, loaded: int | None, uploading: str = "") -> Assignment | str:
+        """The next task of a worker that has loaded this version, or what it has to wait for.
+
+        `uploading`: the submission that it says it uploads.
+        """
+        with self.db.transaction():
+            now_s = self.db.clock()
+            step, newest = self.db.open_step(), self.db.policies.newest()
+            oldest_allowed = step - self.config.coordinator.async_level
+            if step >= self.config.run.steps:
+                return "the learner to train the run's last steps: every batch is full"
+            if newest is None or newest < oldest_allowed:
+                return f"the learner to publish version {max(oldest_allowed, 0)}"
+            if loaded is None or loaded < oldest_allowed:
+                return f"this worker to load version {newest}"
+            digest = self.db.policies.digest(loaded)
+            if digest is None:
+                return f"version {loaded}, which this worker reports as loaded, to be published"
+            given = self.db.submissions.newest_version_of(worker)
+            if loaded < given:
+                return f"this worker to load version {given}"  # switching versions would let it choose
+            if uploads := self._uploads(worker, uploading, oldest_allowed, now_s):
+                return f"its upload of {uploads} to arrive"
+            mine = self.db.submissions.open_of(worker)
+            if mine is not None and mine.version == loaded and now_s <= mine.deadline_s:
+                return self.describe(mine)  # the worker restarted: a new task would let it choose
+            if mine is not None:
+                self.arrivals.missed(mine)
+            if waits_for := self._rests(worker, now_s):
+                return waits_for
+            groups = self._wanted(worker, step, loaded, newest, now_s)
+            if not groups:
+                return "the validators and the learner to catch up"
+            return self._open(worker, step, loaded, digest, groups, now_s)
+
+    def finished(self, worker: str, said: Finished) -> None:
+        """A worker uploads what it was working on. It has lost what it announced before and has not uploaded yet."""
+        mine = self.db.submissions.open_of(worker)
+        if mine is None or mine.id != said.submission:
+            return
+        if (lost := self.db.submissions.announced_of(worker)) is not None:
+            self.arrivals.missed(lost)
+        self.db.submissions.announce(mine.id, said.hash)
+
+    def _uploads(self, worker: str, uploading: str, oldest_allowed: int, now_s: float) -> str:
+        """Which upload has to arrive before the worker's next task; "" if none. `uploading`: what it says that it uploads.
+
+        Only who was given a later task can miss an announced one. So it is given one only with accepted work, while nothing
+        is missing from it, and while the version of what it uploads will do for one more step.
+        """
+        held, node = self.db.submissions.announced_of(worker), self.db.nodes.get(worker)
+        if held is None:
+            return ""
+        if self.db.submissions.next_number(worker) > held.number + 1:
+            if uploading != held.id or held.version < oldest_allowed or now_s > held.deadline_s:
+                self.arrivals.late(held)
+                self.arrivals.missed(held)
+                return ""
+            return "" if self.db.submissions.open_of(worker) is not None else held.id
+        if uploading != held.id:  # it was restarted and lost the file, but knows no other task yet
+            self.db.submissions.announce(held.id, "")
+            return ""
+        if held.version < oldest_allowed:
+            self.db.submissions.set_stale(held.id)  # being late is no offence
+            self.arrivals.late(held)
+            return ""
+        proven = node is not None and node.took_s and not node.missed_in_a_row
+        return "" if proven and held.version > oldest_allowed else held.id
+
+    def _open(self, worker: str, step: int, version: int, digest: str, groups: int, now_s: float) -> Assignment:
+        """A new task with this worker's next number."""
+        number = self.db.submissions.next_number(worker)
+        added = self.db.submissions.add(
+            f"{worker[:16]}-{number:06d}",
+            worker,
+            number,
+            step=step,
+            version=version,
+            digest=digest,
+            groups=groups,
+            nonce=assignment_nonce(self.secret, self.run, worker, number, version),
+            assigned_s=now_s,
+            deadline_s=now_s + self.config.coordinator.task_deadline_s,
+        )
+        return self.describe(added)
+
+    def _rests(self, worker: str, now_s: float) -> str:
+        """Why the worker gets no new task, by its state or after it missed one; "" if it does."""
+        node = self.db.nodes.get(worker)
+        if node is None:
+            return ""
+        if wait_s := left_s(node, now_s):
+            return f"its suspension to end in {wait_s:.0f} s ({node.reason})"
+        if node.state == "dismissed":
+            return f"the pool's operator to readmit it: it was dismissed ({node.reason})"
+        if node.state != "active":
+            return f"nothing more: it is {node.state} ({node.reason})"
+        if node.rests_until_s > now_s:
+            return f"its next task in {node.rests_until_s - now_s:.0f} s, because {node.missed_in_a_row} in a row never came"
+        return ""
+
+    def describe(self, submission: Submission) -> Assignment:
+        """The message that describes a submission's task to its worker and to its validator."""
+        return Assignment(
+            id=submission.id,
+            number=submission.number,
+            step=submission.step,
+            policy_version=submission.version,
+            policy_digest=submission.digest,
+            nonce=submission.nonce,
+            groups=submission.groups,
+            curriculum=self.curriculum.digest(submission.step),
+            deadline_s=submission.deadline_s,
+            upload_path=f"/v1/submissions/{submission.id}",
+            max_bytes=self.config.coordinator.max_submission_bytes,
+        )
+
+    def _wanted(self, worker: str, step: int, version: int, newest: int, now_s: float) -> int:
+        """How many groups this worker's next task holds; 0: enough of them are under way for the open batch.
+
+        More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
+        worker with accepted work is there, half of the batch is for such workers, however many young keys hold tasks.
+
+        A worker's own size may be more than is missing: what is left over goes into the next batch. Where that could not use
+        it, because the version is too old by then or the run is over, no task holds more than is missing; and while the
+        learner is still busy, it is asked for as if all groups were useful, so that nothing is left over.
+        """
+        section, node = self.config.coordinator, self.db.nodes.get(worker)
+        keeps = version > step - section.async_level and step + 1 < self.config.run.steps
+        recent = self.db.groups.recent_useful_share(RECENT_GROUPS)
+        share = max(1.0 if recent is None else recent, LEAST_USEFUL_SHARE)
+        if not keeps and newest < step:
+            share = 1.0
+        need = section.prompts_per_step / share
+        waiting = self.db.groups.count_waiting(most_unchecked=most_unchecked(self.config))
+        missing = need - waiting / share - self.db.submissions.groups_unjudged()
+        seen_since_s = now_s - section.node_timeout_s
+        proven, young = self.arrivals.groups_open(seen_since_s)
+        if node is not None and node.took_s:
+            missing -= proven + min(young, YOUNG_SHARE * need)
+        elif self.db.nodes.has_proven_worker(seen_since_s) and young >= max(
+            YOUNG_SHARE * need, self.config.workers.groups_per_submission
+        ):
+            return 0
+        else:
+            missing -= proven + young
+        size = sizes.usual(node, self.config)
+        if missing <= 0:
+            return 0
+        return size if keeps else min(size, math.ceil(missing))

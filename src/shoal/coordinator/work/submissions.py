@@ -1,0 +1,313 @@
+"""What happens to a task: its worker uploads, a validator claims, the validator's verdict accepts or rejects.
+
+Invariant: a submission is uploaded once, by the worker it was assigned to and within its grant; only the validator that
+holds the claim gives the verdict; groups are credited exactly when their submission is accepted. A hard rejection counts
+once a second validator confirms it, where there is one (`doubts`).
+Called by the coordinator's routes.
+
+The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
+content. A rejected or unjudged copy does not count, because anyone can make one, and neither does another worker's.
+"""
+
+import logging
+from typing import NoReturn
+
+from shoal.config import Config
+from shoal.coordinator.credit.escrow import Escrow
+from shoal.coordinator.reports.history import HistoryLog
+from shoal.coordinator.standing import states
+from shoal.coordinator.standing.suspension import suspend
+from shoal.coordinator.state.database import Database, PoolError
+from shoal.coordinator.tables.submissions import Submission
+from shoal.coordinator.trust.checking import Trust
+from shoal.coordinator.trust.classes import Classes
+from shoal.coordinator.trust.doubts import Doubts
+from shoal.coordinator.trust.spending import Spending
+from shoal.coordinator.work.assignments import Assignments
+from shoal.coordinator.work.batches import Batches
+from shoal.coordinator.work.fitness import Fitness
+from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, MissedTasks, Reason, Verdict, WorkerSample
+
+MOST_MISSED = 256  # in one answer
+
+# Soft reasons that rest on the file alone. What a program of the model's printed (`unrepeatable`) is nobody's fault.
+UNUSABLE = (Reason.UNREADABLE, Reason.BOUNDS, Reason.SIGNATURE, Reason.CONTEXT)
+ACCIDENTS, REMEMBERED = 1, 20  # so many among the newest judged files cost nothing but themselves
+
+log = logging.getLogger(__name__)
+
+
+class Submissions:
+    def __init__(
+        self,
+        db: Database,
+        config: Config,
+        assignments: Assignments,
+        batches: Batches,
+        trust: Trust,
+        history: HistoryLog,
+        classes: Classes,
+        doubts: Doubts,
+        spending: Spending,
+        escrow: Escrow,
+        fitness: Fitness,
+    ) -> None:
+        self.db = db
+        self.config = config
+        self.assignments = assignments
+        self.curriculum = assignments.curriculum
+        self.batches = batches
+        self.trust = trust
+        self.history = history
+        self.classes = classes
+        self.doubts = doubts
+        self.spending = spending
+        self.escrow = escrow
+        self.fitness = fitness
+
+    # --- the worker's side -------------------------------------------------------------------------------------------
+
+    def may_upload(self, worker: str, id: str) -> None:
+        """Raise PoolError unless this worker's grant for this submission is valid.
+
+        It is valid until no batch can take the version, or the worker takes another task. A late upload is not penalised.
+        """
+        found = self._get(id)
+        if found.worker != worker:
+            raise PoolError(f"{id} is another worker's task", 403)
+        if found.state != "open":
+            raise PoolError(f"{id} is {found.state}, not open for upload")
+        if found.version < (oldest := self.db.open_step() - self.config.coordinator.async_level):
+            self.db.submissions.set_stale(id)  # its worker came, so it missed nothing
+            self.assignments.arrivals.late(found)
+            raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
+
+    def uploaded(self, worker: str, id: str, content_hash: str) -> None:
+        self.may_upload(worker, id)  # outside the transaction, which an error would undo with what it records
+        if (announced := self._get(id).announced) and announced != content_hash:
+            raise PoolError(f"{id} is not the file that was announced, {announced[:16]}")
+        self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
+        log.info("%s uploaded by %s", id, self._name(worker))
+
+    # --- the validator's side ----------------------------------------------------------------------------------------
+
+    def claim(self, validator: str, most: int) -> Claims:
+        """Lease the oldest unchecked submission, and up to `most` of the same version. Expired leases are included.
+
+        What another live validator is to check is left to it: one of the worker's exactness class, or a second one.
+        Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
+        need not hold any more expire: a validator that waited for it would check nothing else.
+        """
+        with self.db.transaction():
+            now_s = self.db.clock()
+            found = self.db.submissions.claimable(validator, now_s)
+            oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
+            gone = [one for one in found if oldest_held is not None and one.version < oldest_held]
+            for one in gone:
+                self.db.submissions.expire(one.id)
+            found = [one for one in found if one not in gone and self._is_for(validator, one)]
+            found = [one for one in found if one.version == found[0].version][:most]
+            lease_s = now_s + self.config.coordinator.claim_lease_s
+            claims = []
+            for one in found:
+                full = self.trust.draw(one.worker, one.groups) if one.full_check is None else one.full_check
+                self.db.submissions.set_claimed(one.id, validator, lease_s, full)
+                claim = Claim(
+                    assignment=self.assignments.describe(one),
+                    worker=one.worker,
+                    lease_s=lease_s,
+                    full=full,
+                    fingerprint=self.classes.fingerprint(one),
+                )
+                claims.append(claim)
+        for one in gone:
+            log.info(
+                "%s by %s expired unchecked: relays no longer hold version %d",
+                one.id,
+                self._name(one.worker),
+                one.version,
+            )
+        return Claims(claims=claims)
+
+    def _is_for(self, validator: str, submission: Submission) -> bool:
+        checkers = self.classes.checkers(submission)
+        return validator in checkers or not checkers
+
+    def content_owner(self, content: str) -> ContentOwner:
+        """The accepted submission with this content."""
+        return ContentOwner(submission=self.db.submissions.content_owner(content))
+
+    def missed(self, worker: str) -> MissedTasks:
+        """The tasks that a worker was given and never uploaded: whoever has the task set can derive what it left out."""
+        counts = self.db.submissions.count_by_worker_and_state()
+        tasks = self.db.submissions.missed_of(worker, MOST_MISSED)
+        return MissedTasks(
+            worker=worker,
+            given=sum(number for (key, _), number in counts.items() if key == worker),
+            missed=self.db.submissions.count_missed().get(worker, 0),
+            newest=[self.assignments.describe(task) for task in tasks],
+        )
+
+    def hashes(self, id: str) -> tuple[str, str]:
+        """Content hashes of the uploaded and of the accepted file, "" for a file that does not exist yet."""
+        found = self._get(id)
+        return found.file_hash or "", found.accepted_hash or ""
+
+    def may_store_accepted(self, validator: str, id: str) -> None:
+        """Raise PoolError unless this validator holds the claim."""
+        self._claimed(validator, id)
+
+    def accepted_stored(self, validator: str, id: str, content_hash: str) -> None:
+        """Record the accepted file that the validator with the claim has stored."""
+        with self.db.transaction():
+            self._claimed(validator, id)
+            self.db.submissions.set_accepted_hash(id, content_hash)
+
+    def judge(self, validator: str, verdict: Verdict) -> None:
+        """Accept or reject. A hard rejection slashes the worker and evicts it; a second validator confirms it first."""
+        with self.db.transaction():
+            found = self._get(verdict.submission)
+            if found.state in ("accepted", "rejected") and found.validator == validator:
+                return  # the validator repeats a verdict because it did not get the answer
+            if self.doubts.was_first(found, validator):
+                return  # likewise, of a verdict that waits for a second one
+            found = self._claimed(validator, verdict.submission)
+            if self.doubts.opens(found, validator, verdict):
+                log.info("%s is %s to %s; another validator is to confirm it", found.id, verdict.reason, validator[:16])
+                return
+            reason = self.doubts.settle(found, validator, verdict, self._reason(verdict))
+            detail = verdict.detail
+            if reason is None and (why := self.spending.finds(found, verdict)):
+                reason, detail = Reason.SPENDING, why
+            if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
+                raise PoolError(f"{found.id}: store the accepted file before accepting it")
+            self.db.submissions.set_judged(
+                found.id,
+                "rejected" if reason else "accepted",
+                reason,
+                verdict.content,
+                verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
+                self.db.clock(),
+            )
+            filled = self._accept(found, verdict) if reason is None else []
+            is_slashed = reason is not None and self._reject(found, reason, detail)
+        worker = self._name(found.worker)
+        if reason is None:
+            log.info("%s by %s accepted, %d groups", found.id, worker, len(verdict.groups))
+        else:
+            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, _printable(detail))
+        if is_slashed:
+            log.info("%s slashed and evicted: %s in %s", worker, reason, found.id)
+        for step in filled:
+            log.info("batch of step %d of %d is full", step + 1, self.config.run.steps)
+
+    def _accept(self, found: Submission, verdict: Verdict) -> list[int]:
+        """Returns the steps whose batches became full."""
+        self.assignments.arrivals.came(found)
+        tokens = sum(group.tokens for group in verdict.groups)
+        counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": found.accepted_hash}
+        self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
+        filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
+        self.history.put_samples(self._samples(found, verdict))
+        self.fitness.came(found, tokens)
+        self.escrow.accepted(found.worker, found.id, tokens)
+        if filled:
+            self.curriculum.close(self.db.open_step())
+        return filled
+
+    def _reject(self, found: Submission, reason: Reason, detail: str) -> bool:
+        """Returns whether the worker was slashed for it."""
+        self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
+        if reason is Reason.SPENDING and self.spending.dismiss(found.worker, found.id, detail):
+            self.escrow.forfeit(found.worker)
+            self.db.submissions.requeue_unchecked_of(found.worker)
+        if reason in UNUSABLE:
+            self._back_off(found.worker, reason)
+        if reason not in HARD or not self._evict(found.worker, f"slashed: {reason.value} in {found.id}"):
+            return False
+        self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
+        self.escrow.forfeit(found.worker)
+        return True
+
+    def _back_off(self, worker: str, reason: Reason) -> None:
+        """A file that cannot be used costs a validator up to its time limit. One may be an accident of a disk; who sends
+        more gets no tasks for a while, longer each time."""
+        faults = self.db.submissions.count_rejected_of(worker, [str(one) for one in UNUSABLE], newest=REMEMBERED)
+        if faults > ACCIDENTS:
+            suspend(self.db, worker, f"{faults} of its newest {REMEMBERED} files were {reason.value}")
+
+    def _samples(self, found: Submission, verdict: Verdict) -> list[WorkerSample]:
+        worker = self._name(found.worker)
+        return [
+            WorkerSample(
+                **group.sample.model_dump(),
+                submission=found.id,
+                group=number,
+                worker=worker,
+                policy_version=found.version,
+            )
+            for number, group in enumerate(verdict.groups)
+            if group.sample is not None
+        ]
+
+    def _reason(self, verdict: Verdict) -> Reason | None:
+        """The validator's reason, or another one if it accepted what is in an accepted submission already.
+
+        A worker's own earlier submission makes it `replayed`. Another worker's makes it `context`, which is soft: rows hold
+        their worker's seeds, so two workers with the same rows mean that a validator is broken, not which worker lied.
+        """
+        owner = self.db.submissions.content_owner(verdict.content) if verdict.content else None
+        if verdict.reason is not None or owner is None:
+            return verdict.reason
+        before = self._get(owner)
+        return Reason.REPLAYED if before.worker == self._get(verdict.submission).worker else Reason.CONTEXT
+
+    def _evict(self, worker: str, why: str) -> bool:
+        """Evict a worker: it loses its open task and its unbatched groups that were accepted without a prefill.
+
+        Its submissions that a validator was to accept without a prefill return to the queue for a new draw. After the
+        rejection that draw is always a full check. False if the worker was evicted before.
+        """
+        if not states.move(self.db.nodes, worker, "ban", why, self.db.clock()):
+            return False
+        self.db.submissions.expire_open_of(worker)
+        self.db.groups.mark_unchecked_stale(worker)
+        self.db.submissions.requeue_unchecked_of(worker)
+        return True
+
+    def _name(self, worker: str) -> str:
+        node = self.db.nodes.get(worker)
+        return node.name if node else worker[:16]
+
+    def _get(self, id: str) -> Submission:
+        return self.db.submissions.get(id) or _not_found(id)
+
+    def _claimed(self, validator: str, id: str) -> Submission:
+        found = self._get(id)
+        if found.state != "validating" or found.validator != validator:
+            raise PoolError(f"{id} is {found.state} and not claimed by this validator")
+        return found
+
+
+def _not_found(id: str) -> NoReturn:
+    raise PoolError(f"no submission {id}", 404)
+
+
+def _printable(detail: str) -> str:
+    """One short line. A detail may quote a worker's file, so it may hold anything."""
+    return "".join(character if character.isprintable() else " " for character in detail[:200])
+
+
+def _entry(found: Submission) -> dict[str, str | int | bool | None]:
+    """What every ledger entry about a submission says."""
+    return {
+        "submission": found.id,
+        "worker": found.worker,
+        "step": found.step,
+        "version": found.version,
+        "groups": found.groups,
+        "nonce": found.nonce,
+        "file": found.file_hash,
+        "full": bool(found.full_check),
+        "validator": found.validator,
+    }

@@ -1,0 +1,242 @@
+"""Strangers and greedy members on the coordinator's socket, and its answers' signatures."""
+
+import asyncio
+import secrets
+import socket
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.coordinator.http.pace import AT_ONCE, LONGEST_HOLD_S, MEMBER_RATE, OPEN_RATE, REFUSED_RATE, Pace
+from shoal.coordinator.membership.beats import RECORDS_PER_S
+from shoal.coordinator.state.database import PoolError
+from shoal.protocol.answers import UnsignedAnswerError, check_answer
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Heartbeat
+from shoal.protocol.signing import SignedAuth, sign_request
+from shoal.shardcast.serve.rates import BURST_S
+
+from ..support import ALICE, BOB, Harness
+from .test_admission import coordinator, upload, worker_with_task
+from .test_routes import RUN, Site, site
+
+__all__ = ["coordinator", "site"]  # fixtures
+
+
+def head(site: Site, *lines: str) -> bytes:
+    """What the coordinator answers to this head until it closes the connection."""
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "host: c", "", ""]).encode())
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("GET /v1/status HTTP/1.1", 200),
+        ("GET /nothing HTTP/1.1", 404),
+        ("DELETE /v1/run HTTP/1.1", 405),
+        ("POST /v1/heartbeat HTTP/1.1", 401),
+    ],
+)
+def test_a_strangers_connection_ends_with_its_answer(site: Site, line: str, status: int) -> None:
+    """Otherwise six thousand of them stay open, idle, for over a minute each."""
+    assert int(head(site, line).split()[1]) == status
+
+
+def test_a_members_connection_stays_open(site: Site) -> None:
+    answer = site.clients["worker"].post("/v1/heartbeat", json={})
+    assert answer.status_code == 200 and answer.headers.get("connection", "keep-alive") == "keep-alive"
+
+
+@pytest.mark.parametrize(
+    ("role", "method", "path", "status"),
+    [
+        ("worker", "POST", "/v1/heartbeat", 200),
+        ("worker", "POST", "/v1/claims", 403),
+        ("validator", "GET", "/v1/submissions/x", 404),
+        ("worker", "GET", "/v1/run", 200),
+        ("worker", "GET", "/v2/run", 404),
+        ("worker", "PATCH", "/v1/run", 405),
+        ("stranger", "POST", "/v1/heartbeat", 403),
+        ("learner", "GET", "/v1/tasks/" + "a" * 64, 404),
+    ],
+)
+def test_every_answer_to_a_signed_request_is_signed(site: Site, role: str, method: str, path: str, status: int) -> None:
+    client = site.clients.get(role) or site.client(Identity.generate())
+    answer = client.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code == status, answer.text
+    believe(site, answer)
+    with pytest.raises(UnsignedAnswerError, match="not over this answer"):
+        believe(site, answer, status=status + 1)
+    with pytest.raises(UnsignedAnswerError, match="body"):
+        believe(site, answer, body_sha256=sha256(answer.content + b" ").digest())
+
+
+def test_task_data_is_signed_too(site: Site) -> None:
+    data = b"a chunk of tasks"
+    name = sha256(data).hexdigest()
+    (site.folder / "tasks").mkdir(exist_ok=True)
+    (site.folder / "tasks" / name).write_bytes(data)
+    answer = site.clients["worker"].get(f"/v1/tasks/{name}")
+    assert answer.content == data
+    believe(site, answer)
+
+
+def test_an_answer_to_another_request_with_the_same_nonce_is_not_believed(site: Site) -> None:
+    """A member who sees a victim's request on the way asks with the same nonce, and hands the victim what it got."""
+    nonce = secrets.token_hex(16)
+    signed = [
+        SignedAuth(site.identities[name], RUN, new_nonce=lambda: nonce, clock=lambda: float(int(time.time())))
+        for name in ("worker", "relay")
+    ]
+    victim, attacker = (
+        next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/heartbeat", content=b"{}"))) for auth in signed
+    )
+    with httpx.Client(timeout=60) as client:
+        answer = client.send(attacker)
+    assert answer.status_code == 200
+    believe(site, answer)
+    with pytest.raises(UnsignedAnswerError):
+        check(site, victim, answer)
+
+
+def believe(site: Site, answer: httpx.Response, **changed: Any) -> None:
+    check(site, answer.request, answer, **changed)
+
+
+def check(site: Site, request: httpx.Request, answer: httpx.Response, **changed: Any) -> None:
+    found: dict[str, Any] = {"status": answer.status_code, "body_sha256": sha256(answer.content).digest()} | changed
+    check_answer(site.identity.public, request.headers, answer.headers, **found)
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_member_over_its_rate_waits_and_nobody_else_does() -> None:
+    pace = Pace(clock := Clock())
+    for _ in range(int(MEMBER_RATE * BURST_S) + 1):
+        pace.member("ann")
+    with pytest.raises(PoolError) as caught:
+        pace.member("ann")
+    assert caught.value.status == 429
+    pace.member("bob")
+    clock.now_s = 1.0
+    pace.member("ann")
+
+
+def test_a_member_has_a_bounded_number_of_requests_under_way() -> None:
+    pace = Pace(Clock())
+    held = [pace.under_way("ann") for _ in range(AT_ONCE)]
+    for one in held:
+        one.__enter__()
+    with pytest.raises(PoolError) as caught, pace.under_way("ann"):
+        pass
+    assert caught.value.status == 429
+    with pace.under_way("bob"):
+        pass
+    held[0].__exit__(None, None, None)
+    with pace.under_way("ann"):
+        pass
+
+
+def test_refusals_are_held_back_once_there_are_many_and_never_long() -> None:
+    pace = Pace(Clock())
+    holds_s = [pace.refusal_hold_s("192.0.2.1") for _ in range(int(REFUSED_RATE * (BURST_S + 2 * LONGEST_HOLD_S)))]
+    assert holds_s[: int(REFUSED_RATE * BURST_S)] == [0.0] * int(REFUSED_RATE * BURST_S)
+    assert 0 < holds_s[int(REFUSED_RATE * BURST_S)] < 1 and holds_s[-1] == max(holds_s) == LONGEST_HOLD_S
+    assert pace.refusal_hold_s("192.0.2.2") == 0
+
+
+def test_what_anyone_may_read_has_a_rate_by_address() -> None:
+    pace = Pace(Clock())
+    for _ in range(int(OPEN_RATE * BURST_S) + 1):
+        pace.reader("192.0.2.1")
+    with pytest.raises(PoolError):
+        pace.reader("192.0.2.1")
+    pace.reader("192.0.2.2")
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = site.identities["worker"]
+    signed = {"method": "POST", "path": "/v1/heartbeat", "query": "", "body": b"{}", "audience": RUN}
+    headers = sign_request(worker, **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))  # type: ignore[arg-type]
+    lines = ["POST /v1/heartbeat HTTP/1.1", "host: c", "content-length: 2", *(f"{k}: {v}" for k, v in headers.items())]
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "", "{"]).encode())
+        time.sleep(0.2)
+    for _ in range(20):
+        assert site.clients["worker"].post("/v1/heartbeat", json={}).status_code == 200
+        time.sleep(0.02)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_node_that_beats_too_often_is_recorded_less_often(harness: Harness) -> None:
+    """Each record is a sync of the disk, for which everybody waits."""
+    recorded, members = 0, harness.pool.members
+    changed = harness.pool.db.connection.sqlite.total_changes
+    for _ in range(400):
+        harness.clock.now_s += 0.01
+        members.heartbeat(ALICE, Heartbeat(policy_version=0))
+    recorded = harness.pool.db.connection.sqlite.total_changes - changed
+    assert RECORDS_PER_S * 10 <= recorded <= RECORDS_PER_S * 15 + 1
+    members.heartbeat(ALICE, Heartbeat(policy_version=1))
+    node = harness.pool.db.nodes.get(ALICE)
+    assert node is not None and node.version == 1, "what it has loaded is always known"
+    members.heartbeat(BOB, Heartbeat(policy_version=0))
+    assert harness.pool.db.nodes.get(BOB).seen_s == harness.clock.now_s  # type: ignore[union-attr]
+
+
+# --- uploads ---------------------------------------------------------------------------------------------------------
+
+
+def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) -> None:
+    """They end together: each had passed every check before the first was recorded."""
+    worker, task = worker_with_task(coordinator)
+
+    async def all_at_once() -> list[Any]:
+        arrived, everyone = 0, asyncio.Event()
+
+        def arriving(body: bytes) -> Any:
+            left = [body]
+
+            async def read() -> bytes:
+                nonlocal arrived
+                if left:
+                    return left.pop()
+                arrived += 1
+                if arrived == 15:
+                    everyone.set()
+                await asyncio.wait_for(everyone.wait(), 60)
+                return b""
+
+            return read
+
+        bodies = [bytes([number]) * 1000 for number in range(60)]
+        return await asyncio.gather(
+            *(upload(coordinator, worker, task, body, arriving(body)) for body in bodies), return_exceptions=True
+        )
+
+    ended = asyncio.run(all_at_once())
+    stored = [one for one in ended if not isinstance(one, BaseException)]
+    assert len(stored) == 1 and all(isinstance(one, PoolError) for one in ended if one is not stored[0])
+    kept = [path.stem for path in (Path(coordinator.store.root) / "submissions").iterdir()]
+    assert kept == [stored[0].hash]

@@ -1,0 +1,476 @@
+"""The coordinator over real loopback HTTP, as it runs: `serve_forever` in a thread."""
+
+import json
+import re
+import secrets
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import pytest
+
+from shoal.config import parse
+from shoal.coordinator.http.routes import Coordinator
+from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
+from shoal.protocol.identity import Identity, Signed
+from shoal.protocol.invite import make_invite
+from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status
+from shoal.protocol.signing import SignedAuth, sign_request
+
+from ..support import metrics_of
+
+RUN = "test-0"
+PATIENCE_S = 60.0  # far more than anything here takes, also beside other work
+ANYONE = httpx.Client(timeout=PATIENCE_S)
+LIMITS = [("/v1/register", 4 << 10), ("/v1/heartbeat", 32 << 10)]
+CONFIG = parse(
+    {
+        "coordinator": {"prompts_per_step": 4, "max_submission_bytes": 4_096},
+        "workers": {"groups_per_submission": 2},
+        "learner": {"optimizer_steps_per_step": 1},
+    }
+)
+ROLES = get_args(Role)
+
+
+@dataclass
+class Site:
+    """A coordinator that listens, and a client for each role that is registered."""
+
+    url: str
+    folder: Path
+    identity: Identity
+    clients: dict[str, httpx.Client]
+    identities: dict[str, Identity] = field(default_factory=dict)  # by name
+
+    def client(self, identity: Identity, audience: str = RUN) -> httpx.Client:
+        return httpx.Client(base_url=self.url, auth=SignedAuth(identity, audience), timeout=PATIENCE_S)
+
+    def register(self, name: str, role: Any, **changed: Any) -> httpx.Client:
+        fields = {"url": self.url, "run": RUN, "role": role, "name": name, "expires_s": int(time.time()) + 60} | changed
+        self.identities[name] = Identity.generate()
+        client = self.client(self.identities[name])
+        made = make_invite(self.identity, **fields)
+        client.post(
+            "/v1/register", json={"protocol": VERSION, "invite": made.signed.model_dump_json()}
+        ).raise_for_status()
+        return client
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("coordinator")
+    with served(folder) as url:
+        found = Site(url, folder, Identity.load(folder / "identity.pem"), {})
+        found.clients = {role: found.register(role, role) for role in ROLES}
+        found.clients["origin"].post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1})
+        yield found
+
+
+class served:
+    """A coordinator in a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=serve_forever, args=(CONFIG, RUN, folder, 0, self.stop))
+
+    def __enter__(self) -> str:
+        (self.folder / ADDRESS).unlink(missing_ok=True)
+        self.thread.start()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            if (self.folder / ADDRESS).exists() and (self.folder / ADDRESS).read_text():
+                return invite_from(self.folder, "worker", "x", None, 1).url
+            time.sleep(0.02)
+        raise TimeoutError("the coordinator did not listen")
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop.set()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+def refused(response: httpx.Response, status: int, *words: str) -> None:
+    """A refusal is one line of JSON with a reason, and nothing of the server's inside."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    for word in words:
+        assert word in error
+    assert "Traceback" not in response.text and 'File "' not in response.text and "\n" not in error
+
+
+# --- open to all -----------------------------------------------------------------------------------------------------
+
+
+def test_the_run_is_described_under_the_coordinators_key(site: Site) -> None:
+    signed = Signed.model_validate_json(ANYONE.get(f"{site.url}/v1/run").content)
+    descriptor = RunDescriptor.model_validate_json(signed.open(site.identity.public, domain="run"))
+    assert descriptor.run == RUN and parse(descriptor.config) == CONFIG
+    assert set(descriptor.keys) == set(ROLES) - {"worker"}
+
+
+def test_health_and_status_are_open(site: Site) -> None:
+    assert ANYONE.get(f"{site.url}/healthz").json() == {"run": RUN, "protocol": VERSION}
+    status = Status.model_validate_json(ANYONE.get(f"{site.url}/v1/status").content)
+    assert status.run == RUN and len(status.nodes) >= len(ROLES)
+
+
+def test_a_node_of_another_version_is_told_so(site: Site) -> None:
+    made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="old", expires_s=int(time.time()) + 60)
+    for said in ({}, {"protocol": VERSION + 1}):
+        body = said | {"invite": made.signed.model_dump_json()}
+        refused(site.client(Identity.generate()).post("/v1/register", json=body), 400, "install the same version")
+
+
+def test_only_the_operator_books_stakes(site: Site) -> None:
+    key = "c" * 64
+    deposit = {"kind": "stake", "key": key, "amount": 70}
+    for client in (site.clients["worker"], site.clients["learner"], site.client(Identity.generate())):
+        refused(client.post("/v1/bookings", json=deposit), 403, "only the operator")
+    operator = site.client(site.identity)
+    operator.post("/v1/bookings", json=deposit).raise_for_status()
+    refused(operator.post("/v1/bookings", json=deposit | {"kind": "unstake"}), 409, "not registered")
+    entries = site.clients["validator"].get("/v1/ledger/0").text
+    assert json.dumps({"amount": 70, "key": key}, separators=(",", ":")).replace('"', '\\"') in entries
+
+
+# --- who asks --------------------------------------------------------------------------------------------------------
+
+OPEN = {("GET", "/healthz"), ("GET", "/v1/run"), ("GET", "/v1/status"), ("GET", "/v1/history"), ("GET", "/metrics")}
+ALLOWED = {
+    ("POST", "/v1/register"): {*ROLES, "stranger"},
+    ("POST", "/v1/bookings"): set(),  # the operator
+    ("POST", "/v1/heartbeat"): set(ROLES),
+    ("POST", "/v1/drain"): {"worker"},
+    ("GET", "/v1/ledger/{after}"): set(ROLES),
+    ("POST", "/v1/heads"): {"validator"},
+    ("GET", "/v1/tasks/{sha256}"): set(ROLES),
+    ("PUT", "/v1/submissions/{id}"): {"worker"},
+    ("GET", "/v1/submissions/{id}"): {"validator"},
+    ("POST", "/v1/claims"): {"validator"},
+    ("GET", "/v1/contents/{digest}"): {"validator"},
+    ("GET", "/v1/missed/{key}"): {"validator"},
+    ("GET", "/v1/curricula/{digest}"): {"worker", "validator"},
+    ("PUT", "/v1/accepted/{id}"): {"validator"},
+    ("GET", "/v1/accepted/{id}"): {"learner"},
+    ("POST", "/v1/verdicts"): {"validator"},
+    ("POST", "/v1/policies"): {"origin"},
+    ("GET", "/v1/batches/{step}"): {"learner"},
+    ("POST", "/v1/steps"): {"learner"},
+    ("POST", "/v1/evaluations"): {"evaluator"},
+}
+
+
+def test_every_route_is_listed_here(tmp_path: Path) -> None:
+    app = Coordinator(CONFIG, RUN, Identity.generate(), tmp_path).app()
+    routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
+    assert {route for route in routes if route[0] != "HEAD"} == OPEN | set(ALLOWED)
+
+
+@pytest.mark.parametrize("method, path", ALLOWED)
+def test_a_route_answers_its_roles_only(site: Site, method: str, path: str) -> None:
+    target, allowed = re.sub("{.*}", "x", path), ALLOWED[method, path]
+    refused(ANYONE.request(method, site.url + target), 401, "unsigned")
+    leaving = {"worker": site.register("leaving", "worker")} if path == "/v1/drain" else {}
+    with site.client(Identity.generate()) as stranger:
+        for name, client in {**site.clients, **leaving, "stranger": stranger}.items():
+            if name not in allowed:
+                refused(client.request(method, target), 403, "only", *allowed)
+            else:
+                assert client.request(method, target).status_code not in (401, 403)
+
+
+def test_a_request_counts_once(site: Site) -> None:
+    auth = SignedAuth(site.identities["worker"], RUN)
+    request = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/heartbeat", content=b"{}")))
+    with httpx.Client(timeout=PATIENCE_S) as client:
+        assert client.send(request).status_code == 200
+        refused(client.send(request), 401, "replayed")
+
+
+def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
+    """With keys of their own they sign as many requests as they like, each a row and two syncs of the disk if it counted."""
+    with sqlite3.connect(site.folder / "nonces.sqlite") as database:
+        count = "SELECT count(*) FROM nonces"
+        before = database.execute(count).fetchone()
+        forged = make_invite(Identity.generate(), url=site.url, run=RUN, role="worker", name="x", expires_s=1 << 40)
+        spent = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="spent", expires_s=2_000_000_000)
+        for invite, status in ((forged, 403), (spent, 200), (spent, 403)):
+            registration = {"protocol": VERSION, "invite": invite.signed.model_dump_json()}
+            answer = site.client(Identity.generate()).post("/v1/register", json=registration)
+            assert answer.status_code == status
+        site.client(Identity.generate()).post("/v1/heartbeat", json={})
+        assert database.execute(count).fetchone() == (before[0] + 1,), "only who joined"
+
+
+def test_a_changed_body_or_path_is_refused(site: Site) -> None:
+    headers = sign_request(
+        site.identities["validator"],
+        method="POST",
+        path="/v1/claims",
+        query="",
+        body=b"{}",
+        audience=RUN,
+        created_s=int(time.time()),
+        nonce="n" * 16,
+    )
+    refused(ANYONE.post(f"{site.url}/v1/claims", content=b"[]", headers=headers), 401, "body changed")
+    refused(ANYONE.post(f"{site.url}/v1/steps", content=b"{}", headers=headers), 401, "bad signature")
+    refused(ANYONE.post(f"{site.url}/v1/claims?a", content=b"{}", headers=headers), 401, "bad signature")
+
+
+def test_a_request_for_another_run_or_from_the_past_is_refused(site: Site) -> None:
+    refused(site.client(Identity.generate(), "test-1").post("/v1/heartbeat"), 401, "wrong audience")
+    late = SignedAuth(Identity.generate(), RUN, clock=lambda: time.time() - 61)
+    refused(ANYONE.post(f"{site.url}/v1/claims", auth=late), 401, "stale")
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_invite_of_another_coordinator_is_refused(site: Site) -> None:
+    forged = make_invite(Identity.generate(), url=site.url, run=RUN, role="learner", name="me", expires_s=2_000_000_000)
+    answer = site.client(Identity.generate()).post(
+        "/v1/register", json={"protocol": VERSION, "invite": forged.signed.model_dump_json()}
+    )
+    refused(answer, 403, "not signed by this coordinator")
+
+
+def test_a_spent_invite_is_refused(site: Site) -> None:
+    made = make_invite(site.identity, url=site.url, run=RUN, role="worker", name="once", expires_s=2_000_000_000)
+    registration = {"protocol": VERSION, "invite": made.signed.model_dump_json()}
+    first = site.client(Identity.generate())
+    assert first.post("/v1/register", json=registration).json() == {"name": "once", "role": "worker"}
+    assert first.post("/v1/register", json=registration).status_code == 200, "a restart"
+    refused(site.client(Identity.generate()).post("/v1/register", json=registration), 403, "another key")
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"null",
+        b"[]",
+        b'{"unknown": 1}',
+        b'{"policy_version": -1}',
+        b'{"policy_version": "1"}',
+        b'{"policy_version": 1e999}',
+        b'{"policy_version": %d}' % (LARGEST + 1),
+        b'{"stats": {"rss_bytes": %s}}' % (b"9" * 400),
+        b'{"stats": {"busy_s": NaN}}',
+        b'{"stats": {"doing": "\\ud800"}}',
+        b'{"stats": {"doing": "%s"}}' % (b"x" * 81),
+        b"[" * 10_000,
+    ],
+)
+def test_a_body_that_is_not_the_message_is_a_bad_request(site: Site, body: bytes) -> None:
+    refused(site.clients["worker"].post("/v1/heartbeat", content=body), 400)
+
+
+def test_the_largest_version_is_survived(site: Site) -> None:
+    answer = site.clients["worker"].post("/v1/heartbeat", json={"policy_version": LARGEST, "wants_task": True})
+    assert "to be published" in answer.json()["waiting_for"]
+
+
+@pytest.mark.parametrize("path", ["/v1/submissions/x", "/v1/submissions/..%2f..%2fidentity.pem"])
+def test_an_unknown_submission_is_not_found(site: Site, path: str) -> None:
+    refused(site.clients["validator"].get(path), 404, "no submission")
+    refused(site.clients["worker"].put(path, content=b"x"), 404, "no submission")
+
+
+def test_another_workers_task_cannot_be_uploaded(site: Site) -> None:
+    task = task_of(site.register("victim", "worker"))
+    refused(site.clients["worker"].put(task["upload_path"], content=b"x"), 403, "another worker's task")
+
+
+def test_a_step_that_is_no_number_is_a_bad_request(site: Site) -> None:
+    refused(site.clients["learner"].get("/v1/batches/first"), 400, "not a step")
+    refused(site.clients["learner"].get("/v1/batches/-1"), 400, "not a step")
+
+
+def test_metrics_are_open_to_all_and_in_prometheus_format(site: Site) -> None:
+    answer = ANYONE.get(f"{site.url}/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = metrics_of(answer.text)
+    assert found["shoal_newest_version"] == 0 and 'shoal_node_silence_seconds{name="relay",role="relay"}' in found
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"{}", b'{"most": 0}', b'{"most": 1025}', b'{"most": "1"}'])
+def test_a_claim_says_how_many_it_wants(site: Site, body: bytes) -> None:
+    refused(site.clients["validator"].post("/v1/claims", content=body), 400)
+
+
+def test_an_unknown_path_is_not_found(site: Site) -> None:
+    assert ANYONE.get(f"{site.url}/v2/run").status_code == 404
+    assert ANYONE.get(f"{site.url}/v1/claims").status_code == 405
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+HUGE_BYTES = 64 << 20
+
+
+def announced(site: Site, signer: str | None, method: str, path: str, size_bytes: int = HUGE_BYTES) -> int:
+    """The status that a request gets of which only the head is sent, with a body of this size to come."""
+    lines = [f"{method} {path} HTTP/1.1", "host: c", f"content-length: {size_bytes}"]
+    if signer is not None:
+        identity = site.identities.get(signer) or Identity.generate()
+        signed = {"method": method, "path": path, "query": "", "body": b"", "audience": RUN}
+        headers = sign_request(identity, **signed, created_s=int(time.time()), nonce=secrets.token_hex(16))
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        return int(connection.recv(100).split()[1])
+
+
+@pytest.mark.parametrize(
+    ("signer", "method", "path", "status"),
+    [
+        (None, "PUT", "/v1/submissions/x", 401),
+        ("stranger", "PUT", "/v1/submissions/x", 403),
+        ("learner", "PUT", "/v1/submissions/x", 403),
+        ("worker", "PUT", "/v1/accepted/x", 403),
+        ("worker", "PUT", "/v1/submissions/x", 413),
+        ("stranger", "POST", "/v1/register", 413),
+        ("worker", "POST", "/v1/heartbeat", 413),
+        ("validator", "POST", "/v1/verdicts", 413),
+    ],
+)
+def test_a_large_body_is_refused_before_any_of_it_is_read(
+    site: Site, signer: str | None, method: str, path: str, status: int
+) -> None:
+    assert announced(site, signer, method, path) == status
+
+
+def test_a_body_without_a_grant_is_refused_before_any_of_it_is_read(site: Site) -> None:
+    assert announced(site, "worker", "PUT", "/v1/submissions/x", size_bytes=4_096) == 404
+    assert announced(site, "validator", "PUT", "/v1/accepted/x", size_bytes=4_096) == 404
+    task = task_of(site.register("someone", "worker"))
+    assert announced(site, "worker", "PUT", task["upload_path"], size_bytes=4_096) == 403
+
+
+@pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
+def test_a_body_one_byte_too_long_is_refused_before_any_of_it_is_read(site: Site, path: str, limit_bytes: int) -> None:
+    assert announced(site, "worker", "POST", path, size_bytes=limit_bytes + 1) == 413
+
+
+@pytest.mark.parametrize(("path", "limit_bytes"), LIMITS)
+def test_a_body_of_unknown_length_is_read_up_to_the_limit(site: Site, path: str, limit_bytes: int) -> None:
+    body = b" " * (limit_bytes + 1)
+    client = site.clients["worker"]
+    signed = next(client.auth.auth_flow(httpx.Request("POST", site.url + path, content=body)))  # type: ignore[union-attr]
+    headers = {name: value for name, value in signed.headers.items() if name != "content-length"}
+    answer = ANYONE.post(site.url + path, headers=headers, content=iter([body[:1000], body[1000:]]))
+    refused(answer, 413, f"more than {limit_bytes} bytes")
+    assert ANYONE.get(f"{site.url}/healthz").status_code == 200
+
+
+def test_a_body_in_an_encoding_is_refused(site: Site) -> None:
+    refused(site.clients["worker"].post("/v1/heartbeat", headers={"content-encoding": "gzip"}), 415, "content-encoding")
+
+
+def test_a_body_that_never_comes_holds_nobody_up(site: Site) -> None:
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall(b"PUT /v1/submissions/x HTTP/1.1\r\nHost: c\r\nContent-Length: 1000\r\n\r\nabc")
+        assert ANYONE.get(f"{site.url}/healthz").status_code == 200
+
+
+# --- a submission's way ----------------------------------------------------------------------------------------------
+
+
+def task_of(client: httpx.Client) -> dict[str, Any]:
+    body = client.post("/v1/heartbeat", json={"policy_version": 0, "wants_task": True}).raise_for_status().content
+    answer = HeartbeatAnswer.model_validate_json(body)
+    assert answer.assignment is not None, answer.waiting_for
+    return answer.assignment.model_dump()
+
+
+def test_a_submission_goes_from_worker_to_validator_to_learner(site: Site, tmp_path: Path) -> None:
+    with served(tmp_path) as url:
+        own = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+        worker, validator, learner, origin = (
+            own.register(role, role) for role in ("worker", "validator", "learner", "origin")
+        )
+        origin.post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1}).raise_for_status()
+        assert validator.post("/v1/claims", json={"most": 1}).json() == {"claims": []}
+        groups = []
+        for _ in range(2):
+            task = task_of(worker)
+            assert task_of(worker) == task
+            stored = worker.put(task["upload_path"], content=b"rollouts").raise_for_status().json()
+            assert stored["size_bytes"] == 8
+            refused(worker.put(task["upload_path"], content=b"rollouts"), 409, "uploaded, not open")
+            (claim,) = validator.post("/v1/claims", json={"most": 4}).raise_for_status().json()["claims"]
+            assert claim["assignment"]["id"] == task["id"]
+            assert validator.get(task["upload_path"]).content == b"rollouts"
+            verdict = {
+                "submission": task["id"],
+                "reason": None,
+                "detail": "",
+                "evidence": {},
+                "content": f"{len(groups):064x}",
+                "accepted_hash": "0" * 64,
+                "groups": [{"reward_mean": 0.5, "useful": True, "tokens": 3}] * 2,
+            }
+            refused(validator.post("/v1/verdicts", json=verdict), 409, "store the accepted file")
+            stored = validator.put(f"/v1/accepted/{task['id']}", content=b"accepted").raise_for_status().json()
+            validator.post("/v1/verdicts", json=verdict | {"accepted_hash": stored["hash"]}).raise_for_status()
+            owner = validator.get(f"/v1/contents/{verdict['content']}").json()
+            assert owner == {"submission": task["id"]}
+            groups += [{"submission": task["id"], "group": 0}, {"submission": task["id"], "group": 1}]
+        batch = learner.get("/v1/batches/0").raise_for_status().json()
+        assert batch["ready"] and batch["groups"] == groups
+        assert learner.get(f"/v1/accepted/{groups[0]['submission']}").content == b"accepted"
+        report = {"step": 0, "metrics": {"loss": 0.5}, "trained": [groups[0]["submission"]]}
+        learner.post("/v1/steps", json=report).raise_for_status()
+    (kept,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(kept)["loss"] == 0.5, "the step before the stop is kept too"
+    with served(tmp_path) as url:  # and after a restart all of it is still there
+        status = Status.model_validate_json(ANYONE.get(f"{url}/v1/status").content)
+        assert (status.step, status.trained) == (1, 1)
+        history = ANYONE.get(f"{url}/v1/history").json()
+        assert history["metrics"][0]["loss"] == 0.5
+        assert ANYONE.get(f"{url}/v1/history?after={history['cursor']}").json()["metrics"] == []
+        refused(ANYONE.get(f"{url}/v1/history?after=-1"), 400, "is not a cursor")
+        learner.base_url = httpx.URL(url)
+        assert learner.get("/v1/batches/0").json() == batch
+
+
+def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_after_it(tmp_path: Path) -> None:
+    with served(tmp_path) as url, httpx.Client(timeout=PATIENCE_S) as client:
+        found = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+        auth = found.register("worker", "worker").auth
+        assert auth is not None
+        request = next(auth.auth_flow(httpx.Request("POST", f"{url}/v1/heartbeat", content=b"{}")))
+        assert client.send(request).status_code == 200
+    with served(tmp_path) as url:
+        refused(ANYONE.post(f"{url}/v1/heartbeat", headers=request.headers, content=b"{}"), 401, "replayed")
+
+
+# --- task data --------------------------------------------------------------------------------------------------------
+
+
+def test_members_get_task_data_by_its_hash_and_nothing_else(site: Site) -> None:
+    name = "ab" * 32
+    (site.folder / "tasks").mkdir(exist_ok=True)
+    (site.folder / "tasks" / name).write_bytes(b"tasks" * 1_000)
+    (site.folder / "tasks" / "built.json").write_text("{}")
+    for role in ROLES:
+        assert site.clients[role].get(f"/v1/tasks/{name}").content == b"tasks" * 1_000
+    for other in ("cd" * 32, "built.json", "..%2fidentity.pem", name.upper(), name + "0"):
+        assert site.clients["worker"].get(f"/v1/tasks/{other}").status_code == 404
+    refused(ANYONE.get(f"{site.url}/v1/tasks/{name}"), 401)

@@ -1,0 +1,97 @@
+import re
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.coordinator.state import database as database_module
+from shoal.coordinator.state.database import FORMAT, Database, PoolError
+from shoal.coordinator.tables.connection import DatabaseFullError, SqliteConnection
+from shoal.ledger import sqlite as sqlite_module
+from shoal.ledger.sqlite import SqliteLedger
+from shoal.protocol.identity import Identity
+
+from ..support import ALICE, BOB, open_pool, payload
+
+every_database = pytest.mark.usefixtures("every_database")
+
+
+@every_database
+def test_a_transaction_inside_another_is_undone_with_it() -> None:
+    harness = open_pool()
+    with pytest.raises(RuntimeError), harness.pool.db.transaction():
+        harness.pool.members.register(ALICE, payload("alice"), None)
+        raise RuntimeError
+    assert harness.pool.members.role(ALICE) is None and harness.kinds() == []
+
+
+@every_database
+def test_an_error_inside_the_inner_one_undoes_the_outer_too() -> None:
+    harness = open_pool()
+    with pytest.raises(RuntimeError), harness.pool.db.transaction():
+        harness.pool.members.register(ALICE, payload("alice"), None)
+        with harness.pool.db.transaction():
+            raise RuntimeError
+    assert harness.pool.members.role(ALICE) is None
+    harness.pool.members.register(BOB, payload("alice"), None)
+    assert harness.pool.members.role(BOB) == "worker", "and no transaction is left open"
+
+
+def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path) -> None:
+    harness = open_pool(tmp_path / "pool.sqlite")
+    connection = harness.pool.db.connection
+    assert isinstance(connection, SqliteConnection)
+    sqlite = connection.sqlite
+    sqlite.execute(f"PRAGMA max_page_count = {sqlite.execute('PRAGMA page_count').fetchone()[0]}")
+    with pytest.raises(DatabaseFullError, match=r"the disk of .*pool.sqlite is full: free space there"):
+        for number in range(100):
+            harness.join(f"{number:032x}" * 2, name=f"w-{number}")
+    joined = len(harness.pool.status().nodes)
+    assert harness.kinds() == ["registered"] * joined
+    sqlite.execute("PRAGMA max_page_count = 100000")
+    harness.join(ALICE)
+    assert len(harness.pool.status().nodes) == joined + 1
+
+
+SQL = re.compile(r"\b(SELECT|INSERT|UPDATE|DELETE FROM|CREATE|PRAGMA|BEGIN|COMMIT|ROLLBACK)\b")
+SQLITE_ONLY = re.compile(
+    r"\b(rowid|INSERT OR|REPLACE INTO|json_extract|last_insert_rowid|AUTOINCREMENT|PRAGMA|sqlite_master|REAL)\b",
+    re.IGNORECASE,
+)
+COORDINATOR = Path(database_module.__file__).parent
+TABLES = sorted((COORDINATOR / "tables").glob("*.py"))
+
+
+def test_sql_is_in_the_tables_and_in_the_ledgers_backends_only() -> None:
+    room = Path(sqlite_module.__file__).parent
+    others = [
+        *COORDINATOR.glob("*.py"),
+        *(path for path in room.glob("*.py") if path.stem not in ("table", "sqlite", "postgres")),
+    ]
+    assert len(others) > 15 and len(TABLES) > 7
+    assert [path.name for path in others if SQL.search(path.read_text())] == []
+
+
+def test_tables_use_no_sql_that_only_sqlite_has() -> None:
+    assert [path.name for path in TABLES if SQLITE_ONLY.search(path.read_text())] == ["connection.py"]
+
+
+def test_a_run_that_another_version_began_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sqlite"
+
+    def opened() -> sqlite3.Connection:
+        connection = sqlite3.connect(path, isolation_level=None)
+        ledger = SqliteLedger(connection, Identity.generate(), clock=time.time)
+        Database(SqliteConnection(connection), ledger, time.time)
+        return connection
+
+    opened().close()
+    again = opened()  # of this version: opens
+    again.execute(f"PRAGMA user_version = {FORMAT - 1}")
+    again.execute("DROP TABLE groups")
+    again.close()
+    with pytest.raises(PoolError, match=rf"{path} belongs to a run in format {FORMAT - 1}.*start a new run"):
+        opened()
+    with sqlite3.connect(path) as untouched:
+        assert untouched.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone() is None

@@ -1,0 +1,147 @@
+"""A pool over PostgreSQL and a bucket: real servers, real HTTP, two coordinators, the first killed -9 in mid-run."""
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal.config import dumps
+from shoal.config.sections import Config, StoreSection
+from shoal.coordinator.service import KEY
+from shoal.ledger.chain import verify_chain
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import make_invite
+from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, Policy, Status
+from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.signing import SignedAuth
+from shoal.protocol.transfer import fetch_file, send_file
+
+from ...servers import S3_KEY, S3_SECRET, free_port, s3_server
+from ..support import config, verdict
+
+pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shoal[s3]'")
+from shoal.coordinator.tables.postgres import open_postgres
+from shoal.ledger.postgres import PostgresLedger
+
+from ..backends import schema_url
+
+RUN = "outgrown"
+PATIENCE_S = 120.0
+SUBMISSION, ACCEPTED = b"a worker's rows" * 50, b"a validator's rows" * 50
+
+
+SERVE = """
+import sys, threading
+from pathlib import Path
+from shoal import config
+from shoal.coordinator.service import serve_forever
+folder, run, port = sys.argv[1:]
+serve_forever(config.load(Path(folder) / "config.toml"), run, Path(folder), int(port), threading.Event())
+"""
+
+
+class Machine:
+    """A coordinator in a process of its own, with a folder of its own that holds the pool's key."""
+
+    def __init__(self, folder: Path, key: Path, settings: Config, port: int) -> None:
+        folder.mkdir()
+        shutil.copy(key, folder / KEY)
+        (folder / "config.toml").write_text(dumps(settings))
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, str(folder), RUN, str(port)], stdout=log, stderr=log
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def settings(postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", S3_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", S3_SECRET)
+    with s3_server("rclone") as endpoint:
+        store = StoreSection(url=f"s3://pool/{RUN}", endpoint=endpoint)
+        pool = config(database=schema_url(postgres, str(tmp_path)))
+        yield pool.model_copy(update={"store": store})
+
+
+def listens(url: str) -> bool:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        try:
+            return httpx.get(f"{url}/healthz").status_code == 200
+        except httpx.TransportError:
+            time.sleep(0.05)
+    return False
+
+
+def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Config, tmp_path: Path) -> None:
+    identity, port = Identity.load_or_create(tmp_path / KEY), free_port()
+    url = f"http://127.0.0.1:{port}"
+    machines = [Machine(tmp_path / "a", tmp_path / KEY, settings, port)]
+
+    def join(role: str, name: str) -> Node:
+        made = make_invite(identity, url=url, run=RUN, role=role, name=name, expires_s=int(time.time()) + 600)  # type: ignore[arg-type]
+        node = Node.join(made, tmp_path / name, patience_s=PATIENCE_S, stop=threading.Event())
+        told = node.config()
+        assert node.direct and told.coordinator.database == "", "what only the coordinator needs is not sent around"
+        return node
+
+    try:
+        assert listens(url)
+        machines.append(Machine(tmp_path / "b", tmp_path / KEY, settings, port))
+        worker, validator, origin, learner = (join(role, role) for role in ("worker", "validator", "origin", "learner"))
+        origin.post("/v1/policies", Policy(version=0, digest="d" * 64, size_bytes=1), Ok)
+        worker.policy_version = 0
+        tasks = []
+        for number in range(2):
+            task = worker.beat(wants_task=True).assignment
+            assert task is not None
+            data = SUBMISSION + bytes([number])
+            assert send_file(worker, task.upload_path, data).size_bytes == len(data)
+            tasks.append((task, data))
+        with pytest.raises(RefusedError, match="not open for upload"):
+            send_file(worker, tasks[0][0].upload_path, b"other rows")
+        used = httpx.Request("GET", f"{url}/v1/batches/0", content=b"")
+        signed = next(SignedAuth(learner.identity, RUN).auth_flow(used))
+        with httpx.Client() as client:
+            assert client.send(signed).status_code == 200
+
+        machines[0].kill()
+        claims = validator.post(
+            "/v1/claims", ClaimRequest(most=4), Claims
+        ).claims  # repeated until the second one answers
+        assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
+        assert machines[1].process.poll() is None
+        with httpx.Client() as client:
+            assert client.send(signed).status_code == 401, "a request that the first one served is not served again"
+        for number, (task, data) in enumerate(tasks):
+            assert fetch_file(validator, f"/v1/submissions/{task.id}", most_bytes=1 << 20) == data
+            stored = send_file(validator, f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
+            found = verdict(task.id, None, (True, True), f"{number:064x}")
+            validator.post("/v1/verdicts", found.model_copy(update={"accepted_hash": stored.hash}), Ok)
+        batch = learner.get("/v1/batches/0", Batch)
+        assert (
+            batch.ready
+            and fetch_file(learner, f"/v1/accepted/{tasks[1][0].id}", most_bytes=1 << 20) == ACCEPTED + b"\1"
+        )
+        status = Status.model_validate_json(httpx.get(f"{url}/v1/status").content)
+        assert sum(node.accepted for node in status.nodes) == 2 and not status.slashed
+    finally:
+        for machine in machines:
+            machine.kill()
+    ledger = PostgresLedger(open_postgres(settings.coordinator.database).postgres, identity, clock=time.time)
+    kinds = [entry.kind for entry in ledger.entries()]
+    assert [kinds.count(kind) for kind in ("started", "registered", "policy", "accepted")] == [2, 4, 1, 2]
+    assert "accepted" in kinds[len(kinds) - kinds[::-1].index("started") :], "by the second coordinator"
+    verify_chain(ledger.entries(), identity.public)
+    assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("pool.sqlite"))

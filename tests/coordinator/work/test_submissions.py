@@ -1,0 +1,268 @@
+import json
+import logging
+
+import pytest
+
+from shoal.coordinator.state.database import PoolError
+from shoal.protocol.messages import HARD, Reason
+
+from ..support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, verdict
+
+pytestmark = pytest.mark.usefixtures("every_database_slow")
+
+# --- uploading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_may_be_uploaded_late_until_its_worker_takes_another(harness: Harness) -> None:
+    late = harness.task()
+    harness.clock.now_s += 100.5
+    harness.pool.submissions.uploaded(ALICE, late.id, "9" * 64)
+    held = harness.task()
+    harness.clock.now_s += 100.5
+    assert "1 in a row never came" in harness.beat().waiting_for
+    with pytest.raises(PoolError, match="expired, not open") as caught:
+        harness.pool.submissions.uploaded(ALICE, held.id, "9" * 64)
+    assert caught.value.status == 409
+    harness.clock.now_s += 600
+    assert harness.task().number == held.number + 1
+
+
+def test_a_task_can_be_uploaded_once_and_only_by_its_worker(harness: Harness) -> None:
+    task = harness.task()
+    with pytest.raises(PoolError, match="another worker") as caught:
+        harness.pool.submissions.uploaded(BOB, task.id, "9" * 64)
+    assert caught.value.status == 403
+    harness.pool.submissions.uploaded(ALICE, task.id, "9" * 64)
+    with pytest.raises(PoolError, match="uploaded, not open"):
+        harness.pool.submissions.uploaded(ALICE, task.id, "7" * 64)
+    assert harness.pool.submissions.hashes(task.id) == ("9" * 64, "")
+
+
+def test_an_unknown_submission_is_not_found(harness: Harness) -> None:
+    with pytest.raises(PoolError, match="no submission") as caught:
+        harness.pool.submissions.may_upload(ALICE, "0" * 16 + "-000000")
+    assert caught.value.status == 404
+
+
+def test_a_file_of_a_version_no_batch_can_take_any_more_is_refused(harness: Harness) -> None:
+    late = harness.task(BOB, 0)  # held back until its version is too old, when relays may no longer have it either
+    for version in (0, 0, 0):
+        harness.accepted(version=version)
+        harness.clock.now_s += 31  # Bob is silent: his task is not counted on
+        harness.accepted(version=version)
+    assert harness.pool.status().step == 3
+    with pytest.raises(PoolError, match="version 0, older than 1") as caught:
+        harness.pool.submissions.uploaded(BOB, late.id, "9" * 64)
+    assert caught.value.status == 409
+    assert harness.pool.db.submissions.count_by_state()["stale"] == 1
+    harness.publish(1)
+    assert harness.task(BOB, 1).number == 1, "it came, so it missed nothing and need not rest"
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def test_claims_come_oldest_first_and_one_validator_holds_each(harness: Harness) -> None:
+    first, second = harness.upload(ALICE), harness.upload(BOB)
+    one, two = harness.claim(VALIDATOR), harness.claim(OTHER_VALIDATOR)
+    assert one is not None and two is not None
+    assert (one.assignment.id, one.worker) == (first.id, ALICE)
+    assert two.assignment.id == second.id
+    assert harness.claim("d" * 64) is None
+
+
+def test_several_are_claimed_at_once_oldest_first_and_of_one_version_only() -> None:
+    harness = open_pool(prompts_per_step=20)
+    for key in (ALICE, BOB, CAROL):
+        harness.join(key)
+    harness.publish(0, 1)
+    tasks = [harness.upload(ALICE, 0), harness.upload(BOB, 1), harness.upload(CAROL, 0)]
+    claims = harness.claims(VALIDATOR, 4)
+    assert [claim.assignment.id for claim in claims] == [tasks[0].id, tasks[2].id]
+    assert {claim.lease_s for claim in claims} == {harness.clock.now_s + 50}
+    assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [tasks[1].id]
+    assert harness.claims("d" * 64, 4) == []
+
+
+def test_no_more_are_claimed_than_were_asked_for(harness: Harness) -> None:
+    first, second = harness.upload(ALICE), harness.upload(BOB)
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 1)] == [first.id]
+    assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 2)] == [second.id]
+
+
+def test_leases_of_several_run_out_together_and_those_that_were_judged_are_kept(harness: Harness) -> None:
+    first, second = harness.upload(ALICE), harness.upload(BOB)
+    harness.claims(VALIDATOR, 2)
+    harness.judge(first.id)
+    harness.clock.now_s += 50.5
+    assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 2)] == [second.id]
+
+
+def test_a_restarted_validator_gets_its_claim_again(harness: Harness) -> None:
+    harness.upload()
+    one, again = harness.claim(VALIDATOR), harness.claim(VALIDATOR)
+    assert one is not None and again is not None and again.assignment == one.assignment
+
+
+def test_a_claim_that_ran_out_goes_to_another_validator_whose_verdict_alone_counts(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    assert harness.claim(OTHER_VALIDATOR) is None
+    harness.clock.now_s += 50.5
+    again = harness.claim(OTHER_VALIDATOR)
+    assert again is not None and again.assignment.id == task.id
+    with pytest.raises(PoolError, match="not claimed by this validator") as caught:
+        harness.judge(task.id)
+    assert caught.value.status == 409
+    harness.judge(task.id, validator=OTHER_VALIDATOR)
+    with pytest.raises(PoolError, match="accepted and not claimed"):
+        harness.judge(task.id)
+
+
+def test_a_submission_expires_when_relays_no_longer_hold_its_version(caplog: pytest.LogCaptureFixture) -> None:
+    """A validator that dies for good leaves its claim behind; the next one would wait for weights that nobody serves."""
+    harness = open_pool(prompts_per_step=20)
+    for key in (ALICE, BOB):
+        harness.join(key)
+    harness.publish(0, 1)
+    old, young = harness.upload(ALICE, 0), harness.upload(BOB, 1)
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
+    harness.publish(2, 3, 4)  # five versions, as many as relays keep
+    assert [claim.assignment.id for claim in harness.claims(VALIDATOR, 4)] == [old.id]
+    harness.publish(5)
+    with caplog.at_level(logging.INFO):
+        assert [claim.assignment.id for claim in harness.claims(OTHER_VALIDATOR, 4)] == [young.id]
+    assert caplog.messages == [], "the first validator still has time to judge it"
+    with caplog.at_level(logging.INFO):
+        assert harness.claims(VALIDATOR, 4) == []
+    assert caplog.messages == [f"{old.id} by worker-a expired unchecked: relays no longer hold version 0"]
+    assert harness.pool.db.submissions.count_by_state() == {"expired": 1, "validating": 1}
+    assert harness.task(ALICE, 5).number == 1
+
+
+def test_a_verdict_may_come_twice_and_counts_once(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.pool.submissions.accepted_stored(VALIDATOR, task.id, "8" * 64)
+    for _ in range(2):
+        harness.pool.submissions.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    assert harness.kinds().count("accepted") == 1
+    assert harness.pool.status().have == 2
+
+
+@pytest.mark.parametrize("reason", [None, Reason.PROOF])
+def test_only_who_holds_the_claim_gives_the_verdict_also_after_it_was_given(
+    harness: Harness, reason: Reason | None
+) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="validating and not claimed by this validator"):
+        harness.pool.submissions.judge(OTHER_VALIDATOR, verdict(task.id, Reason.PROOF, (), None))
+    harness.judge(task.id, reason)
+    with pytest.raises(PoolError, match="ed and not claimed by this validator"):
+        harness.pool.submissions.judge(CAROL, verdict(task.id, Reason.PROOF, (), None))
+
+
+def test_accepting_needs_the_accepted_file_that_was_stored(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="store the accepted file"):
+        harness.pool.submissions.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    harness.pool.submissions.accepted_stored(VALIDATOR, task.id, "7" * 64)
+    with pytest.raises(PoolError, match="store the accepted file"):
+        harness.pool.submissions.judge(VALIDATOR, verdict(task.id, None, (True, True), "5" * 64))
+    assert harness.pool.status().have == 0 and "accepted" not in harness.kinds()
+
+
+def test_only_who_holds_the_claim_stores_the_accepted_file(harness: Harness) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    with pytest.raises(PoolError, match="not claimed"):
+        harness.pool.submissions.accepted_stored(OTHER_VALIDATOR, task.id, "8" * 64)
+
+
+@pytest.mark.parametrize(("key", "reason"), [(ALICE, "replayed"), (BOB, "context")])
+def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know(
+    harness: Harness, key: str, reason: str
+) -> None:
+    """Only a worker's own earlier work is held against it."""
+    first, second = harness.upload(ALICE), harness.upload(key)
+    harness.claim(VALIDATOR)
+    harness.claim(OTHER_VALIDATOR)
+    harness.judge(first.id, content="5" * 64)
+    harness.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
+    assert harness.pool.submissions.content_owner("5" * 64).submission == first.id
+    assert harness.pool.status().reject_reasons == {reason: 1}
+    assert harness.pool.status().have == 2, "the copy's groups are not credited"
+    assert harness.beat(key, 0).state == ("evicted" if reason == "replayed" else "running")
+
+
+@pytest.mark.parametrize("reason", sorted(Reason))
+def test_a_rejected_copy_does_not_own_its_content_so_the_author_is_not_slashed(
+    harness: Harness, reason: Reason
+) -> None:
+    """Seeds are public: an attacker can compute an honest worker's next rollouts and upload them first."""
+    copy, original = harness.upload(BOB), harness.upload(ALICE)
+    harness.claims(VALIDATOR, 2)
+    harness.judge(copy.id, reason, content="5" * 64)
+    assert harness.pool.submissions.content_owner("5" * 64).submission is None
+    harness.judge(original.id, content="5" * 64)
+    assert harness.pool.submissions.content_owner("5" * 64).submission == original.id
+    assert "worker-a" not in harness.pool.status().slashed
+    assert [entry.kind for entry in harness.pool.db.ledger.entries()][-1] == "accepted"
+
+
+def test_nobody_owns_rollouts_that_were_not_judged(harness: Harness) -> None:
+    assert harness.pool.submissions.content_owner("5" * 64).submission is None
+
+
+@pytest.mark.parametrize("reason", sorted(HARD))
+def test_a_hard_rejection_evicts_and_slashes(harness: Harness, reason: Reason) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.judge(task.id, reason)
+    assert harness.beat().state == "evicted"
+    assert harness.kinds()[-2:] == ["rejected", "slashed"]
+    body = json.loads(next(harness.pool.db.ledger.entries(kind="slashed")).body)
+    expected = {
+        "submission": task.id,
+        "worker": ALICE,
+        "step": 0,
+        "version": 0,
+        "groups": 2,
+        "nonce": task.nonce,
+        "file": "9" * 64,
+        "full": True,
+        "validator": OTHER_VALIDATOR,  # who confirmed it
+        "reason": reason,
+    }
+    assert body == expected
+    assert harness.pool.status().slashed == ["worker-a"]
+
+
+@pytest.mark.parametrize("reason", sorted(frozenset(Reason) - HARD))
+def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Reason) -> None:
+    task = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.judge(task.id, reason)
+    assert harness.kinds()[-1] == "rejected" and "slashed" not in harness.kinds()
+    assert harness.task().number == 1
+
+
+def test_one_is_slashed_once_and_loses_its_open_task(harness: Harness) -> None:
+    harness.upload()
+    second = harness.upload()
+    harness.claim(VALIDATOR)
+    harness.judge(f"{ALICE[:16]}-000000", Reason.PROOF)
+    harness.claim(VALIDATOR)
+    harness.judge(second.id, Reason.PROOF)
+    assert harness.kinds().count("slashed") == 1 and harness.kinds().count("rejected") == 2
+
+
+def test_an_evicted_worker_cannot_hand_in_the_task_it_still_held(harness: Harness) -> None:
+    lied = harness.upload()
+    held = harness.task()
+    harness.claim(VALIDATOR)
+    harness.judge(lied.id, Reason.PROOF)
+    with pytest.raises(PoolError, match="expired"):
+        harness.pool.submissions.uploaded(ALICE, held.id, "9" * 64)
