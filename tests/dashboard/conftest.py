@@ -20,7 +20,7 @@ Serving = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A node's name, a node's report, a sample and a verdict hold markup."""
+    """A node's name, a node's report, a sample and a verdict hold markup; another verdict names a token."""
     folder = record_run(tmp_path_factory.mktemp("watched"))
     database = sqlite3.connect(folder / "coordinator" / "pool.sqlite")
     database.execute("UPDATE nodes SET name = ? WHERE name = 'bob'", [MARKUP[:60]])
@@ -29,6 +29,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key, body in database.execute("SELECT key, body FROM history WHERE kind = 'sample'").fetchall():
         sample = json.loads(body) | {"task": MARKUP, "prompt": MARKUP, "completion": MARKUP}
         database.execute("UPDATE history SET body = ? WHERE kind = 'sample' AND key = ?", [json.dumps(sample), key])
+    database.execute(
+        "UPDATE submissions SET verdict = json_set(verdict, '$.missed', json('[[1, 0, 0.7]]')) WHERE seq = 1"
+    )
     rows = database.execute("SELECT seq, verdict FROM submissions WHERE state = 'rejected'").fetchall()
     for seq, verdict in rows:
         told = json.loads(verdict) | {"detail": f"{MARKUP} http://10.1.2.3:99 {'ab' * 32}"}

@@ -66,6 +66,15 @@ def test_a_group_is_shown_from_its_accepted_file(finished: Path, serving: Servin
     assert all(len(one["tokens"]) == one["length"] for one in found["completions"])
 
 
+def test_tokens_carry_the_margins_that_their_validator_recorded(finished: Path, serving: Serving) -> None:
+    url = serving(finished)
+    found = httpx.get(f"{url}/api/submissions/1/groups/0").json()
+    margins = [[margin for _, _, margin in one["tokens"]] for one in found["completions"]]
+    assert found["margins"] and found["farthest"] is None
+    assert margins[1][0] == 0.7 and sum(map(sum, margins)) == 0.7, "rollout 1, position 0"
+    assert not httpx.get(f"{url}/api/submissions/2/groups/0").json()["margins"], "this one's verdict says nothing"
+
+
 def test_groups_are_filtered_and_paged(finished: Path, serving: Serving) -> None:
     url = serving(finished)
     every = httpx.get(f"{url}/api/groups").json()["rows"]

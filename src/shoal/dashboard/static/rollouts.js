@@ -117,24 +117,56 @@ function verdict(submission) {
   return h("div", { class: "verdict" }, h("p", {}, words));
 }
 
+// Tokens are marked by probability, or by how far they miss the tokens that the seeds yield.
 function sides(group) {
-  const best = Math.max(...group.completions.map((found) => found.reward ?? -Infinity));
-  const spread = group.completions.some((found) => found.reward !== best);
-  const cards = [...group.completions].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)).map((found) => h("article", { class: `side${spread && found.reward === best ? " best" : ""}` },
-    h("header", {}, h("b", {}, `reward ${number(found.reward, 2)}`), found.advantage === null ? null : h("span", {}, `${found.advantage >= 0 ? "+" : ""}${number(found.advantage, 2)}`), h("span", {}, `${found.length} tokens${group.target ? ` of ${group.target}` : ""}`)),
-    h("div", { class: "text" }, found.tokens.map(token)), found.cut ? h("p", { class: "muted" }, "… cut here") : null));
+  const texts = [];
+  const cards = completions(group, texts);
+  const legends = h("div", { class: "legend" });
+  const ways = group.margins ? ["margin", "chance"].map((way) => h("button.quiet", { type: "button", onclick: () => mark(way) }, way === "margin" ? "Replay margin" : "Probability")) : [];
+  const mark = (way) => {
+    for (const [index, button] of ways.entries()) button.setAttribute("aria-pressed", (index === 0) === (way === "margin"));
+    for (const [host, tokens] of texts) replace(host, tokens.map((one) => token(one, way, group.margin_limit)));
+    replace(legends, h("span", {}, group.task), legend(group, way));
+  };
+  mark(group.margins && group.completions.some((found) => found.tokens.some(([, , margin]) => margin > 0)) ? "margin" : "chance");
   return [
-    h("div", { class: "legend" }, h("span", {}, group.task), h("span", {}, "A token is marked by its probability:"), h("span", {}, h("i", { class: "box fill c-accent" }), "below 1 %"), h("span", {}, h("i", { class: "box fill c-soft" }), "below 10 %"), h("span", {}, h("i", { class: "box p2" }), "below 50 %"), group.claimed ? h("span", {}, "These are the worker's own claims.") : null),
+    ways.length ? h("div", { class: "bar" }, h("span", { class: "muted" }, "Mark tokens by"), ways) : null,
+    legends,
     group.prompt === null ? null : h("div", { class: "prompt text", tabindex: "0", role: "region", "aria-label": "Prompt" }, group.prompt),
     h("p", {}),
     h("div", { class: "sides" }, cards),
-  ].filter(Boolean);
+  ];
 }
 
-function token([text, chance]) {
+function completions(group, texts) {
+  const best = Math.max(...group.completions.map((found) => found.reward ?? -Infinity));
+  const spread = group.completions.some((found) => found.reward !== best);
+  return [...group.completions].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)).map((found) => {
+    const text = h("div", { class: "text" });
+    texts.push([text, found.tokens]);
+    return h("article", { class: `side${spread && found.reward === best ? " best" : ""}` },
+      h("header", {}, h("b", {}, `reward ${number(found.reward, 2)}`), found.advantage === null ? null : h("span", {}, `${found.advantage >= 0 ? "+" : ""}${number(found.advantage, 2)}`), h("span", {}, `${found.length} tokens${group.target ? ` of ${group.target}` : ""}`)),
+      text, found.cut ? h("p", { class: "muted" }, "… cut here") : null);
+  });
+}
+
+function legend(group, way) {
+  const box = (kind, words) => h("span", {}, h("i", { class: `box ${kind}` }), words);
+  const claimed = group.claimed ? h("span", {}, "These are the worker's own claims.") : null;
+  if (way === "margin") {
+    const limit = brief(group.margin_limit);
+    const cut = group.farthest ? h("span", {}, `Only the ${group.farthest} farthest tokens of the submission are recorded.`) : null;
+    return [h("span", {}, "A token is marked by how far it misses the one its seed yields, in nats:"), box("fill c-accent", `beyond the limit of ${limit}`), box("fill c-soft", "beyond half of it"), box("p2", "less, but not 0"), cut, claimed];
+  }
+  const why = group.margins ? null : h("span", {}, "The validator recorded no replay margins of this submission.");
+  return [h("span", {}, "A token is marked by its probability:"), box("fill c-accent", "below 1 %"), box("fill c-soft", "below 10 %"), box("p2", "below 50 %"), why, claimed];
+}
+
+function token([text, chance, margin], way, limit) {
   if (chance === null) return h("span", { class: "env", title: "not sampled" }, text);
-  const shade = chance < 0.01 ? "p0" : chance < 0.1 ? "p1" : chance < 0.5 ? "p2" : null;
-  return h("span", { class: shade, title: percent(chance) }, text);
+  const steps = way === "margin" ? [margin > limit, margin > limit / 2, margin > 0] : [chance < 0.01, chance < 0.1, chance < 0.5];
+  const shade = ["p0", "p1", "p2"][steps.indexOf(true)] ?? null;
+  return h("span", { class: shade, title: margin > 0 ? `${percent(chance)}, misses by ${brief(margin)} nats` : percent(chance) }, text);
 }
 
 function options(select, names) {
