@@ -32,6 +32,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database.execute(
         "UPDATE submissions SET verdict = json_set(verdict, '$.missed', json('[[1, 0, 0.7]]')) WHERE seq = 1"
     )
+    database.execute(
+        "INSERT INTO transfers (node, version, from_s, to_s, size_bytes)"
+        " SELECT key, 1, (SELECT started_s FROM run), (SELECT started_s FROM run) + 2, 700 FROM nodes WHERE name = 'alice'"
+    )
     rows = database.execute("SELECT seq, verdict FROM submissions WHERE state = 'rejected'").fetchall()
     for seq, verdict in rows:
         told = json.loads(verdict) | {"detail": f"{MARKUP} http://10.1.2.3:99 {'ab' * 32}"}

@@ -66,6 +66,16 @@ def test_a_group_is_shown_from_its_accepted_file(finished: Path, serving: Servin
     assert all(len(one["tokens"]) == one["length"] for one in found["completions"])
 
 
+def test_the_timeline_has_a_lane_for_each_node_and_its_downloads(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))["/api/timeline?last=100000"].json()
+    lanes = {lane["name"]: (lane["role"], {bar["kind"] for bar in lane["bars"]}) for lane in found["lanes"]}
+    assert lanes["learner"] == ("learner", {"wait", "train"})
+    assert lanes["alice"] == ("worker", {"generate", "receive"}) and lanes["mallory"] == ("worker", {"generate"})
+    assert lanes["validator"] == ("validator", {"check"})
+    [download] = [bar for lane in found["lanes"] for bar in lane["bars"] if bar["kind"] == "receive"]
+    assert (download["version"], download["bytes"], download["to_s"] - download["from_s"]) == (1, 700, 2)
+
+
 def test_tokens_carry_the_margins_that_their_validator_recorded(finished: Path, serving: Serving) -> None:
     url = serving(finished)
     found = httpx.get(f"{url}/api/submissions/1/groups/0").json()

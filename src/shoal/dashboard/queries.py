@@ -127,6 +127,18 @@ class Queries:
             limit,
         )
 
+    def transfers(self, from_s: float, to_s: float, limit: int) -> list[tuple[str, str, int, float, float, int]]:
+        """Node, role, version, from when to when and bytes of downloads in this time, newest first."""
+        if not self.connection.has_table("transfers"):  # a run of an older Shoal
+            return []
+        return self.connection.rows(
+            "SELECT n.name, n.role, t.version, t.from_s, t.to_s, t.size_bytes FROM transfers t"
+            " JOIN nodes n ON n.key = t.node WHERE t.to_s >= ? AND t.from_s <= ? ORDER BY t.to_s DESC LIMIT ?",
+            from_s,
+            to_s,
+            limit,
+        )
+
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def groups(self, wanted: Wanted, limit: int) -> list[tuple[Any, ...]]:
