@@ -76,6 +76,20 @@ def test_the_timeline_has_a_lane_for_each_node_and_its_downloads(finished: Path,
     assert (download["version"], download["bytes"], download["to_s"] - download["from_s"]) == (1, 700, 2)
 
 
+def test_a_node_shows_what_it_has_at_stake(finished: Path, serving: Serving) -> None:
+    nodes = {node["name"]: node for node in everything(serving(finished))["/api/nodes"].json()["nodes"]}
+    assert (nodes["alice"]["stake"], nodes["mallory"]["stake"]) == (500, 0)
+
+
+def test_other_runs_come_with_their_reward_and_accuracy(finished: Path, serving: Serving) -> None:
+    url = serving(finished, compare=[finished, finished])
+    opened = httpx.get(f"{url}/api/open").json()
+    assert [other["name"] for other in opened["others"]] == ["tampered", "tampered"]
+    other = opened["others"][0]
+    assert other["curves"]["values"] == {"reward": opened["curves"]["values"]["reward"]}
+    assert other["evaluations"] == opened["evaluations"]
+
+
 def test_tokens_carry_the_margins_that_their_validator_recorded(finished: Path, serving: Serving) -> None:
     url = serving(finished)
     found = httpx.get(f"{url}/api/submissions/1/groups/0").json()

@@ -123,7 +123,15 @@ class Dashboard:
         assert status is not None
         state = status.state if status.state == "finished" else "running" if self.run.running() else "stopped"
         alpha = config.evidence.alpha if config else None
-        rows = node_table(status, self.feed.pace, self.run.queries, state=state, alpha=alpha, public=self.public)
+        rows = node_table(
+            status,
+            self.feed.pace,
+            self.run.queries,
+            state=state,
+            alpha=alpha,
+            stakes=self.run.stakes(),
+            public=self.public,
+        )
         return {"nodes": rows, "broadcast": broadcast(status)}
 
     def _timeline(self, request: web.Request) -> Say:

@@ -41,7 +41,7 @@ export class Chart {
       return;
     }
     const edge = spec.mini ? { left: 2, right: 6, top: 7, bottom: 7 } : EDGE;
-    const xs = [...spec.x, ...(spec.dots || []).flatMap((dots) => dots.x)];
+    const xs = [...spec.x, ...(spec.dots || []).flatMap((dots) => dots.x), ...(spec.lines || []).flatMap((line) => line.x || [])];
     const bars = spec.bars;
     const domain = bars ? [0.5, Math.max(spec.x.length, 8) + 0.5] : [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1)];
     const stacked = bars ? spec.x.map((_, index) => bars.reduce((sum, bar) => sum + (bar.values[index] || 0), 0)) : [];

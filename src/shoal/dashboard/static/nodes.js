@@ -6,6 +6,7 @@ import { ask } from "./run.js";
 
 const EVERY_MS = 3000;
 const PAGE = 200;
+const WHERE_KNOWN = ["memory", "stake"];
 const COLUMNS = [
   ["name", "Node", (node) => h("span", {}, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), ` ${node.name}`)],
   ["role", "Role", (node) => node.role],
@@ -20,6 +21,7 @@ const COLUMNS = [
   ["credited", "Credited", (node) => (node.role === "worker" ? count(node.credited) : "–"), "n"],
   ["streak", "Honest in a row", (node) => (node.role === "worker" ? `${count(node.streak)} of ${count(node.checks)}` : "–"), "n"],
   ["evidence", "Evidence against", (node) => (node.role === "worker" && node.limit ? `${brief(Math.max(node.evidence, 0))} of ${brief(node.limit)}` : "–"), "n"],
+  ["stake", "At stake", (node) => (node.role === "worker" ? count(node.stake) : "–"), "n"],
   ["seen_s", "Seen", (node) => `${duration(node.seen_s)} ago`, "n"],
   ["memory", "Memory", (node) => bytes(node.memory), "n"],
   ["doing", "Doing (as it says)", (node) => h("span", { class: "muted" }, node.doing), "wrap"],
@@ -59,7 +61,7 @@ export class Nodes {
     if (!this.found) return;
     let rows = this.found.nodes.filter((node) => `${node.name} ${node.role} ${node.condition}`.toLowerCase().includes(this.text));
     if (this.by) rows = [...rows].sort((a, b) => compare(a[this.by], b[this.by]) * (this.down ? -1 : 1));
-    const columns = COLUMNS.filter(([key]) => key !== "memory" || rows.some((node) => node.memory));
+    const columns = COLUMNS.filter(([key]) => !WHERE_KNOWN.includes(key) || rows.some((node) => node[key]));
     this.note.textContent = rows.length > PAGE ? `${PAGE} of ${rows.length} shown, problems first` : `${rows.length}`;
     const headings = columns.map(([key, title, , align]) => h("th", { class: align, scope: "col", "aria-sort": this.by === key ? (this.down ? "descending" : "ascending") : null }, h("button", { type: "button", onclick: () => this.sort(key) }, title + (this.by === key ? (this.down ? " ↓" : " ↑") : ""))));
     replace(this.table, h("table", {}, h("thead", {}, h("tr", {}, headings)), h("tbody", {}, rows.slice(0, PAGE).map((node) => h("tr", {}, columns.map(([, , write, align]) => h("td", { class: align }, write(node))))))));

@@ -75,7 +75,9 @@ export class Overview {
     });
     const entries = [["reward", "", "c-accent"], ["held-out, greedy", "dot", "c-ink"], ["sampled", "ring", ""]];
     for (const other of this.run.others) {
+      const known = other.evaluations.filter((found) => found.greedy !== null);
       lines.unshift({ x: other.curves.x, values: smooth(other.curves.values.reward), class: "c-faint thin" });
+      dots.unshift({ name: `held-out, ${other.name}`, x: known.map((found) => found.x), values: known.map((found) => found.greedy), class: "ring c-faint" });
       entries.push([other.name, "", "c-faint"]);
     }
     const accuracy = last(evaluations.map((found) => found.greedy ?? found.sampled));
