@@ -1,4 +1,4 @@
-"""A pool whose tables are in PostgreSQL, watched by its folder: the same answers as from SQLite, in a session that cannot write."""
+"""A pool whose tables are in PostgreSQL, watched by its folder: answers as from SQLite, in a session that cannot write."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def test_every_answer_is_that_of_sqlite(moved: Path, finished: Path, serving: Se
 
 
 def same(answer: Any) -> Any:
-    """Without the run's name, which follows from the coordinator's address file, and the tokens' texts, which need its model."""
+    """Without the run's name, which is in the coordinator's address file, and the tokens' texts, which need its model."""
     if isinstance(answer, dict):
         return {key: same(value) for key, value in answer.items() if key not in ("name", "tokens", "prompt")}
     return [same(one) for one in answer] if isinstance(answer, list) else answer

@@ -185,7 +185,7 @@ class ReadLedger:
 
 
 def _connect(folder: Path) -> Connection:
-    """A coordinator's tables, for reading only. One thread at a time uses them; which one may change. Raises WatchedError."""
+    """A coordinator's tables, to read. One thread at a time uses them; which one may change. Raises WatchedError."""
     path = folder / DATABASE
     if path.is_file():
         return SqliteConnection(
