@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -83,3 +85,16 @@ def serving() -> Iterator[Serving]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """Debian's browser. Skips without it; `make browser` installs it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("Chromium is not installed: make browser")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
