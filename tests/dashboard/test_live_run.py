@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
 NOTES = """() => {
     globalThis.told = [];
     const trouble = document.getElementById("trouble");
-    new MutationObserver(() => globalThis.told.push(trouble.hidden ? "" : trouble.textContent)).observe(trouble, {attributes: true});
+    const note = () => globalThis.told.push(trouble.hidden ? "" : trouble.textContent);
+    new MutationObserver(note).observe(trouble, {attributes: true});
 }"""
 
 
