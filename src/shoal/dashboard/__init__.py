@@ -11,7 +11,6 @@
     words      reasons and roles in plain words
     feed       what is new, to every open page at once
     server     the routes; `static/` holds the page
-    beside     starts the server of a running run when somebody looks for the first time
     report     the whole run as one file; `charts` says which charts it has, `drawing` and `pictures` draw them
 
 Invariant: it only reads, and no answer holds a key, an invite or a signature.
