@@ -95,6 +95,24 @@ def test_register_chat_and_verify(browser: Any, run: Running) -> None:
     visit.close()
 
 
+@pytest.mark.slow
+def test_a_tampered_reply_is_refused_on_the_page(browser: Any, run: Running) -> None:
+    visit = Visit(browser, run).enter("tamperer")
+    visit.say("one and two")
+    reply = visit.replies(1).first
+    assert run.service.replies is not None
+    db = run.service.replies.conversations.db
+    id = visit.page.url.rpartition("#")[2]
+    row = db.execute("SELECT id, proof FROM message WHERE conversation = ? AND role = 'assistant'", (id,)).fetchone()
+    changed = json.loads(row["proof"]) | {"text": "what the operator would rather have said"}
+    db.execute("UPDATE message SET proof = ? WHERE id = ?", (json.dumps(changed), row["id"]))
+    reply.get_by_role("button", name="Proof").click()
+    reply.get_by_role("button", name="Recompute it").click()
+    sync_api.expect(reply).to_contain_text("This is not what these weights, this prompt and this seed give.")
+    sync_api.expect(reply.get_by_role("button", name="Verified")).to_have_count(0)
+    visit.close()
+
+
 def test_what_a_model_writes_never_runs(browser: Any, run: Running) -> None:
     visit = Visit(browser, run).enter("mallory")
     visit.say("hello")
