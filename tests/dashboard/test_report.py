@@ -58,26 +58,21 @@ def test_it_tells_no_key_and_no_address(finished: Path) -> None:
     assert not re.search(r"\b[0-9a-f]{40}\b", re.sub(r"digest = \"[0-9a-f]+\"", "", page))
 
 
-def test_an_audit_beside_the_run_is_in_it(finished: Path, tmp_path: Path) -> None:
+def test_an_audit_beside_the_run_is_in_it(finished: Path) -> None:
     (finished / "audit.txt").write_text("the audit found no broken link <b>\n")
     try:
-        size_bytes, _ = write_report(WatchedFolder(finished), tmp_path / "report.html")
+        page = render(WatchedFolder(finished))
     finally:
         (finished / "audit.txt").unlink()
-    text = (tmp_path / "report.html").read_text()
-    assert "no broken link &lt;b&gt;" in text and len(text.encode()) == size_bytes
+    assert "no broken link &lt;b&gt;" in page
 
 
-def test_its_charts_are_written_as_pictures(finished: Path, tmp_path: Path) -> None:
-    _, pictures = write_report(WatchedFolder(finished), tmp_path / "report.html")
-    assert {picture.stem for picture in pictures} == {
-        "reward", "entropy", "kl", "clipped", "age", "groups", "verdicts", "speed"
-    }  # fmt: skip
-    for picture in pictures:
-        assert picture.parent == tmp_path / "report"
-        pixels = imread(picture)
-        assert pixels.shape[:2] == (520, 1040)
-        assert (pixels[100:-60, 80:-20, :3].std(-1) > 0.02).any() or picture.stem not in ("reward", "verdicts"), picture
+def test_its_charts_are_written_beside_it_as_pictures(finished: Path, tmp_path: Path) -> None:
+    size_bytes, pictures = write_report(WatchedFolder(finished), tmp_path / "report.html")
+    assert len((tmp_path / "report.html").read_bytes()) == size_bytes
+    names = {"reward", "entropy", "kl", "clipped", "age", "groups", "verdicts", "speed"}
+    assert {picture.relative_to(tmp_path / "report").stem for picture in pictures} == names
+    assert all(imread(picture).shape[:2] == (520, 1040) for picture in pictures)
 
 
 def test_a_picture_holds_what_its_chart_holds(tmp_path: Path) -> None:
