@@ -124,7 +124,7 @@ def test_a_cheater_is_seen_to_be_slashed_and_no_death_loses_a_step(chromium: Any
     told = page.evaluate("globalThis.told")
     assert any("does not answer" in words for words in told), "the page said that it lost its server"
     assert told[-1] == "", "and that it is back"
-    page.wait_for_function(f"document.getElementById('progress').textContent.includes('step {STEPS} of {STEPS}')")
+    until(lambda: trained(page) == STEPS, "the last step")
     until(lambda: drawn(page) == STEPS, "a point for each step: none lost, none twice")
 
 
