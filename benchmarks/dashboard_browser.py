@@ -74,8 +74,8 @@ def measure(folder: Path) -> dict[str, float]:
             found["process_beyond_blank_mb"] = round(private_mb(browser) - blank_mb, 1)
             for view in VIEWS:
                 page.goto(f"{url}/#{view}")
-                page.wait_for_selector("#view section table, #view section svg")
-                page.wait_for_timeout(500)
+                page.wait_for_selector("#view section")
+                page.wait_for_timeout(1000)  # its answers
             found["heap_after_all_views_mb"] = heap_mb(page)
             found["process_beyond_blank_after_all_views_mb"] = round(private_mb(browser) - blank_mb, 1)
             browser.close()

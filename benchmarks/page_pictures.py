@@ -60,12 +60,12 @@ def main() -> None:
 def dashboard(browser: Any, url: str, view: str, theme: str, screen: dict[str, int], path: Path) -> None:
     page = browser.new_page(viewport=screen, color_scheme=theme)
     page.goto(f"{url}/#{view}")
-    page.wait_for_selector("#view section table, #view section svg")
+    page.wait_for_selector("#view section")
     if view == "rollouts":
         page.locator("select").first.select_option("rejected")
         page.locator("tr.pick a").first.click()
         page.wait_for_selector(".side")
-        page.locator(".sides").scroll_into_view_if_needed()
+        page.evaluate("scrollTo(0, document.querySelector('.verdict').getBoundingClientRect().top - 140)")
     page.wait_for_timeout(1500)  # the last answers
     if view in ("timeline", "nodes"):
         height = page.evaluate("document.querySelector('main').getBoundingClientRect().bottom")

@@ -27,6 +27,7 @@ def draw(chart: Chart, path: Path) -> Path:
 
     figure = Figure(figsize=(6.5, 3.25), dpi=160, layout="constrained")
     axes = figure.add_subplot()
+    plain(axes)
     if chart.bars:
         _bars(axes, chart)
     else:
@@ -35,11 +36,11 @@ def draw(chart: Chart, path: Path) -> Path:
     axes.set_xlabel("step", fontsize=8, color=COLORS["soft-line"])
     axes.tick_params(labelsize=8, colors=COLORS["soft-line"])
     low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.0) if low < 0 else 0.0, max(high, chart.least * 1.06))
-    plain(axes)
+    axes.set_ylim(min(low, 0.0), max(high, chart.least) * 1.06)
     handles, names = axes.get_legend_handles_labels()
     if names:
-        axes.legend(handles, names, frameon=False, fontsize=8, loc="best")
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.015), "borderaxespad": 0.0}  # beside the title
+        axes.legend(handles, names, frameon=False, fontsize=8, ncols=len(names), **place)
     else:
         axes.text(0.5, 0.5, "Nothing was recorded.", transform=axes.transAxes, ha="center", color=COLORS["soft-line"])
     write_png(figure, path)
