@@ -25,6 +25,7 @@ from pathlib import Path
 import aiohttp
 import httpx
 import numpy as np
+import psutil
 from machine import describe
 
 ROOT = Path(__file__).parent.parent
@@ -65,14 +66,22 @@ def measure(out: Path, count: int, turns: int, turn_s: float) -> dict[str, objec
     command = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / "tiny.toml"), "--out", str(out)]
     run = subprocess.Popen([*command, "--dashboard", str(port), "--set", "run.steps=100000"], stdout=subprocess.DEVNULL)
     spans: list[tuple[str, float, float]] = []
+    used_s: list[float] = []
     try:
         wait(lambda: steps(out) >= WARM_UP_STEPS, "the first steps")
         url = f"http://127.0.0.1:{port}"
         wait(lambda: open_once(url), "the dashboard")  # its server runs in both kinds of turns
+        server = next(
+            one
+            for one in psutil.process_iter(["cmdline"])
+            if "--socket" in one.info["cmdline"] and str(out) in one.info["cmdline"]
+        )
         for _ in range(turns):
             spans.append(("without", *span(turn_s)))
             with Pages(url, count):
+                before_s = cpu_s(server)
                 spans.append(("with", *span(turn_s)))
+                used_s.append(cpu_s(server) - before_s)
             time.sleep(SETTLE_S)
         ends = [json.loads(line)["time_s"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     finally:
@@ -92,6 +101,7 @@ def measure(out: Path, count: int, turns: int, turn_s: float) -> dict[str, objec
         "slower_median": round(medians["with"] / medians["without"] - 1, 4),
         "slower_mean": round(means["with"] / means["without"] - 1, 4),
         "slower_mean_95": interval(took["with"], took["without"]),
+        "server_cores": round(sum(used_s) / (turns * turn_s), 3),  # of one core, with the pages open
         "step_s": took,
     }
 
@@ -135,16 +145,21 @@ async def pages(url: str, count: int) -> None:
             response = await session.get(f"{url}/api/events?seen={opened['seen']}")
         async for _ in response.content.iter_any():
             first[number].set()
-        sys.exit(f"page {number} lost its stream")
+        raise ConnectionError(f"page {number} lost its stream")
 
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        tasks = [asyncio.create_task(page(session, number)) for number in range(count)]
-        everyone = asyncio.gather(*(event.wait() for event in first))
-        await asyncio.wait([everyone, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        assert everyone.done(), [task.exception() for task in tasks if task.done()][:1]
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as group:
+        for number in range(count):  # the group ends with the first stream that is lost
+            group.create_task(page(session, number))
+        for event in first:
+            await event.wait()
         print("open", flush=True)  # noqa: T201
-        await asyncio.gather(*tasks)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def span(turn_s: float) -> tuple[float, float]:

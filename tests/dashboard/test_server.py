@@ -1,13 +1,17 @@
 """What the dashboard answers over HTTP, and what it never does."""
 
+import asyncio
 import json
 import re
 import socket
 import sqlite3
 from pathlib import Path
 
+import aiohttp
 import httpx
 import pytest
+
+from shoal.dashboard.feed import MOST_WAITING
 
 from .conftest import MARKUP, Serving
 
@@ -192,6 +196,24 @@ def test_a_page_that_comes_back_gets_what_it_missed(finished: Path, serving: Ser
     ids = [line for line in found if line.startswith("id: ")]
     assert ids[:2] == ["id: 2.0", "id: 3.0"]
     assert [json.loads(line[6:])["x"] for line in found if line.startswith("data: ")][:2] == [2, 3]
+
+
+def test_more_pages_than_may_wait_open_at_once_and_none_is_turned_away(finished: Path, serving: Serving) -> None:
+    url, many = serving(finished), 2 * MOST_WAITING + 20
+
+    async def page(session: aiohttp.ClientSession) -> tuple[int, bytes]:
+        async with session.get(f"{url}/api/open") as opened:
+            status = opened.status
+        async with session.get(f"{url}/api/events?seen=3.0") as stream:
+            return status, await stream.content.readuntil(b"event: overview")
+
+    async def main() -> list[tuple[int, bytes]]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await asyncio.gather(*(page(session) for _ in range(many)))
+
+    found = asyncio.run(main())
+    assert [status for status, _ in found] == [200] * many
+    assert all(begun.startswith(b"retry: 2000") for _, begun in found)
 
 
 @pytest.mark.parametrize("seen", ["", "junk", "99.0", "-1.0"])

@@ -181,24 +181,24 @@ class Rollouts:
         if self.config.store.url:
             raise NoRolloutsError("this run keeps its rollouts in a bucket, which the dashboard does not read")
         file_hash, accepted_hash = row[8], row[9]
-        rows: Sequence[AcceptedRollout | Rollout]
+        every: list[AcceptedRollout | Rollout] = []
         if row[5] == "accepted" and accepted_hash:
-            rows = self._accepted(accepted_hash)
+            every += self._accepted(accepted_hash)
         elif file_hash:
-            rows = self._claimed(file_hash)
+            every += self._claimed(file_hash)
         else:
             raise NoRolloutsError(f"submission {seq} was never uploaded")
         margins = _margins(row[7])
-        numbered = [(number, found) for number, found in enumerate(rows) if found.group == group]
-        rows = [found for _, found in numbered]
+        rows = {number: found for number, found in enumerate(every) if found.group == group}
         if not rows:
             raise NoRolloutsError(f"submission {seq} has no group {group}")
-        prompt = getattr(rows[0], "prompt", None)
-        rewards = [found.reward for found in rows]
+        first = next(iter(rows.values()))
+        prompt = getattr(first, "prompt", None)
+        rewards = [found.reward for found in rows.values()]
         mean = sum(rewards) / len(rows)
         room = MOST_TOKENS // len(rows)
         return {
-            "task": clean(rows[0].task),
+            "task": clean(first.task),
             "target": next((found[8] for found in self.queries.group_rows(row[0]) if found[0] == group), 0),
             "claimed": prompt is None,
             "prompt": None if prompt is None else self._text(prompt),
@@ -214,7 +214,7 @@ class Rollouts:
                     "cut": len(found.tokens) > room,
                     "tokens": self._tokens(found, room, number, margins or {}),
                 }
-                for number, found in numbered
+                for number, found in rows.items()
             ],
         }
 
