@@ -2,8 +2,9 @@
 
     python benchmarks/dashboard_browser.py [--steps 5000] [--nodes 1000]
 
-The run is the one of `benchmarks/dashboard.py`. Opened: from the navigation's start until all six charts are drawn. Memory:
-the page's JavaScript heap after a collection, and what its process holds alone (private pages) beyond a blank page's.
+The run is the one of `benchmarks/dashboard.py`. Opened: from the navigation's start until all six charts are drawn. The
+seconds of computing in it, of server and page, do not depend on what else the machine does. Memory: the page's JavaScript heap
+after a collection, and what its process holds alone (private pages) beyond a blank page's.
 Needs `make browser`.
 """
 
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from machine import describe
 from playwright.sync_api import sync_playwright
 
 from dashboard import make
 
 RESULT = Path(__file__).parent / "results" / "dashboard_browser.json"
-TIMES = 5
+TIMES = 3
 VIEWS = ["timeline", "nodes", "validation", "rollouts", "overview"]
 DRAWN = """() => document.querySelectorAll(".answer").length === 3 && document.querySelector(".cells i")
     && [...document.querySelectorAll(".card svg")].every((one) => one.querySelector("path, rect"))"""
@@ -67,10 +69,13 @@ def measure(folder: Path) -> dict[str, float]:
             program = shutil.which("chromium") or shutil.which("chromium-browser")
             browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
             blank_mb = private_mb(browser)
-            first_s, page = opened(browser, url)  # the server has not read the run yet
+            before_s = cpu_s(server.pid)
+            found, page = opened(browser, url)  # the server has not read the run yet
+            found = {f"first_{name}": value for name, value in found.items()}
+            found["first_server_cpu_s"] = round(cpu_s(server.pid) - before_s, 2)
             page.close()
-            again_s, page = opened(browser, url)
-            found = {"first_open_s": first_s, "open_s": again_s, "heap_mb": heap_mb(page)}
+            again, page = opened(browser, url)
+            found |= again | {"heap_mb": heap_mb(page)}
             found["process_beyond_blank_mb"] = round(private_mb(browser) - blank_mb, 1)
             for view in VIEWS:
                 page.goto(f"{url}/#{view}")
@@ -92,12 +97,21 @@ def listens(url: str) -> bool:
         return False
 
 
-def opened(browser: Any, url: str) -> tuple[float, Any]:
-    """Seconds until all is drawn, and the page."""
+def opened(browser: Any, url: str) -> tuple[dict[str, float], Any]:
+    """Seconds until all is drawn, and of these those that the page computed; and the page."""
     page = browser.new_page(viewport={"width": 1440, "height": 900}, bypass_csp=True)  # of the waiting below
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
     page.goto(f"{url}/", wait_until="commit")
     page.wait_for_function(DRAWN, polling=20)
-    return round(page.evaluate("performance.now()") / 1000, 3), page
+    took_s = round(page.evaluate("performance.now()") / 1000, 3)
+    metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+    return {"open_s": took_s, "page_cpu_s": round(metrics["TaskDuration"], 2)}, page
+
+
+def cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def heap_mb(page: Any) -> float:

@@ -72,9 +72,7 @@ def measure(out: Path, count: int, turns: int, turn_s: float) -> dict[str, objec
         url = f"http://127.0.0.1:{port}"
         wait(lambda: open_once(url), "the dashboard")  # its server runs in both kinds of turns
         server = next(
-            one
-            for one in psutil.process_iter(["cmdline"])
-            if "--socket" in one.info["cmdline"] and str(out) in one.info["cmdline"]
+            one for one in psutil.process_iter(["cmdline"]) if {"--socket", str(out)} <= set(one.info["cmdline"] or [])
         )
         for _ in range(turns):
             spans.append(("without", *span(turn_s)))
