@@ -2,9 +2,9 @@
 
     python benchmarks/dashboard_browser.py [--steps 5000] [--nodes 1000]
 
-The run is the one of `benchmarks/dashboard.py`. Opened: from the navigation's start until all six charts are drawn.
-What server and page computed for it, in seconds, does not depend on what else the machine does. Memory: the page's JavaScript heap
-after a collection, and what its process holds alone (private pages) beyond a blank page's.
+The run is the one of `benchmarks/dashboard.py`. Opened: from the navigation's start until all six charts are drawn. What
+server and page computed for it, in seconds, depends less on what else the machine does. Memory: the page's JavaScript
+heap after a collection, and what its process holds alone (private pages) beyond a blank page's.
 Needs `make browser`.
 """
 

@@ -180,7 +180,7 @@ def test_a_task_that_came_too_late_costs_only_itself(tiny_folder: Path) -> None:
     follower.bring(tiny_folder, 0)
     assert work(node, follower) == "finished"
     assert list(node.uploads) == [task(1).upload_path]
-    assert any("dropping" in line and "deadline" in line for line in node.said)
+    assert any("not uploading" in line and "deadline" in line for line in node.said)
 
 
 def test_any_other_refusal_is_an_error(tiny_folder: Path) -> None:

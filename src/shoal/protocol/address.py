@@ -1,6 +1,9 @@
 """Where a pool's coordinator is: a URL, and the file in its folder that holds it.
 
-Invariant: a URL is `http(s)://HOST[:PORT]`, nothing after it, so that signed paths are the same on both sides.
+    http(s)://HOST[:PORT]              one run has the listener for itself
+    http(s)://HOST[:PORT]/runs/PLACE   several runs share it, each at its own place
+
+Invariant: nothing else stands in a URL, so that signed paths are the same on both sides.
 Written by the coordinator and `shoal pool init`; read by `shoal invite`, `shoal status` and `shoal run --resume`.
 """
 
@@ -15,6 +18,7 @@ from shoal.errors import ShoalError
 from shoal.files import write_file
 
 FILE = "coordinator.json"
+PLACE = re.compile("[a-z0-9][a-z0-9-]{0,39}")
 FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these without a word
 
 
@@ -45,6 +49,14 @@ class Address(BaseModel):
 
 
 def coordinator_url(text: str) -> str:
+    """`text` without a trailing slash. Raises AddressError unless it is http(s)://HOST[:PORT], or that and /runs/PLACE."""
+    listener, _, place = text.rstrip("/").partition("/runs/")
+    if place and not PLACE.fullmatch(place):
+        raise AddressError(f"{text[:80]!r} is not a run's URL: PLACE in /runs/PLACE is 1 to 40 of a to z, 0 to 9 and -")
+    return f"{server_url(listener)}/runs/{place}" if place else server_url(text)
+
+
+def server_url(text: str) -> str:
     """`text` without a trailing slash. Raises AddressError unless it is http(s)://HOST[:PORT]."""
     try:
         parts = urlsplit(text)
@@ -52,9 +64,17 @@ def coordinator_url(text: str) -> str:
     except ValueError:
         parts, has_port = urlsplit(""), False
     rest = parts.path.strip("/") or FOREIGN.search(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 200:
-        raise AddressError(f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT")
+    if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or rest or len(text) > 150:
+        raise AddressError(
+            f"{text[:80]!r} is not a coordinator's URL: write http://HOST:PORT, or http://HOST:PORT/runs/PLACE"
+        )
     return text.rstrip("/")
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The listener's URL and the run's place at it, "" for a run that has the listener for itself."""
+    listener, _, place = url.partition("/runs/")
+    return listener, place
 
 
 def find_coordinator(where: str) -> str:

@@ -128,15 +128,15 @@ class Worker:
         self.node.fingerprint = Fingerprint(version=version, value=value) if value else None
 
     def put(self, assignment: Assignment, data: bytes) -> None:
-        """One upload. A refusal (too late, evicted) costs this submission only."""
+        """One upload. A refusal costs this submission at most: an earlier upload of it may have arrived, unanswered."""
         try:
             send_file(self.node, assignment.upload_path, data)
             log.info("submission %s is uploaded: %d bytes", assignment.id, len(data))
         except RefusedError as refusal:
             if refusal.status != 409:
                 raise
-            self.node.doing(f"dropping {assignment.id}: {refusal}")
-            log.info("submission %s is dropped: %s", assignment.id, refusal)
+            self.node.doing(f"not uploading {assignment.id}: {refusal}")
+            log.info("the pool takes no upload of submission %s now: %s", assignment.id, refusal)
 
 
 def follow(node: Node, config: Config, cache: Path, publisher: str) -> Follower:

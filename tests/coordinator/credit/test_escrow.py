@@ -79,6 +79,17 @@ def test_the_runs_end_releases_what_waits_once(harness: Harness) -> None:
     assert len(entries(harness, "credited")) == 1
 
 
+def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> None:
+    """No later work could cover it, and it was asked for."""
+    earlier, late = harness.upload(), harness.upload(BOB)
+    harness.claims(VALIDATOR, 2)
+    harness.judge(earlier.id, None, USELESS)
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.judge(late.id, None, USELESS)
+    assert credit(harness) == credit(harness, BOB) == (0, 20, 0)
+    assert [entry["worker"] for entry in entries(harness, "credited")] == [ALICE, BOB]
+
+
 def test_an_escrow_that_lies_would_outrun_is_refused() -> None:
     with pytest.raises(ConfigError, match="escrow_checks"):
         parse({"validator": {"check_floor": 0.05}})

@@ -2,7 +2,7 @@
 
     pending     from its acceptance on
     credited    once its worker has passed `validator.escrow_checks` whole prefills of later submissions, or once the run's
-                last step is trained
+                last step is trained: at once, if it is accepted after that
     forfeited   when its worker is slashed or dismissed before that
 
 All credit waits, that of checked submissions too. So whoever lies always risks at least the pay of `escrow_checks` honest
@@ -22,9 +22,15 @@ class Escrow:
         self.config = config
 
     def accepted(self, worker: str, submission: str, tokens: int) -> None:
-        """Hold the credit of an accepted submission; release what this worker's checks have covered by now."""
+        """Hold the credit of an accepted submission; release what this worker's checks have covered by now.
+
+        After the run's last step no more work comes that could cover it: nothing waits any more.
+        """
         self.db.submissions.set_pending(submission, tokens)
-        self._credit(worker, self.db.submissions.pending_before(worker, self.config.validator.escrow_checks))
+        if self.db.is_trained(self.config.run.steps):
+            self._credit(worker, self.db.submissions.pending_of(worker))
+        else:
+            self._credit(worker, self.db.submissions.pending_before(worker, self.config.validator.escrow_checks))
 
     def forfeit(self, worker: str) -> None:
         """Take all that waits."""

@@ -76,6 +76,10 @@ class Database:
         """The smallest step that lacks accepted groups."""
         return self.groups.open_step()
 
+    def is_trained(self, steps: int) -> bool:
+        """Whether the last of `steps` steps was trained on."""
+        return self.history.has("step", str(steps - 1))
+
     def is_finished(self, steps: int) -> bool:
         """Whether the last version, after `steps` steps, was evaluated, which ends the run."""
         return self.history.has("evaluation", f"{steps} final")
