@@ -16,7 +16,7 @@ from shoal.dashboard.queries import Queries, Wanted
 from shoal.dashboard.words import is_hard, reason_words, said
 from shoal.errors import ShoalError
 from shoal.model.turns import model_positions
-from shoal.protocol.messages import MOST_MISSED
+from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.store.folder import Folder
 from shoal.view import clean
 

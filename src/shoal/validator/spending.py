@@ -16,7 +16,8 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.evidence.bets import allocation
 from shoal.model.turns import model_positions
-from shoal.protocol.messages import BEYOND, MOST_MISSED, Spent
+from shoal.protocol.messages import BEYOND, Spent
+from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.validator.case import Case
 
 STAKE = 0.5  # of the capital that an allocation bet can lose on one token

@@ -33,7 +33,6 @@ Every room that talks over HTTP imports this, never a file in it; nothing else o
 from shoal.protocol.messages.checking import (
     BEYOND,
     HARD,
-    MOST_MISSED,
     Claim,
     ClaimRequest,
     Claims,
@@ -80,7 +79,7 @@ __all__ = [
     "Announced", "Assignment", "BEYOND", "Batch", "BatchGroup", "Booking", "Capability", "CheckpointRecord", "Claim",
     "ClaimRequest", "Claims", "Computed", "ContentOwner", "CurriculumPage", "Evaluation", "Exactness", "Fingerprint",
     "Finished", "Grading", "Grant", "GroupResult", "HARD", "Heartbeat", "HeartbeatAnswer", "History", "Intake",
-    "InvitePayload", "LARGEST", "Link", "MAX_SENDERS", "MILLION", "MOST_MISSED", "MissedTasks", "NodeState", "NodeStatus", "Ok",
+    "InvitePayload", "LARGEST", "Link", "MAX_SENDERS", "MILLION", "MissedTasks", "NodeState", "NodeStatus", "Ok",
     "Outcomes", "Policy", "Reason", "Registered", "Registration", "Replay", "Role", "RunDescriptor", "Sample",
     "Signal", "Spent", "Stats", "Status", "StepRecord", "StepReport", "Stored", "VERSION", "Verdict", "WorkerSample",
 ]  # fmt: skip
