@@ -4,7 +4,7 @@
     python benchmarks/idle_dashboards.py --pages 1000 --turns 5 --turn-s 45
 
 A page in a background tab holds a stream of server-sent events and asks for nothing else; each stream is a connection of its
-own that is read to the end. All pages are on this machine, in a process with the lowest priority, because they would be on
+own that is read to the end. All pages are on this machine, in a process with low priority, because they would be on
 other machines. Steps during which pages were opened or closed count for neither side.
 """
 
@@ -118,7 +118,7 @@ class Pages:
 
     def __init__(self, url: str, count: int) -> None:
         own = [sys.executable, __file__, "--of", url, "--pages", str(count)]
-        self.process = subprocess.Popen(["nice", "-n", "19", *own], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(["nice", "-n", "10", *own], stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> None:
         assert self.process.stdout is not None
