@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -20,7 +22,7 @@ Serving = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A node's name, a node's report, a sample and a verdict hold markup."""
+    """A node's name, a node's report, a sample and a verdict hold markup; another verdict names a token; alice staked."""
     folder = record_run(tmp_path_factory.mktemp("watched"))
     database = sqlite3.connect(folder / "coordinator" / "pool.sqlite")
     database.execute("UPDATE nodes SET name = ? WHERE name = 'bob'", [MARKUP[:60]])
@@ -29,6 +31,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key, body in database.execute("SELECT key, body FROM history WHERE kind = 'sample'").fetchall():
         sample = json.loads(body) | {"task": MARKUP, "prompt": MARKUP, "completion": MARKUP}
         database.execute("UPDATE history SET body = ? WHERE kind = 'sample' AND key = ?", [json.dumps(sample), key])
+    database.execute(
+        "UPDATE submissions SET verdict = json_set(verdict, '$.missed', json('[[1, 0, 0.7]]')) WHERE seq = 1"
+    )
+    database.execute(
+        "INSERT INTO transfers (node, version, from_s, to_s, size_bytes)"
+        " SELECT key, 1, (SELECT started_s FROM run), (SELECT started_s FROM run) + 2, 700 FROM nodes WHERE name = 'alice'"
+    )
+    key = database.execute("SELECT key FROM nodes WHERE name = 'alice'").fetchone()[0]
+    staked = json.dumps({"key": key, "amount": 500}, separators=(",", ":"))
+    database.execute(
+        "INSERT INTO ledger (seq, time_s, kind, body, previous, digest, signature)"
+        " SELECT max(seq) + 1, max(time_s), 'staked', ?, '', '', '' FROM ledger",
+        [staked],
+    )
     rows = database.execute("SELECT seq, verdict FROM submissions WHERE state = 'rejected'").fetchall()
     for seq, verdict in rows:
         told = json.loads(verdict) | {"detail": f"{MARKUP} http://10.1.2.3:99 {'ab' * 32}"}
@@ -46,16 +62,22 @@ def serving() -> Iterator[Serving]:
     thread.start()
     runners: list[web.AppRunner] = []
 
-    async def start(folder: Path, public: bool, hosts: tuple[str, ...]) -> str:
-        runner = web.AppRunner(Dashboard(WatchedFolder(folder), public=public).app(hosts), shutdown_timeout=0.1)
+    async def start(folder: Path, public: bool, hosts: tuple[str, ...], compare: list[Path]) -> str:
+        others = [WatchedFolder(other) for other in compare]
+        for other in others:
+            other.look()
+        dashboard = Dashboard(WatchedFolder(folder), [*others], public=public)
+        runner = web.AppRunner(dashboard.app(hosts), shutdown_timeout=0.1)
         await runner.setup()
         runners.append(runner)
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
-    def serve(folder: Path, *, public: bool = False, hosts: tuple[str, ...] = LOOPBACK) -> str:
-        return asyncio.run_coroutine_threadsafe(start(folder, public, hosts), loop).result(30)
+    def serve(
+        folder: Path, *, public: bool = False, hosts: tuple[str, ...] = LOOPBACK, compare: Sequence[Path] = ()
+    ) -> str:
+        return asyncio.run_coroutine_threadsafe(start(folder, public, hosts, list(compare)), loop).result(30)
 
     yield serve
     for runner in runners:
@@ -63,3 +85,16 @@ def serving() -> Iterator[Serving]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """Debian's browser. Skips without it; `make browser` installs it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("Chromium is not installed: make browser")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -18,6 +18,7 @@ test("figures are written as the terminal writes them", () => {
   assert.equal(figures.duration(59.6), "1m 00s");
   assert.equal(figures.percent(0.5188), "51.9 %");
   assert.equal(figures.brief(0.00364), "0.0036");
+  assert.deepEqual([700, 5e6, 3e9].map(figures.bytes), ["1 KiB", "5 MiB", "2.8 GiB"]);
   for (const write of [figures.count, figures.duration, figures.percent, figures.number, figures.brief]) {
     assert.equal(write(null), "–");
     assert.equal(write(NaN), "–");

@@ -1,49 +1,16 @@
 """The page in a real browser, on a finished run with hostile texts. `make browser` installs what it needs."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .browsing import Watched
 from .conftest import Serving
 
 pytestmark = pytest.mark.slow
 AXE = Path(__file__).parents[2] / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
-WAIT_MS = 60_000
 VIEWS = ["overview", "timeline", "nodes", "validation", "rollouts"]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        pytest.skip("Chromium is not installed: make browser")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Watched:
-    """A page, what it said on the console, and which servers it asked."""
-
-    def __init__(self, browser: Any, url: str, *, width: int = 1440, height: int = 900, theme: str = "light") -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
-        self.page.set_default_timeout(WAIT_MS)
-        self.url = url
-        self.errors: list[str] = []
-        self.asked: set[str] = set()
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.asked.add("/".join(request.url.split("/")[:3])))
-
-    def open(self, view: str = "overview") -> Any:
-        self.page.goto(f"{self.url}/#{view}")
-        self.page.wait_for_selector("#view section")
-        return self.page
 
 
 def test_the_first_screen_holds_three_answers_and_six_charts(chromium: Any, finished: Path, serving: Serving) -> None:
@@ -67,6 +34,40 @@ def test_no_text_of_others_becomes_markup(chromium: Any, finished: Path, serving
     assert "owned" not in page.title()
     assert page.locator("main img, main script").count() == 0
     assert watched.errors == [] and watched.asked == {watched.url}
+
+
+def test_runs_are_overlaid(chromium: Any, finished: Path, serving: Serving) -> None:
+    watched = Watched(chromium, serving(finished, compare=[finished]))
+    page = watched.open()
+    card = page.locator(".card", has_text="Reward and held-out accuracy")
+    assert card.locator("path.line.c-faint.thin").count() == 1
+    assert card.locator("circle.ring.c-faint").count() == card.locator("circle.dot.c-ink").count() > 0
+    assert page.locator("#run").inner_text() in card.locator(".legend").inner_text()
+    assert watched.errors == []
+
+
+def test_tokens_are_marked_by_margin_or_by_probability(chromium: Any, finished: Path, serving: Serving) -> None:
+    page = Watched(chromium, serving(finished)).open("rollouts/1/0")
+    page.wait_for_selector(".side")
+    assert page.get_by_role("button", name="Replay margin").get_attribute("aria-pressed") == "true"
+    marked = page.locator(".side .text span.p0, .side .text span.p1, .side .text span.p2")
+    assert marked.count() == 1 and "misses by 0.7 nats" in marked.first.get_attribute("title")
+    page.get_by_role("button", name="Probability").click()
+    assert "marked by its probability" in page.locator("#view").inner_text()
+    page.goto(f"{page.url.partition('#')[0]}#rollouts/2/0")
+    page.get_by_text("recorded no replay margins").wait_for()
+
+
+def test_downloads_and_stakes_are_shown(chromium: Any, finished: Path, serving: Serving) -> None:
+    watched = Watched(chromium, serving(finished))
+    page = watched.open("timeline")
+    page.get_by_role("button", name="1h 00m").click()
+    download = page.locator("rect.b-receive")
+    assert "alice receives 1 KiB of version 1" in (download.first.get_attribute("aria-label") or "")
+    page = watched.open("nodes")
+    column = page.locator("th", has_text="At stake")
+    column.wait_for()
+    assert "500" in page.locator("tr", has_text="alice").first.inner_text()
 
 
 def test_a_chart_can_be_read_by_keyboard(chromium: Any, finished: Path, serving: Serving) -> None:

@@ -1,13 +1,17 @@
 """What the dashboard answers over HTTP, and what it never does."""
 
+import asyncio
 import json
 import re
 import socket
 import sqlite3
 from pathlib import Path
 
+import aiohttp
 import httpx
 import pytest
+
+from shoal.dashboard.feed import MOST_WAITING
 
 from .conftest import MARKUP, Serving
 
@@ -64,6 +68,39 @@ def test_a_group_is_shown_from_its_accepted_file(finished: Path, serving: Servin
     assert not found["claimed"] and len(rewards) == 2
     assert found["mean"] == pytest.approx(sum(rewards) / 2)
     assert all(len(one["tokens"]) == one["length"] for one in found["completions"])
+
+
+def test_the_timeline_has_a_lane_for_each_node_and_its_downloads(finished: Path, serving: Serving) -> None:
+    found = everything(serving(finished))["/api/timeline?last=100000"].json()
+    lanes = {lane["name"]: (lane["role"], {bar["kind"] for bar in lane["bars"]}) for lane in found["lanes"]}
+    assert lanes["learner"] == ("learner", {"wait", "train"})
+    assert lanes["alice"] == ("worker", {"generate", "receive"}) and lanes["mallory"] == ("worker", {"generate"})
+    assert lanes["validator"] == ("validator", {"check"})
+    [download] = [bar for lane in found["lanes"] for bar in lane["bars"] if bar["kind"] == "receive"]
+    assert (download["version"], download["bytes"], download["to_s"] - download["from_s"]) == (1, 700, 2)
+
+
+def test_a_node_shows_what_it_has_at_stake(finished: Path, serving: Serving) -> None:
+    nodes = {node["name"]: node for node in everything(serving(finished))["/api/nodes"].json()["nodes"]}
+    assert (nodes["alice"]["stake"], nodes["mallory"]["stake"]) == (500, 0)
+
+
+def test_other_runs_come_with_their_reward_and_accuracy(finished: Path, serving: Serving) -> None:
+    url = serving(finished, compare=[finished, finished])
+    opened = httpx.get(f"{url}/api/open").json()
+    assert [other["name"] for other in opened["others"]] == [opened["overview"]["name"]] * 2
+    other = opened["others"][0]
+    assert other["curves"]["values"] == {"reward": opened["curves"]["values"]["reward"]}
+    assert other["evaluations"] == opened["evaluations"]
+
+
+def test_tokens_carry_the_margins_that_their_validator_recorded(finished: Path, serving: Serving) -> None:
+    url = serving(finished)
+    found = httpx.get(f"{url}/api/submissions/1/groups/0").json()
+    margins = [[margin for _, _, margin in one["tokens"]] for one in found["completions"]]
+    assert found["margins"] and found["farthest"] is None
+    assert margins[1][0] == 0.7 and sum(map(sum, margins)) == 0.7, "rollout 1, position 0"
+    assert not httpx.get(f"{url}/api/submissions/2/groups/0").json()["margins"], "this one's verdict says nothing"
 
 
 def test_groups_are_filtered_and_paged(finished: Path, serving: Serving) -> None:
@@ -159,6 +196,24 @@ def test_a_page_that_comes_back_gets_what_it_missed(finished: Path, serving: Ser
     ids = [line for line in found if line.startswith("id: ")]
     assert ids[:2] == ["id: 2.0", "id: 3.0"]
     assert [json.loads(line[6:])["x"] for line in found if line.startswith("data: ")][:2] == [2, 3]
+
+
+def test_more_pages_than_may_wait_open_at_once_and_none_is_turned_away(finished: Path, serving: Serving) -> None:
+    url, many = serving(finished), 2 * MOST_WAITING + 20
+
+    async def page(session: aiohttp.ClientSession) -> tuple[int, bytes]:
+        async with session.get(f"{url}/api/open") as opened:
+            status = opened.status
+        async with session.get(f"{url}/api/events?seen=3.0") as stream:
+            return status, await stream.content.readuntil(b"event: overview")
+
+    async def main() -> list[tuple[int, bytes]]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            return await asyncio.gather(*(page(session) for _ in range(many)))
+
+    found = asyncio.run(main())
+    assert [status for status, _ in found] == [200] * many
+    assert all(begun.startswith(b"retry: 2000") for _, begun in found)
 
 
 @pytest.mark.parametrize("seen", ["", "junk", "99.0", "-1.0"])

@@ -23,6 +23,7 @@ from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
 from shoal.protocol.node import ASKING, Node, NodeError, RefusedError, StoppedError, TooLargeError
 from shoal.protocol.signing import split_target, verify_request
+from shoal.shardcast import Arrival
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
 RUN = "run-0"
@@ -452,10 +453,15 @@ def test_a_long_doing_is_cut_not_refused(tmp_path: Path) -> None:
 
 
 def test_the_fastest_senders_of_a_download_are_reported(tmp_path: Path) -> None:
-    node = join(FakeCoordinator(), tmp_path)
-    node.came({f"http://relay-{n}": float(n) for n in range(MAX_SENDERS + 2)}, 1.5)
-    assert min(node.intake.bytes_per_s.values()) == 2.0 and len(node.intake.bytes_per_s) == MAX_SENDERS
-    assert node.intake.behind_s == 1.5
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    rates_Bps = {f"http://relay-{n}": float(n) for n in range(MAX_SENDERS + 2)}
+    node.came(Arrival(3, 700, took_s=2.0, at_s=time.monotonic() - 60, rates_Bps=rates_Bps, behind_s=1.5))
+    node.beat()
+    intake = coordinator.beats()[0].stats.intake
+    assert min(intake.bytes_per_s.values()) == 2.0 and len(intake.bytes_per_s) == MAX_SENDERS
+    assert (intake.version, intake.size_bytes, intake.took_s, intake.behind_s) == (3, 700, 2.0, 1.5)
+    assert 60 <= intake.ago_s < 120, "this machine's clock is not asked"
 
 
 def test_the_heart_beats_in_the_background_and_outlives_refusals(

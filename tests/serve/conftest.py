@@ -1,14 +1,43 @@
-"""One server for the tests that change nothing of it."""
+"""Servers for the tests: one that no test changes, and one for each file with people in it."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .support import Running, serving
+from shoal.files import copy_tree
+
+from .people import Person
+from .support import CHEAP, Running, serving
 
 
 @pytest.fixture(scope="session")
 def api(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(tiny_folder, tmp_path_factory.mktemp("serve")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tiny_folder, tmp_path_factory.mktemp("page"), hasher=CHEAP) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ada(page: Running) -> Person:
+    person = Person(page)
+    assert person.enter().status_code == 200
+    return person
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with length targets that began with one tiny model and has published another."""
+    folder = tmp_path_factory.mktemp("run") / "steps"
+    (folder / "learner" / "versions").mkdir(parents=True)
+    copy_tree(tiny_folders[1], folder / "learner" / "versions" / "v000003")
+    (folder / "config.toml").write_text(
+        f'[model]\nname = "{tiny_folders[0]}"\n[tasks]\nsystem = "short"\nprompt = "{{question}}="\n'
+        'length_targets = [4, 8]\n[[tasks.sources]]\ngenerator = "arithmetic"\n[sampling]\nmax_tokens = 32\n'
+    )
+    return folder

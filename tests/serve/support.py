@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from aiohttp import web
+from argon2 import PasswordHasher
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve.service import Service, Settings
@@ -18,6 +19,7 @@ from shoal.serve.sources import Source, source_of
 
 KEY = "sk-a-key-for-these-tests"
 DEADLINE_S = 60.0
+CHEAP = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
 
 
 @dataclass

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from argon2 import PasswordHasher
 
-from shoal.files import copy_tree
-
-from .support import Running, serving
+from .support import CHEAP, Running, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="make browser installs Playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,17 +30,8 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A run with length targets, which began with one tiny model and has published another."""
-    folder = tmp_path_factory.mktemp("run") / "steps"
-    (folder / "learner" / "versions").mkdir(parents=True)
-    copy_tree(tiny_folders[1], folder / "learner" / "versions" / "v000003")
-    (folder / "config.toml").write_text(
-        f'[model]\nname = "{tiny_folders[0]}"\n[tasks]\nlength_targets = [4, 8]\n'
-        '[[tasks.sources]]\ngenerator = "arithmetic"\n[sampling]\nmax_tokens = 40\n'
-    )
-    cheap = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
-    with serving(folder, folder / "serve", hasher=cheap) as running:
+def run(run_folder: Path) -> Iterator[Running]:
+    with serving(run_folder, run_folder / "serve", hasher=CHEAP) as running:
         yield running
 
 
@@ -104,6 +92,24 @@ def test_register_chat_and_verify(browser: Any, run: Running) -> None:
     reply.get_by_role("button", name="Recompute it").click()
     reply.get_by_role("button", name="Verified").wait_for()
     sync_api.expect(reply).to_contain_text("whether the text is true.")
+    visit.close()
+
+
+@pytest.mark.slow
+def test_a_tampered_reply_is_refused_on_the_page(browser: Any, run: Running) -> None:
+    visit = Visit(browser, run).enter("tamperer")
+    visit.say("one and two")
+    reply = visit.replies(1).first
+    assert run.service.replies is not None
+    db = run.service.replies.conversations.db
+    id = visit.page.url.rpartition("#")[2]
+    row = db.execute("SELECT id, proof FROM message WHERE conversation = ? AND role = 'assistant'", (id,)).fetchone()
+    changed = json.loads(row["proof"]) | {"text": "what the operator would rather have said"}
+    db.execute("UPDATE message SET proof = ? WHERE id = ?", (json.dumps(changed), row["id"]))
+    reply.get_by_role("button", name="Proof").click()
+    reply.get_by_role("button", name="Recompute it").click()
+    sync_api.expect(reply).to_contain_text("This is not what these weights, this prompt and this seed give.")
+    sync_api.expect(reply.get_by_role("button", name="Verified")).to_have_count(0)
     visit.close()
 
 

@@ -1,12 +1,10 @@
 """The page's server: accounts, conversations as trees, replies that are saved and can be recomputed."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from argon2 import PasswordHasher
 
 from shoal.cli import main
 from shoal.config import Config
@@ -15,35 +13,7 @@ from shoal.serve import proof
 from shoal.serve.sources import Source
 
 from .people import PASSWORD, Person
-from .support import Running, serving, until
-
-CHEAP = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
-
-
-@pytest.fixture(scope="module")
-def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tiny_folder, tmp_path_factory.mktemp("chat"), hasher=CHEAP) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def ada(page: Running) -> Person:
-    person = Person(page)
-    assert person.enter().status_code == 200
-    return person
-
-
-@pytest.fixture(scope="module")
-def run_folder(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with length targets that began with one tiny model and has published another."""
-    folder = tmp_path_factory.mktemp("run") / "steps"
-    (folder / "learner" / "versions").mkdir(parents=True)
-    copy_tree(tiny_folders[1], folder / "learner" / "versions" / "v000003")
-    (folder / "config.toml").write_text(
-        f'[model]\nname = "{tiny_folders[0]}"\n[tasks]\nsystem = "short"\nprompt = "{{question}}="\n'
-        'length_targets = [4, 8]\n[[tasks.sources]]\ngenerator = "arithmetic"\n[sampling]\nmax_tokens = 32\n'
-    )
-    return folder
+from .support import CHEAP, Running, serving, until
 
 
 def test_register_log_out_log_in(page: Running) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from argon2 import PasswordHasher
 
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts
 from shoal.serve.chat.conversations import (
@@ -22,22 +21,7 @@ from shoal.web.guard import RefusedError
 from shoal.web.headers import POLICY
 
 from .people import Person
-from .support import Running, serving
-
-CHEAP = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
-
-
-@pytest.fixture(scope="module")
-def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tiny_folder, tmp_path_factory.mktemp("secure"), hasher=CHEAP) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def ada(page: Running) -> Person:
-    person = Person(page)
-    person.enter()
-    return person
+from .support import CHEAP, Running, serving
 
 
 @pytest.fixture(scope="module")

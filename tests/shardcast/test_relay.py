@@ -624,7 +624,9 @@ def test_second_relays_take_from_different_first_ones_and_no_loop_comes_of_it(tm
                 chosen = by_choice(one.store.id, one._parents)[0].url
                 path = json.loads((one.store.path / "versions.json").read_text())["path"]
                 assert path == [source.store.id, first[chosen].store.id, one.store.id]
-                assert list(one.status.rates_Bps) == [chosen]
+                arrival = one.status.arrival
+                assert arrival and list(arrival.rates_Bps) == [chosen]
+                assert (arrival.version, arrival.size_bytes > 0, arrival.took_s > 0) == (7, True, True)
 
     asyncio.run(run())
 

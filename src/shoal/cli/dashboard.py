@@ -33,7 +33,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     dashboard_.add_argument("--socket", type=int, metavar="FD", help=argparse.SUPPRESS)  # of `shoal run`
 
-    report_ = commands.add_parser("report", help="write a run as one HTML file that opens from disk")
+    report_ = commands.add_parser(
+        "report", help="write a run as one HTML file that opens from disk, and its charts as PNGs"
+    )
     report_.add_argument("run", metavar="FOLDER", type=Path, help="the folder of a run or coordinator")
     report_.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in that folder")
 
@@ -72,5 +74,5 @@ def report(arguments: argparse.Namespace) -> None:
     from shoal.dashboard.watched import WatchedFolder
 
     out = arguments.out or arguments.run / "report.html"
-    size_bytes = write_report(WatchedFolder(arguments.run), out)
-    sys.stdout.write(f"{out}: {size_bytes / 1000:.0f} kB\n")
+    size_bytes, pictures = write_report(WatchedFolder(arguments.run), out)
+    sys.stdout.write(f"{out}: {size_bytes / 1000:.0f} kB; {len(pictures)} charts as PNGs in {pictures[0].parent}\n")

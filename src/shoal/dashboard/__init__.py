@@ -5,14 +5,13 @@
     overview   is it learning, is it healthy, is anyone cheating: the answers, and the figures behind them
     curves     per step, with no more points than a chart shows
     nodes      the table of nodes, and the tree of weights
-    timeline   who did what when: learner, workers, validators as lanes
+    timeline   who did what when: learner, relays, workers, validators as lanes
     rollouts   groups and rejected submissions, and what the model wrote in them
     ledger     the newest entries of the ledger, in words
     words      reasons and roles in plain words
     feed       what is new, to every open page at once
     server     the routes; `static/` holds the page
-    beside     starts the server of a running run when somebody looks for the first time
-    report     the whole run as one file; `drawing` draws its charts
+    report     the whole run as one file; `charts` says which charts it has, `drawing` and `pictures` draw them
 
 Invariant: it only reads, and no answer holds a key, an invite or a signature.
 """

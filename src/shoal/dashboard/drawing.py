@@ -1,4 +1,4 @@
-"""Charts of the report as SVG text, without a script: lines, dots and stacked bars.
+"""Charts of the report as SVG text, without a script: lines, dots and stacked bars. `pictures` draws them as PNGs.
 
 Invariant: every text is escaped, and colours are classes of the report's own style. Called by the report. The page draws its
 charts itself (`static/chart.js`), because it answers the pointer.
@@ -28,6 +28,24 @@ class Bars:
     name: str
     y: Sequence[float]
     look: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines, or bars over the steps `x`. `least`: the y axis reaches that far."""
+
+    name: str  # of its picture
+    title: str
+    lines: Sequence[Line] = ()
+    x: Sequence[int] = ()
+    bars: Sequence[Bars] = ()
+    least: float = 0.0
+
+
+def svg(chart: Chart) -> str:
+    if chart.bars:
+        return bar_chart(chart.title, chart.x, chart.bars)
+    return line_chart(chart.title, chart.lines, least=chart.least)
 
 
 def line_chart(title: str, lines: Sequence[Line], *, least: float = 0.0) -> str:

@@ -65,6 +65,7 @@ class Feed:
         self._waiting = 0
         self._watching = 0
         self._turn = 0
+        self._opening = asyncio.Lock()
         self._news = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
 
@@ -150,7 +151,9 @@ class Feed:
         self._watching += 1
         shown = ""
         try:
-            await self.ask(self.refresh)
+            async with self._opening:  # the first page of many that come at once looks, the others find it done
+                if self.status is None or self._watching == 1:
+                    await self.ask(self.refresh)
             yield b"retry: 2000\n\n"
             while True:
                 now, turn = self.seen(), self._turn

@@ -5,6 +5,7 @@ itself is marked so on the page. Called by the server and the report.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.dashboard.overview import is_silent
@@ -18,11 +19,20 @@ SHOWN_TAKERS = 64
 
 
 def node_table(
-    status: Status, pace: Pace, queries: Queries | None, *, state: str, alpha: float | None, public: bool = False
+    status: Status,
+    pace: Pace,
+    queries: Queries | None,
+    *,
+    state: str,
+    alpha: float | None,
+    stakes: Mapping[str, int] | None = None,
+    public: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row per node, problems first. `alpha`: evidence of 1 / alpha dismisses a worker."""
+    """One row per node, problems first. `alpha`: evidence of 1 / alpha dismisses a worker. `stakes`: by name."""
     trust = queries.trust() if queries else {}
     rows = [_row(node, status, pace, trust, state, alpha) for node in status.nodes]
+    for row, node in zip(rows, status.nodes, strict=True):
+        row["stake"] = stakes.get(node.name, 0) if stakes else None
     if not public:
         for row, node in zip(rows, status.nodes, strict=True):
             row |= _machine(node)

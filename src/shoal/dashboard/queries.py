@@ -10,6 +10,7 @@ from typing import Any
 from shoal.coordinator.tables.connection import Connection
 
 # How long ago a claim was made is not stored: a lease ends `claim_lease_s` after it.
+LAST = 1 << 62  # beyond every number of an entry
 JUDGED = "state IN ('accepted', 'rejected')"
 
 
@@ -127,6 +128,18 @@ class Queries:
             limit,
         )
 
+    def transfers(self, from_s: float, to_s: float, limit: int) -> list[tuple[str, str, int, float, float, int]]:
+        """Node, role, version, from when to when and bytes of downloads in this time, newest first."""
+        if not self.connection.has_table("transfers"):  # a run of an older Shoal
+            return []
+        return self.connection.rows(
+            "SELECT n.name, n.role, t.version, t.from_s, t.to_s, t.size_bytes FROM transfers t"
+            " JOIN nodes n ON n.key = t.node WHERE t.to_s >= ? AND t.from_s <= ? ORDER BY t.to_s DESC LIMIT ?",
+            from_s,
+            to_s,
+            limit,
+        )
+
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def groups(self, wanted: Wanted, limit: int) -> list[tuple[Any, ...]]:
@@ -202,14 +215,23 @@ class Queries:
     def entries(self, before: int | None, kind: str, limit: int) -> list[tuple[int, int, str, str]]:
         """Number, time, kind and body, newest first."""
         return self.connection.rows(
-            "SELECT seq, time_s, kind, body FROM ledger WHERE (? IS NULL OR seq < ?) AND (? = '' OR kind = ?)"
+            "SELECT seq, time_s, kind, body FROM ledger WHERE seq < ? AND (CAST(? AS TEXT) = '' OR kind = ?)"
             " ORDER BY seq DESC LIMIT ?",
-            before,
-            before,
+            LAST if before is None else before,
             kind,
             kind,
             limit,
         )
+
+    def newest_entry(self) -> int:
+        return int(self.connection.value("SELECT max(seq) FROM ledger") or 0)
+
+    def has_stakes(self, after: int) -> bool:
+        """Whether anybody paid a stake in, after this entry."""
+        found = self.connection.row(
+            "SELECT 1 FROM ledger WHERE seq > ? AND kind IN ('deposited', 'staked') LIMIT 1", after
+        )
+        return found is not None
 
     def submission_numbers(self, ids: list[str]) -> dict[str, int]:
         """Sequence numbers of submissions by id."""

@@ -1,7 +1,7 @@
 """A whole run as one HTML file: the answers, curves, contributions, verdicts, samples, config, and the audit's result.
 
 Invariant: it opens from disk and asks nothing of any network; it holds no script, and its policy allows none; every text of
-the run is escaped; no key, address or invite is in it. Called by `shoal report`.
+the run is escaped; no key, address or invite is in it. The same charts are written as PNGs. Called by `shoal report`.
 Left out: what is only live (queue, broadcast), and whole rollouts (`shoal dashboard` shows them).
 """
 
@@ -9,23 +9,23 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from shoal import config as config_module
-from shoal.dashboard.curves import curves, flow
-from shoal.dashboard.drawing import Bars, Line, bar_chart, line_chart
+from shoal.dashboard.charts import charts
+from shoal.dashboard.drawing import svg
 from shoal.dashboard.nodes import node_table
 from shoal.dashboard.overview import overview
+from shoal.dashboard.pictures import draw
 from shoal.dashboard.queries import Queries
 from shoal.dashboard.validation import validation
 from shoal.dashboard.watched import WatchedFolder
-from shoal.dashboard.words import is_hard, said
+from shoal.dashboard.words import said
 from shoal.files import write_file
 from shoal.protocol.history import RunHistory
-from shoal.tracking.report import smoothed
 from shoal.view import Pace, clean, count, duration, memory, number, percent
 
 STYLE = (Path(__file__).parent / "static" / "report.css").read_text()
@@ -35,11 +35,18 @@ AUDIT, SUMMARY = "audit.txt", "summary.json"
 HIDDEN = ("database", "endpoint", "url", "host", "token")  # keys of the config that name places
 
 
-def write_report(run: WatchedFolder, out: Path) -> int:
-    """Returns the file's size in bytes. Raises OSError."""
+def write_report(run: WatchedFolder, out: Path) -> tuple[int, list[Path]]:
+    """Writes the file, and its charts into a folder of the same name. Returns the file's bytes and the pictures.
+
+    Raises OSError.
+    """
     page = render(run).encode()
     write_file(out, page)
-    return len(page)
+    assert run.queries is not None and run.config is not None
+    folder = out.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    drawn = charts(run.history, run.queries, run.config.coordinator.async_level)
+    return len(page), [draw(chart, folder / f"{chart.name}.png") for chart in drawn]
 
 
 def render(run: WatchedFolder) -> str:
@@ -48,10 +55,11 @@ def render(run: WatchedFolder) -> str:
     found = overview(status, run.history, config=run.config, queries=run.queries, running=run.running())
     rows = node_table(status, Pace(), run.queries, state=found["state"], alpha=run.config.evidence.alpha, public=True)
     summary = _json(run.folder / SUMMARY)
+    drawn = charts(run.history, run.queries, run.config.coordinator.async_level)
     parts = [
         _head(found, summary),
         _answers(found["answers"]),
-        f'<section class="charts">{"".join(_charts(run.history, run.queries, found.get("async_level", 0)))}</section>',
+        f'<section class="charts">{"".join(map(svg, drawn))}</section>',
         _section("Contributions", _contributions(rows, found)),
         _section("Rejected work", _verdicts(run.queries)),
         _section("What the model wrote", _samples(run.history)),
@@ -95,41 +103,6 @@ def _answers(answers: Sequence[dict[str, str]]) -> str:
         for one in answers
     )
     return f'<div class="answers">{cards}</div>'
-
-
-def _charts(history: RunHistory, queries: Queries, limit: int) -> Iterable[str]:
-    found = curves(history.metrics)
-    x, values = found["x"], found["values"]
-    reward = values.get("reward", [])
-    known = [value for value in reward if value is not None]
-    lines = [Line("reward per step", x, reward, "accent thin")] if reward else []
-    if len(known) == len(reward) > 4:
-        lines.append(Line("smoothed", x, smoothed(known), "accent"))
-    for kind, look in (("greedy", "ink"), ("sampled", "ring")):
-        dots = [(e.version, getattr(e, kind)) for e in history.evaluations if getattr(e, kind) is not None]
-        lines.append(Line(f"held-out, {kind}", [a for a, _ in dots], [b for _, b in dots], look, dots=True))
-    yield line_chart("Reward and held-out accuracy", lines)
-    yield line_chart("Entropy", [Line("", x, values.get("entropy", []), "accent")] if "entropy" in values else [])
-    kls = (("mismatch", "to the sampling policy", "accent"), ("kl", "to the reference", "soft-line"))
-    yield line_chart("KL", [Line(name, x, values[key], look) for key, name, look in kls if key in values])
-    clips = (("clip_low", "low", "accent"), ("clip_high", "high", "soft-line"))
-    yield line_chart(
-        "Clipped tokens, share", [Line(name, x, values[key], look) for key, name, look in clips if key in values]
-    )
-    ages = (("stale_mean", "mean", "accent"), ("stale_max", "oldest", "soft-line"))
-    age_lines = [Line(name, x, values[key], look) for key, name, look in ages if key in values]
-    yield line_chart("Age of rollouts in versions", age_lines, least=limit)
-    judged = flow(queries)
-    groups = (("useful", "mist"), ("filtered", "idle"), ("stale", "warn"), ("late", "soft-line"), ("rejected", "bad"))
-    yield bar_chart("Groups by what became of them", judged["x"], [Bars(n, judged["groups"][n], c) for n, c in groups])
-    verdicts = [Bars(r or "accepted", v, _look(r)) for r, v in sorted(judged["verdicts"].items())]
-    yield bar_chart("Verdicts on submissions", judged["x"], verdicts)
-    speed = [Line("", x, values["tokens_per_s"], "accent")] if "tokens_per_s" in values else []
-    yield line_chart("Tokens trained per second", speed)
-
-
-def _look(reason: str) -> str:
-    return ("bad" if is_hard(reason) else "warn") if reason else "mist"
 
 
 def _contributions(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> str:

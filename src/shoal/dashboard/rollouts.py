@@ -16,6 +16,7 @@ from shoal.dashboard.queries import Queries, Wanted
 from shoal.dashboard.words import is_hard, reason_words, said
 from shoal.errors import ShoalError
 from shoal.model.turns import model_positions
+from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.store.folder import Folder
 from shoal.view import clean
 
@@ -96,6 +97,12 @@ def _row(row: Sequence[Any], samples: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def _margins(verdict: str | None) -> dict[tuple[int, int], float] | None:
+    """By rollout and position, what the validator recorded; None where it recomputed no token, or did not say."""
+    missed = json.loads(verdict).get("missed") if verdict else None
+    return None if missed is None else {(rollout, position): nats for rollout, position, nats in missed}
+
+
 def _fate(useful: bool, stale: bool, batch: int | None) -> str:
     if stale:
         return "too old"
@@ -174,35 +181,40 @@ class Rollouts:
         if self.config.store.url:
             raise NoRolloutsError("this run keeps its rollouts in a bucket, which the dashboard does not read")
         file_hash, accepted_hash = row[8], row[9]
-        rows: Sequence[AcceptedRollout | Rollout]
+        every: list[AcceptedRollout | Rollout] = []
         if row[5] == "accepted" and accepted_hash:
-            rows = self._accepted(accepted_hash)
+            every += self._accepted(accepted_hash)
         elif file_hash:
-            rows = self._claimed(file_hash)
+            every += self._claimed(file_hash)
         else:
             raise NoRolloutsError(f"submission {seq} was never uploaded")
-        rows = [found for found in rows if found.group == group]
+        margins = _margins(row[7])
+        rows = {number: found for number, found in enumerate(every) if found.group == group}
         if not rows:
             raise NoRolloutsError(f"submission {seq} has no group {group}")
-        prompt = getattr(rows[0], "prompt", None)
-        rewards = [found.reward for found in rows]
+        first = next(iter(rows.values()))
+        prompt = getattr(first, "prompt", None)
+        rewards = [found.reward for found in rows.values()]
         mean = sum(rewards) / len(rows)
         room = MOST_TOKENS // len(rows)
         return {
-            "task": clean(rows[0].task),
+            "task": clean(first.task),
             "target": next((found[8] for found in self.queries.group_rows(row[0]) if found[0] == group), 0),
             "claimed": prompt is None,
             "prompt": None if prompt is None else self._text(prompt),
             "mean": mean if math.isfinite(mean) else None,
+            "margins": margins is not None,
+            "margin_limit": self.config.validator.sampling_margin,
+            "farthest": MOST_MISSED if margins is not None and len(margins) == MOST_MISSED else None,
             "completions": [
                 {
                     "reward": found.reward if math.isfinite(found.reward) else None,
                     "advantage": found.reward - mean if math.isfinite(found.reward - mean) else None,
                     "length": len(found.tokens),
                     "cut": len(found.tokens) > room,
-                    "tokens": self._tokens(found, room),
+                    "tokens": self._tokens(found, room, number, margins or {}),
                 }
-                for found in rows
+                for number, found in rows.items()
             ],
         }
 
@@ -221,13 +233,18 @@ class Rollouts:
         except RolloutFileError as error:
             raise NoRolloutsError(f"its file cannot be shown: {error}") from error
 
-    def _tokens(self, found: "AcceptedRollout | Rollout", room: int) -> list[list[Any]]:
-        """[text, probability] of each token; None for what an environment wrote."""
+    def _tokens(
+        self, found: "AcceptedRollout | Rollout", room: int, number: int, margins: dict[tuple[int, int], float]
+    ) -> list[list[Any]]:
+        """[text, probability, nats by which it misses its seed's token] of each; no probability: an environment wrote it."""
         chances: list[float | None] = [None] * len(found.tokens)
         for position, logprob in zip(model_positions(found.turns, len(found.tokens)), found.logprobs, strict=False):
             chances[position] = round(math.exp(min(logprob, 0.0)), 4) if math.isfinite(logprob) else None
         pieces = self._pieces(found.tokens[:room])
-        return [[piece, chance] for piece, chance in zip(pieces, chances, strict=False)]
+        return [
+            [piece, chance, margins.get((number, position), 0.0)]
+            for position, (piece, chance) in enumerate(zip(pieces, chances, strict=False))
+        ]
 
     def _pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token. Where one character takes several, the last of them has it."""

@@ -54,6 +54,7 @@ class Dashboard:
             assert run.config is not None and run.folder is not None and run.queries is not None
             self.rollouts = Rollouts(run.folder, run.coordinator, run.config, run.queries)
         self._kept: dict[str, tuple[float, bytes]] = {}
+        self._asked: dict[str, asyncio.Task[Say]] = {}
         self._streams = 0
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
@@ -123,7 +124,15 @@ class Dashboard:
         assert status is not None
         state = status.state if status.state == "finished" else "running" if self.run.running() else "stopped"
         alpha = config.evidence.alpha if config else None
-        rows = node_table(status, self.feed.pace, self.run.queries, state=state, alpha=alpha, public=self.public)
+        rows = node_table(
+            status,
+            self.feed.pace,
+            self.run.queries,
+            state=state,
+            alpha=alpha,
+            stakes=self.run.stakes(),
+            public=self.public,
+        )
         return {"nodes": rows, "broadcast": broadcast(status)}
 
     def _timeline(self, request: web.Request) -> Say:
@@ -183,14 +192,14 @@ class Dashboard:
         return self.rollouts
 
     def _answering(self, question: Callable[[web.Request], Say]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Ask in the run's thread; give the same answer again for FRESH_S."""
+        """Ask in the run's thread, once for all who ask the same; give the same answer again for FRESH_S."""
 
         async def answer(request: web.Request) -> web.Response:
             name, now_s = request.path_qs, time.monotonic()
             kept_s, body = self._kept.get(name, (-FRESH_S, b""))
             if now_s - kept_s >= FRESH_S:
                 try:
-                    found = await self.feed.ask(lambda: question(request))
+                    found = await self._once(name, lambda: question(request))
                 except AskedError as error:
                     return web.json_response({"error": str(error)}, status=400)
                 except BusyError as error:
@@ -205,6 +214,12 @@ class Dashboard:
             return response
 
         return answer
+
+    async def _once(self, name: str, question: Callable[[], Say]) -> Say:
+        if name not in self._asked:
+            self._asked[name] = asyncio.create_task(self.feed.ask(question))
+            self._asked[name].add_done_callback(lambda _: self._asked.pop(name))
+        return await asyncio.shield(self._asked[name])
 
     def _keep(self, name: str, body: bytes) -> None:
         while len(self._kept) >= KEPT:

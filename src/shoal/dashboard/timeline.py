@@ -1,10 +1,10 @@
-"""Who did what when, as lanes: the learner, each worker, each validator, and when versions were published.
+"""Who did what when, as lanes: the learner, each relay, worker and validator, and when versions were published.
 
 This is the figure of asynchrony in the paper (INTELLECT-2, section 2): workers generate with one version while the learner
 trains the next. Invariant: every bar comes from times that the coordinator recorded, except the learner's, which follow from
-its own report of when a step ended and how long it computed and waited. A validator that holds several claims is shown at
-the one that it judged next. At most MOST submissions are told; `cut_s` says from when on they are complete.
-Called by the server and the report.
+its own report of when a step ended and how long it computed and waited, and those of downloads, whose lengths the nodes
+state. A validator that holds several claims is shown at the one that it judged next. At most MOST submissions are told;
+`cut_s` says from when on they are complete. Called by the server.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ from shoal.dashboard.queries import Queries
 from shoal.view import clean
 
 MOST = 3_000  # submissions
-LANES = 40  # workers; the busiest
+LANES = 40  # of one role; the busiest
+ORDER = ("learner", "origin", "relay", "worker", "validator", "evaluator")
 Bar = dict[str, Any]
 
 
@@ -35,11 +36,12 @@ def timeline(
     for (role, _), bars in lanes.items():
         if role == "validator":
             _one_by_one(bars)
-    order = {"learner": 0, "worker": 1, "validator": 2}
-    names = sorted(lanes, key=lambda lane: (order[lane[0]], -len(lanes[lane]), lane[1]))
-    kept = [name for name in names if name[0] != "worker"]
-    kept += [name for name in names if name[0] == "worker"][:LANES]
-    kept.sort(key=lambda lane: (order[lane[0]], lane[1]))
+    for name, role, version, start_s, end_s, size in queries.transfers(from_s, to_s, MOST):
+        bar = {"kind": "receive", "from_s": start_s, "to_s": end_s, "version": version, "bytes": size}
+        lanes.setdefault((role, clean(name)), []).append(bar)
+    names = sorted(lanes, key=lambda lane: (-len(lanes[lane]), lane[1]))
+    kept = [name for role in ORDER for name in [lane for lane in names if lane[0] == role][:LANES]]
+    kept.sort(key=lambda lane: (ORDER.index(lane[0]), lane[1]))
     return {
         "from_s": from_s,
         "to_s": to_s,

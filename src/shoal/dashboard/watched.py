@@ -2,7 +2,8 @@
 
 Invariant: nothing is changed. A folder is read while the run goes on (SQLite, write-ahead log) and long after it; whoever
 knows only a coordinator's URL sees what its open routes tell: state, curves, nodes and samples.
-Called by the feed and the report, in one thread. Left out: databases in PostgreSQL, which are watched by URL.
+A pool whose tables are in PostgreSQL is read there, in a session that cannot write; its folder names the database.
+Called by the feed and the report, in one thread.
 """
 
 import json
@@ -19,10 +20,13 @@ from shoal.config import Config, ConfigError, parse
 from shoal.coordinator.reports.history import HistoryLog
 from shoal.coordinator.reports.status import read_status
 from shoal.coordinator.state.database import Database, PoolError
-from shoal.coordinator.tables.connection import SqliteConnection
+from shoal.coordinator.state.opening import named_database
+from shoal.coordinator.tables.connection import Connection, SqliteConnection
 from shoal.dashboard.queries import Queries
 from shoal.errors import ShoalError
 from shoal.ledger.interface import JSON, Entry
+from shoal.ledger.stakes import LedgerStakes
+from shoal.ledger.table import read_since
 from shoal.protocol.address import Address, AddressError, coordinator_url
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
@@ -53,6 +57,10 @@ class Watched(Protocol):
 
     def running(self) -> bool: ...
 
+    def stakes(self) -> Mapping[str, int] | None:
+        """What each node has at stake, by name, where anything is; None: not known here."""
+        ...
+
 
 class WatchedFolder:
     """The folder of a run, or of a pool's coordinator."""
@@ -62,15 +70,11 @@ class WatchedFolder:
         self.folder: Path | None = folder
         self.clock = clock
         self.coordinator = folder / "coordinator" if (folder / "coordinator").is_dir() else folder
-        path = self.coordinator / DATABASE
-        if not path.is_file():
-            raise WatchedError(f"no {DATABASE} in {folder}: name the folder of a run, of a coordinator, or its URL")
-        # One thread at a time uses it; which one may change.
-        sqlite = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
-        self.connection = SqliteConnection(sqlite)
+        self.connection = _connect(self.coordinator)
         self._now_s = 0.0  # of the newest look
+        self._accounts = LedgerStakes(ReadLedger(self.connection), lambda: self._now_s)
         try:
-            self.db = Database(self.connection, UnwrittenLedger(), lambda: self._now_s, create=False)
+            self.db = Database(self.connection, self._accounts.ledger, lambda: self._now_s, create=False)
         except PoolError as error:
             raise WatchedError(f"{error}. Look at it with that version") from error
         self.queries: Queries | None = Queries(self.connection)
@@ -78,6 +82,7 @@ class WatchedFolder:
         self.history = RunHistory()
         self.name = self._name()
         self._seen = -1
+        self._staked, self._searched = False, 0  # whether stakes were found, in entries up to this one
 
     def now_s(self) -> float:
         """The clock of a run that goes on; the last moment of one that has ended."""
@@ -98,9 +103,22 @@ class WatchedFolder:
         return read_status(self.db, self.config, self.name, [])
 
     def changed(self) -> bool:
+        if not isinstance(self.connection, SqliteConnection):
+            return True  # PostgreSQL does not say; a look is cheap beside the server's own work
         seen = int(self.connection.value("PRAGMA data_version"))
         self._seen, before = seen, self._seen
         return seen != before
+
+    def stakes(self) -> Mapping[str, int] | None:
+        assert self.config is not None and self.queries is not None
+        if self.config.ledger.backend != "database":
+            return None  # a contract has them: `shoal stake show`
+        searched, self._searched = self._searched, self.queries.newest_entry()
+        self._staked = self._staked or self.queries.has_stakes(searched)
+        if not self._staked:
+            return {}
+        names = self.queries.names()
+        return {names[key]: one.stake + one.leaving for key, one in self._accounts.accounts().items() if key in names}
 
     def close(self) -> None:
         self.connection.close()
@@ -146,18 +164,40 @@ class WatchedPool:
     def running(self) -> bool:
         return self._state == "running"
 
+    def stakes(self) -> Mapping[str, int] | None:
+        return None
 
-class UnwrittenLedger:
-    """The ledger of a run that is only read: its entries come by `queries`."""
+
+class ReadLedger:
+    """The ledger of a run that is only read, unverified: `shoal audit` verifies it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
 
     def append(self, kind: str, body: Mapping[str, JSON]) -> Entry:
         raise NotImplementedError("a watched run is not changed")
 
     def entries(self, since: int = 0, kind: str | None = None) -> Iterator[Entry]:
-        raise NotImplementedError("see queries.entries")
+        return read_since(lambda sql, arguments: self.connection.rows(sql, *arguments), since, kind)
 
     def head(self) -> Entry | None:
-        raise NotImplementedError("see queries.entries")
+        raise NotImplementedError("nothing here asks for it")
+
+
+def _connect(folder: Path) -> Connection:
+    """A coordinator's tables, to read. One thread at a time uses them; which one may change. Raises WatchedError."""
+    path = folder / DATABASE
+    if path.is_file():
+        return SqliteConnection(
+            sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+        )
+    if database := named_database(folder):
+        from shoal.coordinator.tables.postgres import open_postgres  # needs the extra `postgres`
+
+        connection = open_postgres(database)
+        connection.change("SET default_transaction_read_only = on")
+        return connection
+    raise WatchedError(f"no {DATABASE} in {folder}: name the folder of a run, of a coordinator, or its URL")
 
 
 def watch(where: str) -> WatchedFolder | WatchedPool:

@@ -180,7 +180,7 @@ class Swarm:
             self.children.start(member.name, command, members.module_of(member.command))
 
     def _open_dashboard(self) -> None:
-        if self.dashboard is not None and not self.config.coordinator.database:
+        if self.dashboard is not None:
             self.door = Door(self.out, self.dashboard)
             self._note(f"dashboard: {self.door.url}")
 

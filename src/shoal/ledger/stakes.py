@@ -234,6 +234,10 @@ class LedgerStakes:
     def account(self, key: str) -> Account | None:
         return self._book().accounts.get(key)
 
+    def accounts(self) -> Mapping[str, Account]:
+        """All of them, by key."""
+        return self._book().accounts
+
     def pool(self) -> int:
         return self._book().pool
 

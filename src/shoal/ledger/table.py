@@ -50,10 +50,7 @@ class TableLedger(ABC):
         return entry
 
     def entries(self, since: int = 0, kind: str | None = None) -> Iterator[Entry]:
-        where, more = ("seq > ?", []) if kind is None else ("seq > ? AND kind = ?", [kind])
-        while page := _page(self._rows, f"{where} ORDER BY seq", [since, *more]):
-            yield from page
-            since = page[-1].seq
+        return read_since(self._rows, since, kind)
 
     def head(self) -> Entry | None:
         newest = _page(self._rows, "seq = (SELECT max(seq) FROM ledger)", [])
@@ -62,8 +59,13 @@ class TableLedger(ABC):
 
 def read_all(rows: Rows) -> Iterator[Entry]:
     """Every row of the table in order, unverified, of a database that may be open for reading only. Raises LedgerError."""
-    since = BEFORE_ALL
-    while page := _page(rows, "seq > ? ORDER BY seq", [since]):
+    return read_since(rows, BEFORE_ALL)
+
+
+def read_since(rows: Rows, since: int, kind: str | None = None) -> Iterator[Entry]:
+    """Likewise, the rows with seq > since; of one kind only if `kind` is given."""
+    where, more = ("seq > ?", []) if kind is None else ("seq > ? AND kind = ?", [kind])
+    while page := _page(rows, f"{where} ORDER BY seq", [since, *more]):
         yield from page
         since = page[-1].seq
 

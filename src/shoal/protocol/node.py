@@ -51,7 +51,7 @@ from shoal.protocol.messages import (
     Stats,
 )
 from shoal.protocol.signing import SignedAuth
-from shoal.shardcast import Access
+from shoal.shardcast import Access, Arrival
 from shoal.shardcast.serve.passes import Passes
 from shoal.shardcast.tls import client_context
 
@@ -129,7 +129,7 @@ class Node:
         self._doing, self._waiting = "starting", False
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
-        self.intake = Intake()
+        self.arrival: Arrival | None = None  # of weights, the newest
         self.clock = clock
         self.answered_in_s = 0.0  # the newest message
         self.reader_pass = Passes(identity.private_key, self.reader_grant, clock)
@@ -360,10 +360,22 @@ class Node:
             on_fetched=self.came,
         )
 
-    def came(self, rates_Bps: dict[str, float], behind_s: float | None) -> None:
-        """Report a download of weights: bytes per second by sender's URL, and seconds since the version was published."""
-        fastest = sorted(rates_Bps, key=lambda url: -rates_Bps[url])[:MAX_SENDERS]
-        self.intake = Intake(bytes_per_s={url: rates_Bps[url] for url in fastest}, behind_s=behind_s)
+    def came(self, arrival: Arrival) -> None:
+        """Report a download of weights, with its fastest senders."""
+        self.arrival = arrival
+
+    def _intake(self) -> Intake:
+        if (came := self.arrival) is None:
+            return Intake()
+        fastest = sorted(came.rates_Bps, key=lambda url: -came.rates_Bps[url])[:MAX_SENDERS]
+        return Intake(
+            bytes_per_s={url: came.rates_Bps[url] for url in fastest},
+            behind_s=came.behind_s,
+            version=came.version,
+            size_bytes=came.size_bytes,
+            took_s=came.took_s,
+            ago_s=max(time.monotonic() - came.at_s, 0.0),
+        )
 
     def reader_grant(self) -> str:
         """What the pool grants this key; each heartbeat's answer renews it."""
@@ -393,7 +405,7 @@ class Node:
             waiting_s=self._seconds["waiting"],
             rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             pid=os.getpid(),
-            intake=self.intake,
+            intake=self._intake(),
         )
         beat = Heartbeat(
             policy_version=self.policy_version,

@@ -50,7 +50,8 @@ def run_relay(invite: Invite, folder: Path, stop: threading.Event, listen: Liste
                 if held and node.policy_version != max(held):
                     log.info("version %d is mirrored", max(held))
                 node.policy_version = max(held) if held else None
-                node.came(relay.status.rates_Bps, relay.status.behind_s)
+                if relay.status.arrival:
+                    node.came(relay.status.arrival)
                 node.doing(relay.status.last_error or "the origin", waiting=True)
                 await asyncio.sleep(WATCH_S)
             if task.done():

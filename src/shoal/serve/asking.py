@@ -11,24 +11,32 @@ from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.tasks.budget import instruction
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
 
 
 class PromptError(ShoalError):
     """Messages that the model's template cannot write."""
 
 
-def encode(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
+def encode(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
     """The prompt's tokens, up to where the assistant begins. Raises PromptError."""
+    return tuple(_rendered(tokenizer, messages, tools, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def written(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+    """A finished conversation as the template writes it. Raises PromptError."""
+    return str(_rendered(tokenizer, messages, tools, tokenize=False))
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message], **how: Any) -> Any:
     if not tokenizer.chat_template:
         raise PromptError("this model has no chat template; use /v1/completions")
     try:
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tools=[dict(tool) for tool in tools] or None, **how
         )
     except Exception as error:  # noqa: BLE001 - a template is a program of the model's: it raises what it likes
         raise PromptError(f"the model's chat template refuses these messages: {str(error)[:200]}") from error
-    return tuple(encoded["input_ids"])
 
 
 def as_trained(config: Config, messages: Sequence[Message], target: int) -> list[Message]:
@@ -44,5 +52,5 @@ def as_trained(config: Config, messages: Sequence[Message], target: int) -> list
             content = section.prompt.replace("{question}", content)
             if number == last and (asked := instruction(section, target)):
                 content += f"\n{asked}"
-        found.append({"role": message["role"], "content": content})
+        found.append({**message, "content": content})
     return found

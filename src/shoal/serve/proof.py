@@ -9,15 +9,21 @@ version: `shoal verify-reply --model` names weights that you trust.
 Invariant: nothing in a Reply is believed; all of it is computed again from messages, seed and weights. Within one exactness
 class that must give the same bits, elsewhere it must stay within the validator's limits.
 Called by `chat` and `openai` (build), by the page's button and `shoal verify-reply` (verify).
-Left out: a signature (who served a reply is not what is verified), and tool calls.
+Left out: a signature (who served a reply is not what is verified).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Required,  # of 3.11 pydantic asks for this one
+)
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from typing_extensions import TypedDict
 
 from shoal import toploc
 from shoal.config import Config
@@ -52,10 +58,15 @@ class ReplyError(ShoalError):
     """A file that is no reply, or a generation that yields none."""
 
 
-class Said(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    role: Annotated[str, Field(max_length=40)]
-    content: str
+class Said(TypedDict, total=False):
+    """A message as the template reads it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    role: Required[Annotated[str, Field(max_length=40)]]
+    content: Required[str]
+    name: str
+    tool_calls: list[dict[str, JsonValue]]
+    tool_call_id: str
 
 
 class Reply(BaseModel):
@@ -67,6 +78,7 @@ class Reply(BaseModel):
     version: int | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
     messages: tuple[Said, ...] = Field(max_length=10_000)
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=128)
     prompt: tuple[Token, ...] = Field(min_length=1, max_length=MOST_TOKENS)
     seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # as text: JSON numbers lose digits in a browser
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
@@ -118,7 +130,7 @@ class Verdict:
         return [*found, f"{'verified' if self.passed else 'refused'}: {self.sentence}"]
 
 
-def build(generation: Generation, finish: str, text: str, messages: Sequence[Any]) -> Reply:
+def build(generation: Generation, finish: str, text: str, messages: Sequence[Any], tools: Sequence[Any] = ()) -> Reply:
     """The file of a finished generation whose states were kept. Costs milliseconds. Raises ReplyError."""
     ask, held = generation.ask, generation.held
     if not generation.states:
@@ -132,7 +144,8 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
         model=held.id,
         version=held.offer.version,
         weights=held.digest,
-        messages=tuple(Said(role=one["role"], content=one["content"]) for one in messages),
+        messages=tuple(messages),
+        tools=tuple(tools),
         prompt=ask.prompt,
         seed=str(ask.seed),
         temperature=ask.temperature,
@@ -177,7 +190,7 @@ def _bounds(reply: Reply, held: Held) -> Finding:
 
 def _prompt(reply: Reply, held: Held) -> Finding:
     try:
-        same = encode(held.tokenizer, [said.model_dump() for said in reply.messages]) == reply.prompt
+        same = encode(held.tokenizer, reply.messages, reply.tools) == reply.prompt
         detail = "" if same else "the messages give other tokens"
     except PromptError as error:
         same, detail = False, str(error)

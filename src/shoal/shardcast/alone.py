@@ -178,12 +178,8 @@ async def serve_relay(
             while not stop.is_set() and not task.done():
                 status = relay.status
                 for version in sorted(set(status.versions) - seen):
-                    say(
-                        {
-                            "version": version,
-                            "bytes_per_s": {url: round(rate) for url, rate in status.rates_Bps.items()},
-                        }
-                    )
+                    rates_Bps = status.arrival.rates_Bps if status.arrival else {}
+                    say({"version": version, "bytes_per_s": {url: round(rate) for url, rate in rates_Bps.items()}})
                 seen = set(status.versions)
                 if status.last_error and status.last_error != error:
                     error = status.last_error

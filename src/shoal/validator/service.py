@@ -35,7 +35,7 @@ from shoal.validator.case import Case, Finding
 from shoal.validator.choices import changed
 from shoal.validator.exact import replay
 from shoal.validator.judge import Examined, Judge, group_results
-from shoal.validator.spending import spent
+from shoal.validator.spending import missed, spent
 from shoal.validator.witness import Witness
 
 IDLE_S = 0.1
@@ -237,4 +237,5 @@ def _verdict(claim: Claim, examined: Examined) -> Verdict:
         evidence=examined.evidence,
         content=examined.case.header.content,
         replay=replay(examined.case) if examined.case.exact and examined.case.prefill else None,
+        missed=missed(examined.case) if examined.case.prefill else None,
     )

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.evidence.bets import allocation
+from shoal.model.turns import model_positions
 from shoal.protocol.messages import BEYOND, Spent
+from shoal.protocol.messages.checking import MOST_MISSED
 from shoal.validator.case import Case
 
 STAKE = 0.5  # of the capital that an allocation bet can lose on one token
@@ -61,6 +63,18 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> Spent:
         logprob_error_mean=evidence["logprob_error_mean"],
         distribution=_bounded(evidence["distribution_evidence"]),
     )
+
+
+def missed(case: Case) -> list[tuple[int, int, float]]:
+    """The tokens that miss those their seeds yield, the farthest first: rollout, position in it, nats. For people to see."""
+    margins = torch.split(case.computed().margins_N, case.computed().lengths)
+    found = [
+        (number, position, float(f"{min(margin, MOST):.4g}"))
+        for number, (row, own) in enumerate(zip(case.rows, margins, strict=True))
+        for position, margin in zip(model_positions(row.turns, len(row.tokens)), own.tolist(), strict=True)
+        if margin > 0
+    ]
+    return sorted(found, key=lambda one: -one[2])[:MOST_MISSED]
 
 
 def _per_rollout(values_N: Tensor, lengths: list[int]) -> list[float]:

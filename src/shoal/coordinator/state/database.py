@@ -21,6 +21,7 @@ from shoal.coordinator.tables import (
     replays,
     runs,
     submissions,
+    transfers,
 )
 from shoal.coordinator.tables.connection import Connection
 from shoal.errors import ShoalError
@@ -29,7 +30,7 @@ from shoal.ledger.interface import Ledger
 FORMAT = 8  # of a run's tables, manifests and submissions; a run in another format is not resumed
 TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays, evidence)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
-TABLE_NAMES = digests.table_names(SCHEMA)
+TABLE_NAMES = digests.table_names(SCHEMA)  # that are sealed
 
 
 class PoolError(ShoalError):
@@ -62,6 +63,7 @@ class Database:
         self.policies = policies.Policies(self.connection)
         self.history = history.HistoryTable(self.connection)
         self.run = runs.Run(self.connection)
+        self.transfers = transfers.Transfers(self.connection)
         self._check_format()
         if create:
             self._create()
@@ -92,6 +94,6 @@ class Database:
 
     def _create(self) -> None:
         self.connection.set_format(FORMAT)
-        for statement in SCHEMA:
+        for statement in [*SCHEMA, *transfers.SCHEMA]:
             self.connection.create(statement)
         self.run.start(self.clock())

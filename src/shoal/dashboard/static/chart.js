@@ -1,6 +1,6 @@
 // Charts in SVG. A chart is drawn again whenever its data or its size changes; arrows, pointer and touch read its values.
 
-import { el, replace, svg } from "./elements.js";
+import { h, replace, svg } from "./dom.js";
 import { bandPath, brief, linear, nearest, path, range, ticks, wholeTicks } from "./figures.js";
 
 const EDGE = { left: 40, right: 10, top: 8, bottom: 20 };
@@ -9,8 +9,8 @@ const EDGE = { left: 40, right: 10, top: 8, bottom: 20 };
 //        mini, limits: [{value, text}], xName}
 export class Chart {
   constructor(label) {
-    this.host = el("div", { class: "plot" });
-    this.tip = el("div", { class: "tip", role: "status" });
+    this.host = h("div", { class: "plot" });
+    this.tip = h("div", { class: "tip", role: "status" });
     this.tip.hidden = true;
     this.svg = svg("svg", { role: "img", "aria-label": label, tabindex: "0" });
     this.host.append(this.svg, this.tip);
@@ -41,7 +41,7 @@ export class Chart {
       return;
     }
     const edge = spec.mini ? { left: 2, right: 6, top: 7, bottom: 7 } : EDGE;
-    const xs = [...spec.x, ...(spec.dots || []).flatMap((dots) => dots.x)];
+    const xs = [...spec.x, ...(spec.dots || []).flatMap((dots) => dots.x), ...(spec.lines || []).flatMap((line) => line.x || [])];
     const bars = spec.bars;
     const domain = bars ? [0.5, Math.max(spec.x.length, 8) + 0.5] : [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1)];
     const stacked = bars ? spec.x.map((_, index) => bars.reduce((sum, bar) => sum + (bar.values[index] || 0), 0)) : [];
@@ -145,8 +145,8 @@ export class Chart {
       const place = dots.x.indexOf(spec.x[index]);
       if (place >= 0) rows.push([dots.name, (spec.write || brief)(dots.values[place])]);
     }
-    const table = el("table", {}, rows.map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, el("b", {}, value)))));
-    replace(this.tip, el("div", { class: "muted" }, `${spec.xName || "step"} ${spec.x[index]}`), table);
+    const table = h("table", {}, rows.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", {}, h("b", {}, value)))));
+    replace(this.tip, h("div", { class: "muted" }, `${spec.xName || "step"} ${spec.x[index]}`), table);
     const wide = this.tip.offsetWidth;
     const left = at + 12 + wide > scale.width ? at - 12 - wide : at + 12;
     this.tip.style.left = `${Math.max(left, 0)}px`;
@@ -154,5 +154,5 @@ export class Chart {
 }
 
 export function legend(entries) {
-  return el("div", { class: "legend" }, entries.map(([name, shape, colour]) => el("span", {}, el("i", { class: `${shape} fill ${colour}`, "aria-hidden": "true" }), name)));
+  return h("div", { class: "legend" }, entries.map(([name, shape, colour]) => h("span", {}, h("i", { class: `${shape} fill ${colour}`, "aria-hidden": "true" }), name)));
 }

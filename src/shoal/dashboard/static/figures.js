@@ -47,6 +47,7 @@ export function duration(seconds) {
 export function bytes(value) {
   if (!value) return NONE;
   const mebi = value / 1048576;
+  if (mebi < 1) return `${Math.ceil(value / 1024)} KiB`;
   return mebi < 1000 ? `${mebi.toFixed(0)} MiB` : `${(mebi / 1024).toFixed(1)} GiB`;
 }
 

@@ -1,7 +1,6 @@
 // The page: opens the run, follows it, and shows one view at a time.
 
-import { icon } from "./dom.js";
-import { el, replace } from "./elements.js";
+import { h, icon, replace } from "./dom.js";
 import { duration } from "./figures.js";
 import { Nodes } from "./nodes.js";
 import { Overview } from "./overview.js";
@@ -38,7 +37,7 @@ async function open() {
     const [name, ...rest] = location.hash.slice(1).split("/");
     const views = VIEWS.filter(([id]) => run.details || id === "overview" || id === "nodes");
     const [id, , View] = views.find(([one]) => one === name) || views[0];
-    replace(byId("views"), views.map(([one, title]) => el("a", { href: `#${one}`, "aria-current": one === id ? "page" : null }, title)));
+    replace(byId("views"), views.map(([one, title]) => h("a", { href: `#${one}`, "aria-current": one === id ? "page" : null }, title)));
     shown?.stop();
     if (!kept.has(id)) kept.set(id, new View(run));
     shown = kept.get(id);
@@ -70,7 +69,7 @@ function head(overview) {
   state.className = `pill ${overview.state}`;
   const share = overview.steps ? (100 * overview.trained) / overview.steps : 0;
   const left = overview.left_s === null ? duration(overview.elapsed_s) : `${duration(overview.left_s)} left`;
-  replace(byId("progress"), el("span", {}, `step ${overview.trained} of ${overview.steps}`), el("span", { class: "track", role: "progressbar", "aria-label": "Steps trained", "aria-valuenow": overview.trained, "aria-valuemax": overview.steps }, el("i", { "width%": Math.min(share, 100) })), el("span", { class: "eta" }, left));
+  replace(byId("progress"), h("span", {}, `step ${overview.trained} of ${overview.steps}`), h("span", { class: "track", role: "progressbar", "aria-label": "Steps trained", "aria-valuenow": overview.trained, "aria-valuemax": overview.steps }, h("i", { "width%": Math.min(share, 100) })), h("span", { class: "eta" }, left));
 }
 
 function trouble(words) {

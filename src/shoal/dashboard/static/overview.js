@@ -1,7 +1,7 @@
 // The first screen: three answers and six charts.
 
 import { Chart, legend } from "./chart.js";
-import { el, replace } from "./elements.js";
+import { h, replace } from "./dom.js";
 import { brief, count, last, number, percent, smooth } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -12,15 +12,15 @@ const FLOW = [["useful", "useful", "c-soft"], ["filtered", "no signal", "c-idle"
 export class Overview {
   constructor(run) {
     this.run = run;
-    this.answers = el("section", { class: "answers", "aria-label": "Three questions" });
+    this.answers = h("section", { class: "answers", "aria-label": "Three questions" });
     this.reward = card("Reward and held-out accuracy", "Reward per step, and accuracy on held-out tasks by version");
     this.policy = rowsCard("Policy", [["entropy", "Entropy"], ["mismatch", "Mismatch KL"], ["clip", "Clipped"], ["grad_norm", "Gradient norm"]]);
     this.waste = card("What became of the groups", "Groups per step by what became of them");
     this.age = card("Age of what is trained on", "Rollout age in versions, mean and maximum");
     this.verdicts = card("Verdicts", "Submissions per step by verdict");
-    this.nodes = { root: el("section", { class: "card" }), title: el("h2", {}, "Nodes"), figure: el("span", { class: "figure" }), body: el("div") };
-    this.nodes.root.append(el("header", {}, this.nodes.title, this.nodes.figure), this.nodes.body);
-    this.root = el("div", {}, el("h1", { class: "unseen" }, "Overview"), this.answers, el("div", { class: "charts" }, this.reward.root, this.policy.root, this.waste.root, this.age.root, this.verdicts.root, this.nodes.root));
+    this.nodes = { root: h("section", { class: "card" }), title: h("h2", {}, "Nodes"), figure: h("span", { class: "figure" }), body: h("div") };
+    this.nodes.root.append(h("header", {}, this.nodes.title, this.nodes.figure), this.nodes.body);
+    this.root = h("div", {}, h("h1", { class: "unseen" }, "Overview"), this.answers, h("div", { class: "charts" }, this.reward.root, this.policy.root, this.waste.root, this.age.root, this.verdicts.root, this.nodes.root));
   }
 
   start() {
@@ -75,7 +75,9 @@ export class Overview {
     });
     const entries = [["reward", "", "c-accent"], ["held-out, greedy", "dot", "c-ink"], ["sampled", "ring", ""]];
     for (const other of this.run.others) {
+      const known = other.evaluations.filter((found) => found.greedy !== null);
       lines.unshift({ x: other.curves.x, values: smooth(other.curves.values.reward), class: "c-faint thin" });
+      dots.unshift({ name: `held-out, ${other.name}`, x: known.map((found) => found.x), values: known.map((found) => found.greedy), class: "ring c-faint" });
       entries.push([other.name, "", "c-faint"]);
     }
     const accuracy = last(evaluations.map((found) => found.greedy ?? found.sampled));
@@ -130,11 +132,11 @@ export class Overview {
   drawNodes(overview) {
     const { nodes } = overview;
     const bad = [["slashed or evicted", nodes.evicted], ["silent", nodes.silent], ["suspended", nodes.suspended]].filter(([, n]) => n);
-    replace(this.nodes.figure, String(nodes.all - nodes.evicted - nodes.left), el("small", {}, ` in the pool${bad.length ? ", " : ""}${bad.map(([words, n]) => `${n} ${words}`).join(", ")}`));
+    replace(this.nodes.figure, String(nodes.all - nodes.evicted - nodes.left), h("small", {}, ` in the pool${bad.length ? ", " : ""}${bad.map(([words, n]) => `${n} ${words}`).join(", ")}`));
     if (!this.table) return;
     if (this.table.length > MANY) {
       this.nodes.body.className = "cells";
-      replace(this.nodes.body, this.table.map((node) => el("i", { class: node.tone, title: `${node.name}: ${node.role}, ${node.condition}` })));
+      replace(this.nodes.body, this.table.map((node) => h("i", { class: node.tone, title: `${node.name}: ${node.role}, ${node.condition}` })));
       return;
     }
     this.nodes.body.className = "members";
@@ -145,33 +147,33 @@ export class Overview {
 function memberRow(node) {
   const busy = node.busy === null ? null : Math.round(100 * node.busy);
   const words = node.tone === "good" || node.tone === "none" ? (node.speed && node.role !== "learner" ? `${count(node.speed)} tok/s` : node.role) : node.condition;
-  return el("div", { class: "member" }, el("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), el("span", {}, node.name), el("span", { class: "meter", role: "img", "aria-label": `busy ${busy ?? "?"} %`, title: busy === null ? "" : `busy ${busy} % of its time` }, el("i", { "width%": busy ?? 0 })), el("span", { class: "is" }, words));
+  return h("div", { class: "member" }, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), h("span", {}, node.name), h("span", { class: "meter", role: "img", "aria-label": `busy ${busy ?? "?"} %`, title: busy === null ? "" : `busy ${busy} % of its time` }, h("i", { "width%": busy ?? 0 })), h("span", { class: "is" }, words));
 }
 
 function answerCard(answer) {
-  return el("section", { class: `answer ${answer.tone}` }, el("h2", {}, answer.question), el("div", { class: "said" }, answer.answer), el("p", { class: "why", title: answer.detail }, answer.detail));
+  return h("section", { class: `answer ${answer.tone}` }, h("h2", {}, answer.question), h("div", { class: "said" }, answer.answer), h("p", { class: "why", title: answer.detail }, answer.detail));
 }
 
 function card(title, label) {
   const chart = new Chart(label);
-  const figure = el("span", { class: "figure" });
-  const names = el("div");
+  const figure = h("span", { class: "figure" });
+  const names = h("div");
   return {
-    root: el("section", { class: "card" }, el("header", {}, el("h2", {}, title), figure), names, chart.host),
+    root: h("section", { class: "card" }, h("header", {}, h("h2", {}, title), figure), names, chart.host),
     chart,
-    figure: (value, words) => replace(figure, value, el("small", {}, ` ${words}`)),
+    figure: (value, words) => replace(figure, value, h("small", {}, ` ${words}`)),
     legend: (entries) => replace(names, legend(entries)),
   };
 }
 
 function rowsCard(title, rows) {
-  const found = { root: el("section", { class: "card" }, el("header", {}, el("h2", {}, title))) };
-  const body = el("div", { class: "rows" });
+  const found = { root: h("section", { class: "card" }, h("header", {}, h("h2", {}, title))) };
+  const body = h("div", { class: "rows" });
   for (const [name, label] of rows) {
     const chart = new Chart(`${label} per step`);
-    const value = el("span", { class: "value" });
+    const value = h("span", { class: "value" });
     found[name] = { chart, value, label };
-    body.append(el("div", { class: "rowline" }, el("span", { class: "name" }, label), value, chart.host));
+    body.append(h("div", { class: "rowline" }, h("span", { class: "name" }, label), value, chart.host));
   }
   found.root.append(body);
   return found;

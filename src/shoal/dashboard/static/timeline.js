@@ -1,7 +1,8 @@
-// Who did what when: one lane each for the learner, workers and validators. Bars carry the version they belong to.
+// Who did what when: one lane each for the learner, relays, workers and validators. Bars carry the version they belong to.
+// What a node receives is its own bar in a relay's lane, and a thin one below the work of others.
 
-import { el, replace, svg } from "./elements.js";
-import { brief, clock, duration, linear } from "./figures.js";
+import { h, replace, svg } from "./dom.js";
+import { brief, bytes, clock, duration, linear } from "./figures.js";
 import { ask } from "./run.js";
 
 const EVERY_MS = 2500;
@@ -15,14 +16,14 @@ export class Timeline {
     this.run = run;
     this.span = 60;
     this.end = null; // null: now
-    this.plot = el("div", { class: "plot time", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
-    this.told = el("p", { class: "muted", role: "status" }, "Choose a bar to see what it is.");
-    this.spans = SPANS.map((span) => el("button", { type: "button", class: "quiet", onclick: () => this.zoom(span) }, duration(span)));
-    const move = (words, share, label) => el("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, words);
-    this.root = el("div", { class: "page" }, el("h1", { class: "unseen" }, "Timeline"), el("section", { class: "card" },
-      el("header", {}, el("h2", {}, "Who does what while the learner trains")),
-      el("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version."),
-      el("div", { class: "bar" }, move("‹", -0.5, "Earlier"), move("›", 0.5, "Later"), el("button", { type: "button", class: "quiet", onclick: () => { this.end = null; this.look(true); } }, "Newest"), this.spans, legend()),
+    this.plot = h("div", { class: "plot time", tabindex: "0", role: "region", "aria-label": "Timeline; left and right arrows move, plus and minus change the span", onkeydown: (event) => this.key(event) });
+    this.told = h("p", { class: "muted", role: "status" }, "Choose a bar to see what it is.");
+    this.spans = SPANS.map((span) => h("button", { type: "button", class: "quiet", onclick: () => this.zoom(span) }, duration(span)));
+    const move = (words, share, label) => h("button", { type: "button", class: "quiet", "aria-label": label, onclick: () => this.move(share) }, words);
+    this.root = h("div", { class: "page" }, h("h1", { class: "unseen" }, "Timeline"), h("section", { class: "card" },
+      h("header", {}, h("h2", {}, "Who does what while the learner trains")),
+      h("p", { class: "muted" }, "Workers generate with one version while the learner trains the next; validators check in between. The number in a bar is a policy version; the thin bars below are its way to each node."),
+      h("div", { class: "bar" }, move("‹", -0.5, "Earlier"), move("›", 0.5, "Later"), h("button", { type: "button", class: "quiet", onclick: () => { this.end = null; this.look(true); } }, "Newest"), this.spans, legend()),
       this.plot, this.told));
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
@@ -118,8 +119,9 @@ export class Timeline {
     const words = sentence(bar, lane);
     const tell = () => { this.told.textContent = words; };
     const parts = [];
-    const thin = bar.kind === "wait";
-    parts.push(svg("rect", { class: kind, x: from + 0.5, y: thin ? y + tall / 2 - 2 : y + 1, width: Math.max(wide - 1, 0.8), height: thin ? 6 : tall, rx: 3, tabindex: wide > 6 ? "0" : null, role: "img", "aria-label": words, onpointerenter: tell, onfocus: tell }, svg("title", {}, words)));
+    const below = bar.kind === "receive" && lane.role !== "relay";
+    const thin = below || bar.kind === "wait";
+    parts.push(svg("rect", { class: kind, x: from + 0.5, y: below ? y + tall + 1 : thin ? y + tall / 2 - 2 : y + 1, width: Math.max(wide - 1, 0.8), height: below ? 4 : thin ? 6 : tall, rx: 3, tabindex: wide > 6 ? "0" : null, role: "img", "aria-label": words, onpointerenter: tell, onfocus: tell }, svg("title", {}, words)));
     if (!thin && wide > 22) parts.push(svg("text", { class: `in${bar.kind === "generate" && !bad ? " dark" : ""}`, x: from + wide / 2, y: y + tall / 2 + 5, "text-anchor": "middle" }, String(bar.version)));
     return parts;
   }
@@ -130,6 +132,7 @@ function sentence(bar, lane) {
   const when = `${clock(bar.from_s)}, ${took}`;
   if (bar.kind === "wait") return `${lane.name} waits for the batch of step ${bar.step + 1} (${when}).`;
   if (bar.kind === "train") return `${lane.name} trains step ${bar.step + 1} and makes version ${bar.version} (${when}).`;
+  if (bar.kind === "receive") return `${lane.name} receives ${bytes(bar.bytes)} of version ${bar.version} (${when}).`;
   const what = `submission #${bar.submission} of ${bar.groups} groups for step ${bar.step + 1}`;
   const end = bar.reason ? `: rejected, ${bar.reason}` : bar.state === "accepted" ? ": accepted" : "";
   if (bar.kind === "generate") return `${lane.name} generates ${what} with version ${bar.version} (${when})${end}.`;
@@ -137,6 +140,6 @@ function sentence(bar, lane) {
 }
 
 function legend() {
-  const entry = (words, colour) => el("span", {}, el("i", { class: `box fill ${colour}` }), words);
-  return el("div", { class: "legend" }, entry("trains", "c-accent"), entry("generates", "c-soft"), entry("checks", "c-muted"), entry("waits", "c-idle"), entry("rejected", "c-bad"));
+  const entry = (words, colour) => h("span", {}, h("i", { class: `box fill ${colour}` }), words);
+  return h("div", { class: "legend" }, entry("trains", "c-accent"), entry("generates", "c-soft"), entry("checks", "c-muted"), entry("receives weights", "c-warn"), entry("waits", "c-idle"), entry("rejected", "c-bad"));
 }

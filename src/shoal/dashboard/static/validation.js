@@ -1,6 +1,6 @@
 // The validators' queue, why submissions were rejected, and the ledger's newest entries.
 
-import { el, replace } from "./elements.js";
+import { h, replace } from "./dom.js";
 import { brief, clock, count } from "./figures.js";
 import { ask } from "./run.js";
 
@@ -12,17 +12,17 @@ export class Validation {
   constructor(run) {
     this.run = run;
     this.kind = "";
-    this.stats = el("div", { class: "stats" });
-    this.queue = el("div", { class: "scroll" });
-    this.reasons = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rejections" });
-    this.feed = el("ul", { class: "feed" });
-    this.more = el("button", { type: "button", class: "quiet", onclick: () => this.older() }, "Older entries");
-    const kinds = el("select", { onchange: (event) => { this.kind = event.target.value; this.entries = []; this.look(true); } }, KINDS.map((kind) => el("option", { value: kind }, kind || "all kinds")));
-    this.root = el("div", { class: "page two" }, el("h1", { class: "unseen" }, "Validation"),
-      el("div", { class: "page" },
-        el("section", { class: "card" }, el("header", {}, el("h2", {}, "Submissions")), this.stats, this.queue),
-        el("section", { class: "card" }, el("header", {}, el("h2", {}, "Why work was rejected")), this.reasons)),
-      el("section", { class: "card" }, el("header", {}, el("h2", {}, "Ledger"), el("label", { class: "figure" }, el("span", { class: "unseen" }, "Kind of entry"), kinds)), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ledger entries" }, this.feed, this.more)));
+    this.stats = h("div", { class: "stats" });
+    this.queue = h("div", { class: "scroll" });
+    this.reasons = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rejections" });
+    this.feed = h("ul", { class: "feed" });
+    this.more = h("button", { type: "button", class: "quiet", onclick: () => this.older() }, "Older entries");
+    const kinds = h("select", { onchange: (event) => { this.kind = event.target.value; this.entries = []; this.look(true); } }, KINDS.map((kind) => h("option", { value: kind }, kind || "all kinds")));
+    this.root = h("div", { class: "page two" }, h("h1", { class: "unseen" }, "Validation"),
+      h("div", { class: "page" },
+        h("section", { class: "card" }, h("header", {}, h("h2", {}, "Submissions")), this.stats, this.queue),
+        h("section", { class: "card" }, h("header", {}, h("h2", {}, "Why work was rejected")), this.reasons)),
+      h("section", { class: "card" }, h("header", {}, h("h2", {}, "Ledger"), h("label", { class: "figure" }, h("span", { class: "unseen" }, "Kind of entry"), kinds)), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ledger entries" }, this.feed, this.more)));
     this.entries = [];
   }
 
@@ -57,14 +57,14 @@ export class Validation {
     const { states, wait_s, queue, rejected } = this.found;
     const shown = STATES.filter(([state]) => states[state]);
     const waits = wait_s.median === null ? [] : [[`${brief(wait_s.median)} s`, "upload to verdict, median"], [`${brief(wait_s.p95)} s`, "95th percentile"]];
-    replace(this.stats, [...shown.map(([state, words]) => [count(states[state]), words]), ...waits].map(([value, words]) => el("div", {}, el("b", {}, value), el("span", {}, words))));
+    replace(this.stats, [...shown.map(([state, words]) => [count(states[state]), words]), ...waits].map(([value, words]) => h("div", {}, h("b", {}, value), h("span", {}, words))));
     const now = this.run.overview.state === "running";
-    replace(this.queue, queue.length ? el("table", {}, el("thead", {}, el("tr", {}, ["Submission", "Worker", "Groups", "Version", "State", "By", "Uploaded"].map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, queue.map((row) => el("tr", {}, el("td", {}, `#${row.submission}`), el("td", {}, row.worker), el("td", {}, row.groups), el("td", {}, row.version), el("td", {}, row.state), el("td", {}, row.validator ?? "–"), el("td", {}, clock(row.uploaded_s)))))) : el("p", { class: "muted" }, now ? "Nothing waits for a verdict." : "Nothing is left to check."));
-    replace(this.reasons, rejected.length ? rejected.map(rejection) : el("p", { class: "muted" }, "Nothing was rejected."));
-    replace(this.feed, this.entries.map((entry) => el("li", { class: entry.kind === "slashed" || entry.kind === "rejected" ? "bad" : null }, el("time", {}, clock(entry.time_s)), el("span", {}, `${entry.text} `, entry.submission ? el("a", { href: `#rollouts/${entry.submission}` }, "Show") : null))));
+    replace(this.queue, queue.length ? h("table", {}, h("thead", {}, h("tr", {}, ["Submission", "Worker", "Groups", "Version", "State", "By", "Uploaded"].map((title) => h("th", { scope: "col" }, title)))), h("tbody", {}, queue.map((row) => h("tr", {}, h("td", {}, `#${row.submission}`), h("td", {}, row.worker), h("td", {}, row.groups), h("td", {}, row.version), h("td", {}, row.state), h("td", {}, row.validator ?? "–"), h("td", {}, clock(row.uploaded_s)))))) : h("p", { class: "muted" }, now ? "Nothing waits for a verdict." : "Nothing is left to check."));
+    replace(this.reasons, rejected.length ? rejected.map(rejection) : h("p", { class: "muted" }, "Nothing was rejected."));
+    replace(this.feed, this.entries.map((entry) => h("li", { class: entry.kind === "slashed" || entry.kind === "rejected" ? "bad" : null }, h("time", {}, clock(entry.time_s)), h("span", {}, `${entry.text} `, entry.submission ? h("a", { href: `#rollouts/${entry.submission}` }, "Show") : null))));
   }
 }
 
 function rejection(row) {
-  return el("div", { class: "reason" }, el("span", { class: `pill ${row.hard ? "bad" : "warn"}` }, row.reason), el("span", { class: "what" }, `${row.worker}, submission `, el("a", { href: `#rollouts/${row.submission}` }, `#${row.submission}`)), el("small", {}, `${clock(row.judged_s)} · step ${row.step + 1}`), el("p", {}, row.words), el("p", { class: "muted" }, row.detail));
+  return h("div", { class: "reason" }, h("span", { class: `pill ${row.hard ? "bad" : "warn"}` }, row.reason), h("span", { class: "what" }, `${row.worker}, submission `, h("a", { href: `#rollouts/${row.submission}` }, `#${row.submission}`)), h("small", {}, `${clock(row.judged_s)} · step ${row.step + 1}`), h("p", {}, row.words), h("p", { class: "muted" }, row.detail));
 }

@@ -14,6 +14,10 @@ class Intake(Message):
         default={}, max_length=MAX_SENDERS
     )  # by sender's URL
     behind_s: float | None = Field(default=None, ge=0)  # from their publication until they were complete here
+    version: Count | None = None  # which they are
+    size_bytes: Count = 0  # that were transferred
+    took_s: float = Field(default=0, ge=0)
+    ago_s: float = Field(default=0, ge=0)  # since they were complete
 
 
 class Stats(Message):

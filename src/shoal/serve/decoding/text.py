@@ -46,7 +46,7 @@ class Text:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self.stops), default=0)
+        held = max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -61,10 +61,10 @@ def text_of(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str] = ()) ->
     return "".join([*(text.add(token) for token in tokens), text.end()])
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of `text` that begins `stop`.
 
-    >>> _overlap("one STO", "STOP"), _overlap("one", "STOP")
+    >>> overlap("one STO", "STOP"), overlap("one", "STOP")
     (3, 0)
     """
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.serve.decoding.generation import Likely
+from shoal.serve.openai.tools import Call
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def choice(
     finish: str | None,
     logprobs: Any,
     *,
+    calls: Sequence[Call] = (),
     first: bool = False,
     chunk: bool = False,
 ) -> dict[str, Any]:
@@ -61,7 +63,21 @@ def choice(
     said: dict[str, Any] = {"role": "assistant"} if first or not chunk else {}
     if text is not None:
         said["content"] = text
+    if calls:
+        said["tool_calls"] = [tool_call(call) for call in calls]
+        if not chunk:
+            said["content"] = text or None
     return body | {"delta" if chunk else "message": said}
+
+
+def tool_call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def call_chunk(index: int, number: int, call: Call) -> dict[str, Any]:
+    """A chunk of choice `index` with its call `number`, whole."""
+    delta = {"tool_calls": [{"index": number, **tool_call(call)}]}
+    return {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
 
 
 def chat_logprobs(tokenizer: Any, tokens: Sequence[Likely]) -> dict[str, Any]:

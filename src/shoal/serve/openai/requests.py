@@ -1,13 +1,14 @@
 """What a client of the API may ask: OpenAI's parameters, bounded. Anything that would be ignored is refused by name.
 
 Invariant: a request that is accepted is answered as it asks; a parameter without effect on the text may be sent.
-Called by `routes`. Left out: tools, images, `top_p` and penalties (a seed replays only the full distribution),
-`response_format`.
+Called by `routes`. Left out: images, `top_p` and penalties (a seed replays only the full distribution),
+`response_format`, schemas that are enforced.
 """
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shoal.errors import ShoalError
 
@@ -30,15 +31,78 @@ class Part(BaseModel):
     text: Words
 
 
+class Called(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(max_length=64)]
+    arguments: Words
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, text: str) -> str:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError("not JSON") from error
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+        return text
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    id: Annotated[str, Field(max_length=100)]
+    type: Literal["function"]
+    function: Called
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Words | Annotated[list[Part], Field(max_length=256)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Words | Annotated[list[Part], Field(max_length=256)] | None = None
     name: str | None = Field(default=None, max_length=100)
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+    tool_call_id: str | None = Field(default=None, max_length=100)
 
-    def said(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @model_validator(mode="after")
+    def _of_its_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of role tool, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def said(self) -> dict[str, Any]:
+        """As templates read it: the arguments of a call as an object, not as text."""
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": _as_object(call.function)} for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            found["tool_call_id"] = self.tool_call_id
+            found |= {"name": self.name} if self.name else {}
+        return found
+
+
+def _as_object(called: Called) -> dict[str, Any]:
+    return {"name": called.name, "arguments": json.loads(called.arguments)}
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: Annotated[str, Field(max_length=10_000)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None  # nothing enforces a schema
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: Function
 
 
 class StreamOptions(BaseModel):
@@ -91,6 +155,9 @@ class ChatRequest(Common):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # Of Shoal: the run's system prompt and template, a length target, and the reply file in the answer.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None

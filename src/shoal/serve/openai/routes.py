@@ -9,22 +9,22 @@ Attached by `service`.
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from shoal.config import Config
-from shoal.serve import proof
 from shoal.serve.asking import PromptError, as_trained, encode
-from shoal.serve.decoding.generation import Ask, Generation, Piece
+from shoal.serve.decoding.generation import Ask, Generation
 from shoal.serve.decoding.scheduler import BusyError, Scheduler, TooLargeError
 from shoal.serve.decoding.text import Text
 from shoal.serve.keys import Keys
 from shoal.serve.openai import answers
+from shoal.serve.openai.answering import Answer
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, RequestError, read
+from shoal.serve.openai.tools import form_of, offered
 from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
 from shoal.web.guard import RefusedError, json_body
 
@@ -115,6 +115,7 @@ class OpenAI:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         asked = read(ChatRequest, await json_body(request, BODY_BYTES))
+        tools = offered(asked)
         messages: list[Any] = [message.said() for message in asked.messages]
         if asked.as_trained or asked.target_length:
             if self.config is None:
@@ -125,9 +126,10 @@ class OpenAI:
                 raise RequestError("this run was not trained with target lengths", param="target_length")
             messages = as_trained(self.config, messages, asked.target_length or 0)
         async with self.versions.take(asked.model) as held:
-            prompt = encode(held.tokenizer, messages)
+            form = form_of(held.tokenizer) if tools else None
+            prompt = encode(held.tokenizer, messages, tools)
             generations = self._generations(request, held, asked, [prompt], asked.top, asked.most, proof=asked.proof)
-            answer = _Answer(asked, held, generations, chat=True, messages=messages)
+            answer = Answer(asked, held, generations, chat=True, messages=messages, tools=tools, form=form)
             return await answer.respond(request, self.scheduler)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -137,7 +139,7 @@ class OpenAI:
             generations = self._generations(
                 request, held, asked, prompts, asked.logprobs, asked.max_tokens, echo=bool(asked.echo)
             )
-            answer = _Answer(asked, held, generations, chat=False)
+            answer = Answer(asked, held, generations, chat=False)
             return await answer.respond(request, self.scheduler)
 
     def _generations(
@@ -187,123 +189,6 @@ def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
     if not found:
         raise RequestError("prompt: empty", param="prompt")
     return found
-
-
-@dataclass
-class _Answer:
-    """One request's completions, on their way out."""
-
-    asked: Common
-    held: Held
-    generations: list[Generation]
-    chat: bool
-    messages: Sequence[Any] = ()
-
-    def __post_init__(self) -> None:
-        prefix = "chatcmpl" if self.chat else "cmpl"
-        self.frame = answers.Frame(f"{prefix}-{secrets.token_hex(12)}", self.held.id, self.chat)
-
-    async def respond(self, request: web.Request, scheduler: Scheduler) -> web.StreamResponse:
-        async with submitted(scheduler, self.generations):
-            return await (self._stream(request) if self.asked.stream else self._whole())
-
-    async def _whole(self) -> web.Response:
-        pieces = await asyncio.gather(*(_all(generation) for generation in self.generations))
-        choices, replies = [], []
-        for index, (generation, own) in enumerate(zip(self.generations, pieces, strict=True)):
-            text, finish = "".join(piece.text for piece in own), own[-1].finish
-            likely = [token for piece in own for token in piece.tokens]
-            shown = self._prompt_text(generation) + text
-            choices.append(answers.choice(self.chat, index, shown, finish, self._logprobs(generation, likely)))
-            if generation.ask.proof:
-                made = await asyncio.to_thread(proof.build, generation, finish or "", text, self.messages)
-                replies.append(made.model_dump(mode="json"))
-        more: dict[str, Any] = {"seeds": [str(one.ask.seed) for one in self.generations], "weights": self.held.digest}
-        if replies:
-            more["replies"] = replies
-        return web.json_response(self.frame.body(choices, chunk=False, usage=self._usage(), shoal=more))
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        await response.prepare(request)
-        if self.chat:
-            for index in range(len(self.generations)):
-                opening = answers.choice(True, index, "", None, None, first=True, chunk=True)
-                await response.write(answers.event(self.frame.body([opening], chunk=True)))
-        offsets = [0] * len(self.generations)
-        async for index, piece in _merged(self.generations):
-            generation = self.generations[index]
-            text = piece.text
-            if not self.chat and not offsets[index]:
-                text = self._prompt_text(generation) + text
-            logprobs = self._logprobs(generation, piece.tokens, offset=offsets[index]) if piece.tokens else None
-            offsets[index] += len(text)
-            if not text and not piece.finish and logprobs is None:
-                continue
-            choice = answers.choice(self.chat, index, text, piece.finish, logprobs, chunk=True)
-            await response.write(answers.event(self.frame.body([choice], chunk=True)))
-        if self.asked.stream_options and self.asked.stream_options.include_usage:
-            await response.write(answers.event(self.frame.body([], chunk=True, usage=self._usage())))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    def _prompt_text(self, generation: Generation) -> str:
-        echoes = isinstance(self.asked, CompletionRequest) and self.asked.echo
-        return str(self.held.tokenizer.decode(list(generation.ask.prompt))) if echoes else ""
-
-    def _logprobs(self, generation: Generation, likely: Sequence[Any], offset: int = 0) -> dict[str, Any] | None:
-        if generation.ask.top is None:
-            return None
-        if self.chat:
-            return answers.chat_logprobs(self.held.tokenizer, likely)
-        if generation.ask.echo and not offset:
-            tokens = [*generation.echoed, *likely]
-            return answers.text_logprobs(self.held.tokenizer, tokens, first=generation.ask.prompt[0])
-        return answers.text_logprobs(self.held.tokenizer, likely, offset=offset)
-
-    def _usage(self) -> dict[str, int]:
-        prompts = {id(one.ask.prompt): len(one.ask.prompt) for one in self.generations}
-        return answers.usage(sum(prompts.values()), sum(len(one.tokens) for one in self.generations))
-
-
-@asynccontextmanager
-async def submitted(scheduler: Scheduler, generations: Sequence[Generation]) -> AsyncIterator[None]:
-    """Whatever ends it, no row is left behind. Raises BusyError, TooLargeError."""
-    scheduler.submit(generations)
-    try:
-        yield
-    finally:
-        for generation in generations:
-            generation.cancel()
-
-
-async def _all(generation: Generation) -> list[Piece]:
-    return [piece async for piece in generation.pieces()]
-
-
-async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of all, as they come, with the index of their generation."""
-    if len(generations) == 1:
-        async for piece in generations[0].pieces():
-            yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-
-    async def relay(index: int) -> None:
-        async for piece in generations[index].pieces():
-            queue.put_nowait((index, piece))
-
-    tasks = [asyncio.create_task(relay(index)) for index in range(len(generations))]
-    try:
-        left = len(generations)
-        while left:
-            index, piece = await queue.get()
-            left -= piece.finish is not None
-            yield index, piece
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _refusal(

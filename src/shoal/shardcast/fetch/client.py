@@ -30,7 +30,7 @@ from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError
 from shoal.shardcast.fetch.partial import Partial
 from shoal.shardcast.fetch.plan import Step, offered, plan
 from shoal.shardcast.fetch.source import Offer
-from shoal.shardcast.fetch.sources import Access, Sources
+from shoal.shardcast.fetch.sources import Access, Arrival, Sources
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.alongside import alongside
 from shoal.shardcast.format.delta import Link
@@ -133,7 +133,16 @@ class Client:
             parent=progress.parent,
         )
         if progress.total_bytes:
-            self.access.on_fetched(self.last_report.rates_Bps, max(time.time() - held[1].created_s, 0.0))
+            self.access.on_fetched(
+                Arrival(
+                    version=held[1].version,
+                    size_bytes=progress.transferred_bytes,
+                    took_s=seconds,
+                    at_s=started_s + seconds,
+                    rates_Bps=self.last_report.rates_Bps,
+                    behind_s=max(time.time() - held[1].created_s, 0.0),
+                )
+            )
         return held
 
     async def _fetch_version(self, version: int | None, digest: str | None, deadline_s: float) -> tuple[Path, Manifest]:

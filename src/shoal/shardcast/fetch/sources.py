@@ -55,6 +55,18 @@ class Limits:
     longest_rest_s: float = 2.0
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A version that has come, complete and verified."""
+
+    version: int
+    size_bytes: int  # that were transferred
+    took_s: float
+    at_s: float  # when it was complete, on this process's monotonic clock
+    rates_Bps: dict[str, float]  # by sender's URL
+    behind_s: float  # from its publication until it was complete here
+
+
 @dataclass
 class Access:
     """How a downloader reaches servers, and what it has learned about them. Outlives single downloads."""
@@ -66,7 +78,7 @@ class Access:
     tls: ssl.SSLContext | None = None
     reach: Reach | None = None  # of addresses that others name; None: any, the user named them
     standings: dict[str, Standing] = field(default_factory=dict)  # by URL
-    on_fetched: Callable[[dict[str, float], float], None] = lambda rates_Bps, behind_s: None  # speed by URL, age
+    on_fetched: Callable[[Arrival], None] = lambda arrival: None
     newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
 
     def heard(self, signed: SignedNewest | None) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from shoal.shardcast.fetch.download import Download
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedError, first_error
 from shoal.shardcast.fetch.source import Offer, Source
-from shoal.shardcast.fetch.sources import Access, Sources
+from shoal.shardcast.fetch.sources import Access, Arrival, Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
 from shoal.shardcast.format.names import MAX_HOPS, Listing
 from shoal.shardcast.format.newest import Newest, SignedNewest
@@ -46,8 +46,7 @@ class RelayStatus:
     versions: list[int] = field(default_factory=list)  # complete and verified by this process, newest first
     mirroring: int | None = None
     bytes_in: int = 0
-    rates_Bps: dict[str, float] = field(default_factory=dict)  # of the last mirrored version, by URL
-    behind_s: float | None = None  # from the newest version's creation until it was complete here
+    arrival: Arrival | None = None  # of the last mirrored version
     last_error: str | None = None  # kept until the next one
 
 
@@ -228,8 +227,14 @@ class Relay:
             self.status.bytes_in = sources.received_bytes
         took_s = time.monotonic() - started_s
         new_bytes = {url: size_bytes - had_bytes.get(url, 0) for url, size_bytes in sources.by_source().items()}
-        self.status.rates_Bps = {url: size_bytes / took_s for url, size_bytes in new_bytes.items() if size_bytes}
-        self.status.behind_s = max(time.time() - self._held[version].created_s, 0.0)
+        self.status.arrival = Arrival(
+            version=version,
+            size_bytes=sum(new_bytes.values()),
+            took_s=took_s,
+            at_s=started_s + took_s,
+            rates_Bps={url: size_bytes / took_s for url, size_bytes in new_bytes.items() if size_bytes},
+            behind_s=max(time.time() - self._held[version].created_s, 0.0),
+        )
         self.store.retain(self._held)
         self.status.versions = sorted({*self.status.versions, version}, reverse=True)
         self._forget_dropped()

@@ -7,15 +7,31 @@ export function h(kind, attributes = {}, ...children) {
   const [tag, ...classes] = kind.split(".");
   const element = document.createElement(tag || "div");
   if (classes.length) element.className = classes.join(" ");
+  return fill(element, attributes, children);
+}
+
+// The same for a drawing's elements.
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+export function replace(host, ...children) {
+  host.replaceChildren(...there(children));
+}
+
+function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "value") element.value = value;
-    else element.setAttribute(name, value === true ? "" : value);
+    else if (name === "width%") element.style.width = `${value}%`; // the page's policy forbids a style attribute
+    else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat(9).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...there(children));
   return element;
 }
+
+const there = (children) => children.flat(9).filter((child) => child !== null && child !== undefined && child !== false);
 
 const PATHS = {
   plus: "M12 5v14M5 12h14",
@@ -39,12 +55,5 @@ const PATHS = {
 };
 
 export function icon(name) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", "0 0 24 24");
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  const path = document.createElementNS(SVG, "path");
-  path.setAttribute("d", PATHS[name]);
-  svg.append(path);
-  return svg;
+  return svg("svg", { viewBox: "0 0 24 24", class: "icon", "aria-hidden": "true" }, svg("path", { d: PATHS[name] }));
 }

@@ -1,0 +1,255 @@
+"""Tools: how a template writes calls, what is a call in a reply and what stays text, and the public client."""
+
+import json
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from shoal.model.load import save_model
+from shoal.serve import proof
+from shoal.serve.decoding import scheduler
+from shoal.serve.openai.requests import RequestError
+from shoal.serve.openai.tools import Call, Form, Reading, form_of
+
+from .support import KEY, Running, serving
+
+TAGS = "<tool_call>\n{{ call.function | tojson }}\n</tool_call>\n"
+FORMS = {
+    "tags": (TAGS, Form("<tool_call>", "</tool_call>", "name", "arguments")),
+    "list in tags": (
+        "<tool_call>[{{ call.function | tojson }}]</tool_call>",
+        Form("<tool_call>", "</tool_call>", "name", "arguments"),
+    ),
+    "bare": (
+        '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
+        Form("", "", "name", "parameters"),
+    ),
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+ASKED = [{"role": "user", "content": "is it raining?"}]
+ROME, OSLO = (json.dumps({"name": "weather", "arguments": {"city": city}}) for city in ("Rome", "Oslo"))
+TAGGED = Form("<tool_call>", "</tool_call>", "name", "arguments")
+
+
+def tokenizer(call: str = TAGS) -> PreTrainedTokenizerFast:
+    """One token a character; its template writes calls like this."""
+    specials = ["<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<system>"]
+    vocab = {token: index for index, token in enumerate([*specials, *string.printable])}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="?"))  # noqa: S106
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    made.decoder = decoders.Fuse()
+    template = (
+        "{% if tools %}<system>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<eos>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}" + call + "{% endfor %}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        extra_special_tokens=specials[2:],
+        chat_template=template,
+    )
+
+
+@pytest.fixture(scope="module")
+def caller(make_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("tools")
+    save_model(make_tiny(0, vocab_size=128, max_position_embeddings=2048), tokenizer(), folder / "model")
+    with serving(folder / "model", folder / "serve") as running:
+        yield running
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets the model write a text of one's own, and then end."""
+
+    def write(text: str) -> None:
+        ids = [*tokenizer().encode(text, add_special_tokens=False), 1]
+
+        def chosen(scaled: Any, seeds: Any, positions: Any, temperature: float) -> Any:
+            return torch.tensor([ids[min(position, len(ids) - 1)] for position in positions]), None
+
+        monkeypatch.setattr(scheduler, "choose", chosen)
+
+    return write
+
+
+def parts(form: Form, pieces: list[str]) -> list[Any]:
+    """Texts as strings, put together, and calls as (name, arguments)."""
+    reading = Reading(form, [WEATHER])
+    found = [part for piece in pieces for part in reading.add(piece)] + reading.end()
+    told: list[Any] = []
+    for part in found:
+        if isinstance(part, Call):
+            told.append((part.name, json.loads(part.arguments)))
+        elif told and isinstance(told[-1], str):
+            told[-1] += part
+        else:
+            told.append(part)
+    return told
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_how_calls_are_written_is_read_from_the_template(kind: str) -> None:
+    call, form = FORMS[kind]
+    assert form_of(tokenizer(call)) == form
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("", "not read here"),
+        ("<function={{ call.function.name }}>{{ call.function.arguments.probekey }}", "not read here"),
+        ("<tool>{{ call.function | tojson }}", "control tokens"),
+    ],
+)
+def test_a_template_whose_calls_cannot_be_read_is_refused(call: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        form_of(tokenizer(call))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "told"),
+    [
+        (
+            TAGGED,
+            f"Let me see.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{OSLO}\n</tool_call>",
+            ["Let me see.", ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})],
+        ),
+        (
+            TAGGED,
+            f"<tool_call>[{ROME}, {OSLO}]</tool_call> and more",
+            [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"}), " and more"],
+        ),
+        (TAGGED, f"<tool_call>{ROME}", [("weather", {"city": "Rome"})]),  # it ended before the closing tag
+        (TAGGED, "1 < 2, <tool and [tools", ["1 < 2, <tool and [tools"]),
+        (TAGGED, "spaces stay  \n", ["spaces stay  \n"]),
+        (
+            Form("", "", "name", "parameters"),
+            ROME.replace("arguments", "parameters"),
+            [("weather", {"city": "Rome"})],
+        ),
+        (Form("", "", "name", "parameters"), "the set {1, 2}", ["the set {1, 2}"]),
+    ],
+)
+def test_text_and_calls_are_told_apart_wherever_the_pieces_end(form: Form, text: str, told: list[Any]) -> None:
+    assert parts(form, [text]) == told
+    assert parts(form, list(text)) == told
+    assert all(parts(form, [text[:cut], text[cut:]]) == told for cut in range(len(text)))
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        '{"name": "weather", "arguments": {"city": ',
+        '{"name": "weather"}',
+        '{"name": "weather", "arguments": "Rome"}',
+        '{"name": "weather", "arguments": {"t": NaN}}',
+        '{"name": "format_disk", "arguments": {}}',
+        "[]",
+        "[" * 5000,
+        f"{ROME} and so on",
+    ],
+)
+def test_what_is_no_whole_call_of_an_offered_function_stays_text(inside: str) -> None:
+    text = f"<tool_call>{inside}</tool_call>"
+    assert parts(TAGGED, [text]) == [text]
+    assert parts(TAGGED, [text + f"<tool_call>{OSLO}</tool_call>"])[-1] == ("weather", {"city": "Oslo"})
+
+
+def test_the_public_client_calls_a_tool_and_gives_its_result_back(caller: Running, writes: Any) -> None:
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    writes(f"I look.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{OSLO}\n</tool_call>")
+    with openai.OpenAI(base_url=f"{caller.url}/v1", api_key=KEY, max_retries=0) as client:
+        asked = {"model": caller.model, "messages": ASKED, "tools": [WEATHER]}
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        calls = choice.message.tool_calls
+        assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Rome"}, {"city": "Oslo"}]
+        assert len({call.id for call in calls}) == 2
+
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            last = stream.get_final_completion().choices[0]
+        assert (last.finish_reason, last.message.content) == ("tool_calls", "I look.")
+        assert [call.function.arguments for call in last.message.tool_calls] == [c.function.arguments for c in calls]
+
+        told = [{"role": "tool", "tool_call_id": call.id, "content": "wet"} for call in calls]
+        writes("It rains.")
+        after = client.chat.completions.create(
+            model=caller.model, messages=[*ASKED, choice.message, *told], tools=[WEATHER], extra_body={"proof": True}
+        )
+        assert (after.choices[0].finish_reason, after.choices[0].message.content) == ("stop", "It rains.")
+        assert after.choices[0].message.tool_calls is None
+        prompt = tokenizer().decode(after.model_extra["shoal"]["replies"][0]["prompt"])
+        assert f"<tool_call>\n{ROME}\n</tool_call>" in prompt and prompt.count("<tool>wet<eos>") == 2
+
+
+def test_without_tools_a_call_is_text(caller: Running, writes: Any) -> None:
+    writes(f"<tool_call>{ROME}</tool_call>")
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = post(caller, **more).json()["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["message"]["content"].startswith("<tool_call>")
+
+
+def test_a_reply_with_tools_is_recomputed_with_these_tools(caller: Running) -> None:
+    found = post(caller, proof=True, tools=[WEATHER], max_tokens=8, seed=2).json()["shoal"]["replies"][0]
+    held = caller.service.versions.newest
+    assert held is not None and found["tools"] == [WEATHER]
+    assert proof.verify(proof.Reply.read(json.dumps(found).encode()), held).passed
+    other = json.loads(json.dumps(found).replace("city", "town"))
+    assert not proof.verify(proof.Reply.read(json.dumps(other).encode()), held).passed
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"messages": [{"role": "tool", "content": "wet"}]}, "messages"),
+        ({"messages": [{"role": "assistant"}]}, "messages"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "a", "arguments": "[]"}}],
+                    }
+                ]
+            },
+            "messages",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused_in_openais_shape(
+    caller: Running, changed: dict[str, Any], param: str
+) -> None:
+    response = post(caller, **changed)
+    assert response.status_code == 400, response.text
+    assert (response.json()["error"]["type"], response.json()["error"]["param"]) == ("invalid_request_error", param)
+
+
+def test_a_model_without_tools_says_so(api: Running) -> None:
+    error = post(api, tools=[WEATHER]).json()["error"]
+    assert error["param"] == "tools" and "chat template has none" in error["message"]
+
+
+def post(running: Running, **asked: Any) -> Any:
+    body = {"model": running.model, "messages": ASKED, "max_tokens": 200} | asked
+    with running.api() as client:
+        return client.post("/v1/chat/completions", json=body)
