@@ -17,7 +17,7 @@ from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
 from shoal.learner.sites import Publisher, SiteLearner, about_of, counting, settings_of, shares, terms_of
 from shoal.protocol.identity import Signed
-from shoal.protocol.messages import Batch, BatchGroup, StepRecord
+from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.test_meeting import Clock
 from tests.pretrain.test_outer import Shared
 
@@ -111,16 +111,16 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
             raise Killed
         return SiteLearner.train(b, groups)
 
-    def waits(batch: Any) -> Any:
-        assert batch.step < 3 or back.wait(60)
-        return SiteLearner.fetch(a, batch)
+    def waits(step: int, *words: Any) -> Any:
+        assert step < 3 or back.wait(60)
+        return SiteLearner.batch(a, step, *words)
 
     def returns(*words: Any) -> None:
         SiteLearner.take_over(again, *words)
         back.set()
 
     b.train, b.place.roster.leave = dies, lambda: None  # type: ignore[method-assign]
-    a.fetch, again.take_over = waits, returns  # type: ignore[method-assign]
+    a.batch, again.take_over = waits, returns  # type: ignore[method-assign]
     other = threading.Thread(target=a.run, args=(stop,), daemon=True)
     other.start()
     with pytest.raises(Killed):
@@ -163,9 +163,8 @@ def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 def test_every_group_has_exactly_one_site(count: int) -> None:
     groups = [BatchGroup(submission=submission(i // 4), group=i % 4) for i in range(12)]
-    batch = Batch(step=0, ready=True, have=12, need=12, groups=groups)
     sites = [f"site-{i}" for i in range(count)]
-    found = shares(batch, sites)
+    found = shares(groups, sites)
     assert set(found) == {(group.submission, group.group) for group in groups} and len(found) == 12
     sizes = [list(found.values()).count(name) for name in sites]
     assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 12
@@ -174,10 +173,9 @@ def test_every_group_has_exactly_one_site(count: int) -> None:
 def test_only_groups_of_sites_that_count_are_in_the_version() -> None:
     groups = make_groups()
     members = [BatchGroup(submission=submission(i), group=0) for i in range(3)]
-    batch = Batch(step=0, ready=True, have=3, need=3, groups=members)
     named = [type(group)(**vars(group) | {"submission": submission(i)}) for i, group in enumerate(groups)]
     outcome = Outcome(round=0, kept=["b"], left_out={"a": "not finite"}, missing=[], dealt=["a", "b"], digest="0" * 64)
-    assert counting(batch, Fetched(named), outcome).groups == [named[1]]
+    assert counting(members, Fetched(named), outcome).groups == [named[1]]
 
 
 def test_more_sites_than_groups_are_refused() -> None:

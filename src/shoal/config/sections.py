@@ -423,6 +423,10 @@ class Config(Section):
             )
         if self.coordinator.prompts_per_step % self.learner.optimizer_steps_per_step:
             raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
+        if self.learner.sites and self.learner.stream:
+            raise ValueError(
+                "learner.stream is for a learner at one site: a site's share is known once the batch is full"
+            )
         if self.learner.sites and self.coordinator.prompts_per_step < self.learner.sites.sites:
             raise ValueError("coordinator.prompts_per_step is below learner.sites.sites: a site would have no group")
         if self.sampling.max_tokens >= self.learner.row_tokens:

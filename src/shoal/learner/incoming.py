@@ -29,7 +29,7 @@ class Incoming:
         self.fetched = Fetched([])
         self.full = False
         self.waited_s = 0.0
-        self._members: list[BatchGroup] = []
+        self.members: list[BatchGroup] = []  # of the batch, those left out too; known to the leader
         self._gathering = gathering(node, config, quarantine) if node else None
 
     def more(self, stop: threading.Event, *, at_once: bool) -> bool:
@@ -61,7 +61,7 @@ class Incoming:
         node.doing(f"step {self.step}'s batch", waiting=True)
         while not stop.is_set():
             batch = node.get(f"/v1/batches/{self.step}", Batch)
-            if batch.ready or at_once or batch.groups != self._members:
+            if batch.ready or at_once or batch.groups != self.members:
                 node.doing(f"training step {self.step}")
                 self.waited_s += time.monotonic() - started_s
                 return batch
@@ -71,8 +71,8 @@ class Incoming:
     def _take(self, node: Node, batch: Batch) -> None:
         assert self._gathering is not None
         self.full = batch.ready
-        if batch.ready or batch.groups != self._members:
-            self._members = batch.groups
+        if batch.ready or batch.groups != self.members:
+            self.members = batch.groups
             self.fetched = self._gathering.gather(batch, validators(node))
 
     def _message(self, known: list[Group]) -> bytes:

@@ -35,12 +35,14 @@ from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.files import commit_folder
 from shoal.learner import metrics
 from shoal.learner.checkpoint import Progress
-from shoal.learner.groups import Fetched, Group
+from shoal.learner.groups import Fetched, Group, gathering, validators
+from shoal.learner.incoming import Incoming
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.record import signed_record
+from shoal.learner.share import Share
 from shoal.model.load import WEIGHTS, save_model
-from shoal.protocol.messages import Batch, Ok, Status, StepReport
+from shoal.protocol.messages import Batch, BatchGroup, Ok, Status, StepReport
 from shoal.protocol.node import Node, StoppedError
 from shoal.shardcast.format.names import version_name
 
@@ -131,20 +133,20 @@ class SiteLearner(Learner):
         try:
             self.take_over(progress, "it comes back" if progress.step else "it joins")
             while progress.step < self.config.run.steps:
-                batch, waiting_s = self.wait_for_batch(progress.step, stop)
-                started_s, synced_s = time.monotonic(), self.place.synced_s
-                self.place.waited_s += waiting_s
-                fetched = self.fetch(batch)
-                if batch is None or fetched is None:
+                synced_s = self.place.synced_s
+                batch = self.batch(progress.step, Share(self.config, self.policy), stop)
+                if batch is None:
                     return "stopped"
+                started_s, waiting_s = time.monotonic(), batch.waited_s
+                self.place.waited_s += waiting_s
                 try:
-                    figures = self.train_share(batch, fetched, self.place.deal(stop))
+                    figures = self.train_share(batch, self.place.deal(stop))
                     self.pool.doing(f"the sites of step {progress.step}", waiting=True)
                     outcome = self.place.meet(figures.get("loss"), stop)
                 except LATE as error:
                     self.take_over(progress, str(error))
                     continue
-                before, counted = progress.version_digest, counting(batch, fetched, outcome)
+                before, counted = progress.version_digest, counting(batch.members, batch.fetched, outcome)
                 progress.advance(group.submission for group in counted.groups)
                 figures |= self.publish(progress) | self.site_metrics(outcome)
                 self.checkpoint(progress)
@@ -164,12 +166,13 @@ class SiteLearner(Learner):
         self.publish(progress)
         self.report_again(progress)
 
-    def train_share(self, batch: Batch, fetched: Fetched, sites: list[str]) -> dict[str, float]:
+    def train_share(self, batch: Incoming, sites: list[str]) -> dict[str, float]:
         """The step's updates on this site's share of the batch. Returns the metrics of training."""
         started_s, mine, self.sharing = time.monotonic(), self.place.site.name, len(sites)
-        owner = shares(batch, sites)
-        groups = [group for group in fetched.groups if owner[_id(group)] == mine]
-        found = self.train(groups) if groups else self.skip(batch.step, replace(fetched, groups=[]))
+        owner = shares(batch.members, sites)
+        groups = [group for group in batch.fetched.groups if owner[_id(group)] == mine]
+        nothing = replace(batch.fetched, groups=[])
+        found = self.train(groups) if groups else self.skip(batch.step, nothing, Share(self.config, self.policy))
         self.place.computed_s += time.monotonic() - started_s
         return found
 
@@ -189,9 +192,10 @@ class SiteLearner(Learner):
         if step < 0 or not before.exists() or self.pool.get("/v1/status", Status).trained > step:
             return
         batch = self.pool.get(f"/v1/batches/{step}", Batch)
-        ended, fetched = self.place.exchange.outcome(step), self.fetch(batch)
-        assert isinstance(ended, tuple) and fetched is not None  # the round is over
-        counted = counting(batch, fetched, ended[0])
+        ended = self.place.exchange.outcome(step)
+        assert isinstance(ended, tuple)  # the round is over
+        fetched = gathering(self.pool, self.config, self.folder / "quarantine").gather(batch, validators(self.pool))
+        counted = counting(batch.groups, fetched, ended[0])
         digest = blake3(max_threads=blake3.AUTO).update_mmap(before).hexdigest()
         report = StepReport(
             step=step,
@@ -229,12 +233,12 @@ class Publisher:
             shutil.rmtree(old)
 
 
-def shares(batch: Batch, sites: Sequence[str]) -> dict[tuple[str, int], str]:
+def shares(batch: Sequence[BatchGroup], sites: Sequence[str]) -> dict[tuple[str, int], str]:
     """Which site trains each group of a batch: the same at all sites, because a full batch never changes."""
-    return {(group.submission, group.group): sites[i % len(sites)] for i, group in enumerate(batch.groups)}
+    return {(group.submission, group.group): sites[i % len(sites)] for i, group in enumerate(batch)}
 
 
-def counting(batch: Batch, fetched: Fetched, outcome: Outcome) -> Fetched:
+def counting(batch: Sequence[BatchGroup], fetched: Fetched, outcome: Outcome) -> Fetched:
     """The batch without the groups of sites that had no part in the round's average."""
     owner = shares(batch, outcome.dealt)
     return replace(fetched, groups=[group for group in fetched.groups if owner[_id(group)] in outcome.kept])
