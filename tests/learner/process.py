@@ -6,6 +6,7 @@
 Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The posted
 reports go to OUT/reports.json. `die`: the process sends itself SIGKILL in "computing" gradients of a row, "updating" or
 "checkpointing" after that many. `shown`, if there is one, is `Pool.shown`.
+A job with "check" calls one of `sharding` instead: {"check", "model", "out", "settings"}.
 """
 
 import json
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint import hf_storage
 
 from shoal.learner.ranks import Ranks
 
+from .sharding import CHECKS
 from .support import Pool, make_learner
 
 
@@ -29,6 +31,11 @@ def main() -> None:
     ranks = Ranks.start(timeout_s=240, leader_timeout_s=240)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["out"])
+        if "check" in job:
+            found = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"{ranks.rank}.json").write_text(json.dumps(found))
+            continue
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]
         pool = Pool(*files, validator=job["validator"]) if ranks.leads else None
         if pool is not None:

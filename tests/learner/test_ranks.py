@@ -23,9 +23,13 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.learner.ranks import Ranks, whole
+from shoal.model.load import save_model
+from shoal.model.sharded import INDEX
 from shoal.protocol.messages import StepReport
 
-from .support import SETTINGS, VALIDATOR, Pool, make_learner, step_file
+from ..conftest import tiny_llama, tiny_tokenizer
+from ..model import architectures
+from .support import SETTINGS, VALIDATOR, Pool, make_learner, make_policy, step_file
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -35,6 +39,14 @@ CHANGED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}, "behaviour_logprobs": "recomputed", "activation_checkpointing": True},
 }
 RUNS = list(CHANGED)
+SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and the settings of its policy
+    "tied": ("tied", {"dtype": "bfloat16", "loss": {"beta": 0.01}}),
+    "untied": ("untied", {"optimizer": "muon"}),
+    "lora": ("tied", {"lora": {"rank": 4}}),
+    "published": ("adapters", {"lora": {"rank": 4}}),
+    "gemma3_text": ("gemma3_text", {}),  # one sequence a row; several rotary tables, a scale as a buffer
+}
+QUICK = ["tied", "untied"]  # on two ranks; all on four, which is slow
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,20 +115,54 @@ def alone(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def two(tiny_folder: Path, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks' runs, by name."""
+def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models to load in shards, by name."""
+    folder = tmp_path_factory.mktemp("models")
+    untied = tiny_llama(
+        2, tie_word_embeddings=False, vocab_size=61, num_hidden_layers=3
+    )  # 61 rows: no rank has equal ones
+    untied.save_pretrained(folder / "untied", max_shard_size="500KB")  # float32, in several files
+    assert (folder / "untied" / INDEX).exists()
+    tiny_llama(3, tie_word_embeddings=False, num_hidden_layers=16).save_pretrained(folder / "deep")
+    adapted = make_policy(tiny_folder, lora={"rank": 4})
+    save_model(adapted.model, adapted.tokenizer, folder / "adapters", adapted.published(), adapted.stored)
+    for name in ("gemma3_text", "qwen2_moe"):
+        architectures.made(folder / name, name)
+    for each in folder.iterdir():
+        tiny_tokenizer().save_pretrained(each)
+    return {"tied": tiny_folder} | {each.name: each for each in folder.iterdir()}
+
+
+def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Jobs of `sharding`."""
+    made = [("loads", name, *SHARDED[name]) for name in names]
+    made += [("memory", "memory", "deep", {}), ("muon", "muon", "tied", {})]
+    made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
+    return [
+        {"check": check, "model": str(models[model]), "out": str(folder / "checks" / name), "settings": settings}
+        for check, name, model, settings in made
+    ]
+
+
+@pytest.fixture(scope="module")
+def two(tiny_folder: Path, files: Path, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks' runs and checks, by name."""
     folder = tmp_path_factory.mktemp("two")
-    torchrun(2, folder, [job(tiny_folder, files, folder / name, name) for name in RUNS])
+    torchrun(
+        2, folder, [*(job(tiny_folder, files, folder / name, name) for name in RUNS), *checks(models, folder, QUICK)]
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def four(tiny_folder: Path, files: Path, two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four ranks' runs, by name, and one that resumes from two ranks' last checkpoint but one."""
+def four(
+    tiny_folder: Path, files: Path, models: dict[str, Path], two: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Four ranks' runs and checks, by name, and a run that resumes from two ranks' last checkpoint but one."""
     folder = tmp_path_factory.mktemp("four")
     jobs = [job(tiny_folder, files, folder / name, name) for name in RUNS]
     resumed = without_last_step(two / "float32", folder / "resumed")
-    torchrun(4, folder, [*jobs, job(tiny_folder, files, resumed, "float32")])
+    torchrun(4, folder, [*jobs, job(tiny_folder, files, resumed, "float32"), *checks(models, folder, list(SHARDED))])
     return folder
 
 
@@ -194,6 +240,78 @@ def test_two_ranks_keep_the_whole_adapter(two: Path, alone: Path) -> None:
     assert found.keys() == wanted.keys()
     assert all(found[name].shape == wanted[name].shape for name in wanted)
     assert all(bool(found[name].any()) for name in wanted)
+
+
+# --- loading, publishing and Muon in shards ---------------------------------------------------------------------------
+
+
+def found(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each rank found in this check."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "checks" / name).iterdir())]
+
+
+def assert_loaded_in_shards(folder: Path, name: str) -> None:
+    for rank, of in enumerate(found(folder, name)):
+        assert of["sharded"] and of["loaded whole"], "else there is nothing to compare"
+        assert of["differ"] == []
+        assert of["generation"] and of["tied"] == (name != "untied")
+        assert rank == 0 or of["published elsewhere"] == 0
+
+
+def assert_no_full_copy(folder: Path, ranks: int) -> None:
+    """Of 16 blocks, two are gathered at once, one used and one to come, beside what stands outside of them."""
+    results = found(folder, "memory")
+    assert len(results) == ranks
+    for of in results:
+        share = of["whole_bytes"] / ranks
+        assert of["read_bytes"] == pytest.approx(2 * of["stored_bytes"] / ranks, rel=0.01)  # to compare, and to train
+        assert share < of["compared_bytes"] < share + 0.35 * of["whole_bytes"]
+        assert of["peak_bytes"] < share + 0.35 * of["whole_bytes"]
+    assert sum(of["read_bytes"] for of in results) == 2 * results[0]["stored_bytes"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_loading_in_shards_gives_the_bits_of_loading_whole(two: Path, name: str) -> None:
+    assert_loaded_in_shards(two, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_four_ranks_load_in_shards_the_bits_of_loading_whole(four: Path, name: str) -> None:
+    assert_loaded_in_shards(four, name)
+
+
+def test_no_rank_reads_or_holds_more_than_its_share(two: Path) -> None:
+    assert_no_full_copy(two, 2)
+
+
+@pytest.mark.slow
+def test_none_of_four_ranks_reads_or_holds_more_than_its_share(four: Path) -> None:
+    assert_no_full_copy(four, 4)
+
+
+def test_muon_on_two_ranks_has_the_bits_of_one(two: Path) -> None:
+    assert [of["differ"] for of in found(two, "muon")] == [[], []]
+
+
+@pytest.mark.slow
+def test_muon_on_four_ranks_has_the_bits_of_one(four: Path) -> None:
+    assert [of["differ"] for of in found(four, "muon")] == [[]] * 4
+
+
+@pytest.mark.slow
+def test_a_model_whose_files_name_its_tensors_differently_is_loaded_whole(four: Path) -> None:
+    for of in found(four, "renamed"):
+        assert of["whole"] and "name tensors differently from transformers" in of["why"]
+
+
+@pytest.mark.parametrize("name", ["float32", "lora"])
+def test_two_ranks_publish_the_files_of_one(two: Path, alone: Path, name: str) -> None:
+    """Before the first step, where both have the same weights."""
+    versions = [folder / name / "versions/v000000" for folder in (two, alone)]
+    first, second = ({path.name: path.read_bytes() for path in version.iterdir()} for version in versions)
+    assert first.keys() == second.keys()
+    assert [file for file in first if first[file] != second[file]] == []
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------

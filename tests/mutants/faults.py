@@ -23,6 +23,7 @@ LOOP, POLICY, CHECKPOINT, BATCH = "learner/loop.py", "learner/policy.py", "learn
 GROUPS, LOSS, METRICS, GUARD = "learner/groups.py", "learner/loss.py", "learner/metrics.py", "learner/guard.py"
 SHARE = "learner/share.py"
 LOGPROBS, TREE, SAMPLING, HEAD = "model/logprobs.py", "model/tree.py", "model/sampling.py", "model/head.py"
+OPTIMIZERS, SCHEDULE, BLOCK_MASK = "learner/optimizers.py", "learner/schedule.py", "model/block_mask.py"
 CHECKS, DELTA, FORMAT = "validator/checks.py", "shardcast/format/delta.py", "shardcast/format/delta_format.py"
 FIELD, PROOF, CHUNK, VERIFY = "toploc/field.py", "toploc/proof.py", "toploc/chunk.py", "toploc/verify.py"
 
@@ -59,15 +60,20 @@ FAULTS = [
     Fault(LOOP, "commit_folder(temporary, final)", "temporary.rename(final)", "learner/test_loop.py", "on_disk_before"),
     Fault(LOOP, "self.policy.skipped_in_row += 1", "pass", "learner/test_loop.py", "several_times_in_a_row"),
     Fault(POLICY, 'group["lr"] = self.lr', "pass", UPDATES, "adamw"),
-    Fault(POLICY, "betas=config.betas, ", "", UPDATES, "adamw"),
-    Fault(POLICY, "weight_decay=config.weight_decay, ", "weight_decay=0.0, ", UPDATES, "adamw"),
+    Fault(OPTIMIZERS, "betas=section.betas, ", "", UPDATES, "adamw"),
+    Fault(OPTIMIZERS, "weight_decay=section.weight_decay, fused", "weight_decay=0.0, fused", UPDATES, "adamw"),
+    Fault(OPTIMIZERS, "newton_schulz(ahead)", "ahead", "learner/test_optimizers.py", "bit_for_bit"),
     Fault(
-        POLICY,
-        "(self.updates + 1) / max(1, self.config.warmup_steps)",
-        "self.updates / max(1, self.config.warmup_steps)",
-        "learner/test_policy.py",
-        "warms_up",
+        OPTIMIZERS,
+        "section.momentum, section.weight_decay, compute",
+        "0.95, section.weight_decay, compute",
+        "learner/test_optimizers.py",
+        "without_momentum",
     ),
+    Fault(SCHEDULE, "(updates + 1) / warm_up", "updates / warm_up", "learner/test_policy.py", "warms_up"),
+    Fault(SCHEDULE, "left = 1.0 - done if", "left = 1.0 if", "learner/test_schedule.py", "rate"),
+    Fault(POLICY, "return rate(self.updates, self.config)", "return rate(0, self.config)", "learner/test_schedule.py"),
+    Fault(POLICY, 'group["lr"] = self.lr', 'group["lr"] = self.config.lr', "learner/test_schedule.py", "move_by"),
     Fault(
         POLICY,
         "self.optimizer.step()\n        self.round()",
@@ -92,8 +98,8 @@ FAULTS = [
     Fault(POLICY, "(norm + 1e-6)) / denominator", "(norm + 1e-6))", "learner/test_policy.py", "before_clipping"),
     Fault(
         CHECKPOINT,
-        '["step"].copy_(step)',
-        '["step"].fill_(self.policy.updates)',
+        "[STEP].copy_(step)",
+        "[STEP].fill_(self.policy.updates)",
         "learner/test_checkpoint.py",
         "empty_updates",
     ),
@@ -107,6 +113,14 @@ FAULTS = [
         "learner/test_checkpoint.py",
         "as_it_was_at_the_beginning",
     ),
+    Fault(
+        CHECKPOINT,
+        "if moment != STEP}",
+        'if moment not in (STEP, "momentum_buffer")}',
+        "learner/test_optimizers.py",
+        "resumed",
+    ),
+    Fault(BLOCK_MASK, "pairs_QK == BLOCK * BLOCK", "pairs_QK >= BLOCK", "model/test_block_mask.py", "pytorch"),
     # --- its data
     Fault(BATCH, "max(self.row_tokens, longest)", "self.row_tokens", "learner/test_loop.py", "longer_than_a_row"),
     Fault(BATCH, "row.behaviour_N.isnan()", "row.behaviour_N.isinf()", "learner/test_behaviour.py", "nobody_checked"),

@@ -135,11 +135,14 @@ def test_a_plan_joins_the_roles_and_their_prices() -> None:
 
 def test_memory_of_the_learner_is_weights_gradient_masters_and_moments() -> None:
     saved = 2 * (4 * 4 + 2 * 4 + 2 * 2 + 3 * 8)  # bytes of one layer and token: 104
-    assert activation_bytes(SIZES, WORK, 2) == 100 * (2 * 4 * 2 + saved)
+    row = 2 * 4 * 2 + saved + 2 * 3 * 8  # the layers' inputs, one layer, and gradients of its MLP
+    assert activation_bytes(SIZES, WORK, 2) == 100 * row
     logits = 2 * 4 * 10 * 100
-    expected = BASE_BYTES["learner"] + (4 + 12) * 328 + 100 * (16 + saved) + logits
+    expected = BASE_BYTES["learner"] + (4 + 12) * 328 + 100 * row + logits
     assert memory_of(SIZES, WORK, 2).roles["learner"] == expected
-    spread = CONTEXT_BYTES + 16 * 328 / 2 + 100 * (16 + saved) + logits
+    block, head = 288 / 2, 40
+    gathered = 2 * (head + 3 * block) + (2 + 4) * block + 4 * head
+    spread = CONTEXT_BYTES + 16 * 328 / 2 + gathered + 100 * row + logits
     assert memory_of(SIZES, WORK, 2, devices=2, cpu=False).roles["learner"] == spread
 
 

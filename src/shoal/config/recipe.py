@@ -22,6 +22,7 @@ DR_GRPO: JsonDict = {"source": "Dr. GRPO (arXiv 2503.20783)"}
 GSPO: JsonDict = {"source": "GSPO (arXiv 2507.18071)"}
 SCALE_RL: JsonDict = {"source": "ScaleRL (arXiv 2510.13786)"}
 PRIME_RL: JsonDict = {"source": "PRIME-RL"}
+MUON: JsonDict = {"source": "Muon, kellerjordan.github.io/posts/muon"}
 DPPO: JsonDict = {"source": "DPPO (arXiv 2602.04879), the authors' code"}
 
 
@@ -298,15 +299,34 @@ class LoraSection(Section):
 class LearnerSection(Section):
     """The trainer: optimizer, memory, checkpoints."""
 
-    lr: float = Field(default=3e-7, gt=0, description="AdamW learning rate", json_schema_extra=PAPER)
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="muon: Muon for the matrices of the blocks, AdamW for embeddings, output head, norms and biases; "
+        "8 bytes of state a matrix entry instead of 12",
+        json_schema_extra=PAPER,
+    )
+    lr: float = Field(default=3e-7, gt=0, description="learning rate after warm-up", json_schema_extra=PAPER)
     warmup_steps: int = Field(
         default=25,
         ge=0,
-        description="optimizer steps of linear warm-up; the rate is constant afterwards",
+        description="optimizer steps of linear warm-up",
         json_schema_extra=PAPER,
     )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="the learning rate after warm-up", json_schema_extra=PAPER
+    )
+    schedule_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="optimizer steps, warm-up included, after which a linear or cosine schedule is at its end: usually "
+        "run.steps × optimizer_steps_per_step",
+    )
+    final_lr_frac: float = Field(
+        default=0.0, ge=0, le=1, description="share of lr at the end of a linear or cosine schedule, and from then on"
+    )
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.99), description="AdamW decay rates of the two moments")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
+    momentum: Decay = Field(default=0.95, description="Muon decay rate of its momentum", json_schema_extra=MUON)
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay, in proportion to the learning rate")
     grad_clip: float = Field(
         default=0.1,
         gt=0,
@@ -350,6 +370,23 @@ class LearnerSection(Section):
     )
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> "LearnerSection":
+        if self.schedule != "constant" and (self.schedule_steps or 0) <= self.warmup_steps:
+            raise ValueError(
+                f'schedule = "{self.schedule}" needs schedule_steps above warmup_steps = {self.warmup_steps}: the optimizer '
+                "steps at whose end the rate is lr × final_lr_frac"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _muon_has_matrices(self) -> "LearnerSection":
+        if self.optimizer == "muon" and self.lora is not None:
+            raise ValueError(
+                'optimizer = "muon" trains whole matrices; set optimizer = "adamw" or remove [learner.lora]'
+            )
+        return self
 
 
 class SftSection(Section):

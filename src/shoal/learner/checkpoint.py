@@ -28,10 +28,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shoal.config.recipe import LearnerSection
 from shoal.files import commit_folder
+from shoal.learner.optimizers import MOMENTS
 from shoal.learner.policy import Policy
 
 PROGRESS = "progress.json"
 RNG = "rng_state"  # torch's, on the CPU
+STEP = "step"  # in the optimizer's state
 STEPS = "steps"  # AdamW's own count of updates for each master; it leaves out updates without a gradient
 FILE_BYTES = 24 << 20  # tensors per file; a file is copied in memory to be written, and small copies reuse memory
 
@@ -145,8 +147,9 @@ class Checkpoints:
             no_dist=self.ranks.size == 1,
         )
         if STEPS in tensors:
-            for master, step in zip(self.policy.masters.values(), tensors[STEPS], strict=True):
-                self.policy.optimizer.state[master]["step"].copy_(step)
+            counted = [master for name, master in self.policy.masters.items() if name not in self.policy.matrices]
+            for master, step in zip(counted, tensors[STEPS], strict=True):
+                self.policy.optimizer.state[master][STEP].copy_(step)
         self.policy.round()
         torch.set_rng_state(tensors[RNG])
         return progress
@@ -157,18 +160,20 @@ class Checkpoints:
         for name, master in self.policy.masters.items():
             tensors[f"model.{name}"] = master.detach()
         if self.policy.updates:
-            states = {name: self._optimizer_state(master) for name, master in self.policy.masters.items()}
-            tensors[STEPS] = torch.stack([state["step"].cpu() for state in states.values()])
+            states = {name: self._optimizer_state(name, master) for name, master in self.policy.masters.items()}
+            tensors[STEPS] = torch.stack([state[STEP].cpu() for state in states.values() if STEP in state])
             for name, state in states.items():
-                tensors[f"exp_avg.{name}"], tensors[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+                tensors |= {f"{moment}.{name}": tensor for moment, tensor in state.items() if moment != STEP}
         return tensors
 
-    def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
-        """The live state of one master. Before its first update it is made here as AdamW would make it."""
+    def _optimizer_state(self, name: str, master: Tensor) -> dict[str, Tensor]:
+        """The live state of one master. Before its first update it is made here as its optimizer would make it."""
         state: dict[str, Tensor] = self.policy.optimizer.state[master]
         if not state:
-            state["step"] = torch.zeros((), device=master.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            if name not in self.policy.matrices:
+                state[STEP] = torch.zeros((), device=master.device)
+            for moment in MOMENTS["muon" if name in self.policy.matrices else "adamw"]:
+                state[moment] = torch.zeros_like(master)
         return state
 
     def _temporary(self, step: int) -> Path:

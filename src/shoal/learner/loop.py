@@ -145,7 +145,7 @@ class Learner:
         for _ in tensors:  # the other ranks take part in gathering each tensor
             pass
         section = self.config.learner.lora
-        adapters = lora.adapters(self.policy.model) if section else {}
+        adapters = lora.adapters(self.policy.model, self.ranks) if section else {}
         if self.node is None:
             return {}
         if section is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.config.recipe import LoraSection
 from shoal.files import commit_folder
-from shoal.learner.ranks import whole
+from shoal.learner.ranks import Ranks
 from shoal.model import numerics
 from shoal.model.adapters import FIELD, Adapters, is_adapter
 from shoal.model.adapters import attach_ as attach_adapters_
@@ -36,12 +36,14 @@ def attach_(model: Any, section: LoraSection) -> None:
         parameter.requires_grad_(is_adapter(name))
 
 
-def adapters(model: Any) -> dict[str, Tensor]:
-    """The adapters alone, on the CPU, by peft's names. All ranks must call it."""
+def adapters(model: Any, ranks: Ranks) -> dict[str, Tensor]:
+    """The adapters alone, on the leader's CPU, by peft's names; none on other ranks. All ranks must call it."""
+    named = {name: tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
+    found = {name: ranks.gathered(tensor, torch.bfloat16) for name, tensor in named.items()}
     return {
-        f"base_model.model.{name}.weight": whole(tensor.detach()).cpu().contiguous()
-        for name, tensor in model.state_dict().items()
-        if is_adapter(name)
+        f"base_model.model.{name}.weight": of.to(named[name].dtype).contiguous()
+        for name, of in found.items()
+        if of is not None
     }
 
 

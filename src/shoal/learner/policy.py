@@ -18,16 +18,20 @@ from torch import Tensor
 
 from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
-from shoal.learner import lora, out_of_memory
+from shoal.learner import lora, optimizers, out_of_memory
+from shoal.learner.balance import cost, order, waiting
 from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
 from shoal.learner.loss import policy_loss
+from shoal.learner.metrics import shape_of
 from shoal.learner.ranks import Ranks, whole
+from shoal.learner.schedule import rate
 from shoal.model import rows
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.numerics import Numerics
 from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
+from shoal.model.sharded import Sharded, opened
 from shoal.model.tree import Pack, Tree, pack
 
 log = logging.getLogger(__name__)
@@ -56,10 +60,12 @@ class Policy:
         self.temperature = temperature
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
-        self.model = load_model(folder, "float32", device, numerics)
+        self.sharded = self._sharded(folder, numerics)
+        self.model = self._model(folder, numerics)
         if config.lora is not None:
             lora.attach_(self.model, config.lora)
         self.stored = stored_shapes(self.model)  # of a published version
+        self.shape = shape_of(self.model)
         self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
         self.masters = self._prepare(self.scorer)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
@@ -69,30 +75,62 @@ class Policy:
             compile_blocks(self.scorer)
         self.reference: Scorer | None = None
         if config.loss.beta > 0:
-            self.reference = Scorer(load_model(folder, "float32", device, numerics).requires_grad_(False))
+            self.reference = Scorer(self._model(folder, numerics).requires_grad_(False))
             self._prepare(self.reference)
-        self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        self.matrices = self._matrices() if config.optimizer == "muon" else frozenset()
+        self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute)
+        self._costs: list[float] = []  # of the next update's rows, as they were dealt to the ranks
         self.updates = 0  # optimizer steps so far
         self.skipped_in_row = 0
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
 
+    def _sharded(self, folder: Path, numerics: Numerics) -> Sharded | None:
+        """How to load in shards; None if there is one rank, or if each must load all of the model."""
+        if self.ranks.size == 1:
+            return None
+        found = opened(folder, str(self.device), numerics, self.ranks.shard)
+        if isinstance(found, Sharded):
+            return found
+        log.warning("%s is loaded whole on every rank, and sharded then: %s", folder, found)
+        return None
+
+    def _model(self, folder: Path, numerics: Numerics) -> Any:
+        """The model in float32, or a skeleton that `_prepare` fills."""
+        return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", str(self.device), numerics)
+
+    def _matrices(self) -> frozenset[str]:
+        """The trained matrices of the blocks."""
+        inside = {id(weight) for block in self.scorer.layers for weight in block.parameters()}
+        return frozenset(name for name, of in self.weights.items() if id(of) in inside and of.ndim == 2)
+
     def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
-        """Shard the model, copy the trained weights as fp32 masters, and round the model to bf16, in compute dtype."""
+        """Shard the model, copy the trained weights as fp32 masters, and round the model to bf16, in compute dtype.
+
+        FSDP keeps shards in a dtype of their own and casts what it gathers. So if it gathers bf16, the masters are the
+        shards, and rounded where they are used. Frozen weights are kept in bf16.
+        """
+        shards = self.ranks.size > 1
+        for parameter in scorer.model.parameters() if shards else ():
+            if not parameter.requires_grad:
+                parameter.data = parameter.detach().bfloat16()
         self.ranks.shard(scorer, self.compute)
+        if self.sharded:
+            self.sharded.fill_(scorer)
         masters = {}
         for name, buffer in scorer.model.named_buffers():
             if name in self.stored and buffer.is_floating_point():  # published, but not trained
                 buffer.copy_(buffer.bfloat16())
         for name, parameter in scorer.model.named_parameters():
+            if shards and parameter.requires_grad and self.compute is torch.bfloat16:
+                masters[name] = parameter
+                continue
             exact = parameter.detach()
             rounded = exact.bfloat16()
-            if self.ranks.size == 1:
-                parameter.data = rounded.to(self.compute)
-            else:  # FSDP keeps its shards in fp32 and casts what it gathers
+            if shards:
                 exact = exact.clone()
                 parameter.detach().copy_(rounded)
+            else:
+                parameter.data = rounded.to(self.compute)
             if parameter.requires_grad:
                 masters[name] = exact.requires_grad_()
         return masters
@@ -111,7 +149,10 @@ class Policy:
                 sums[name] += amount
             return value
 
-        return {LOSS: self._backward(loss, micro_batches)} | sums
+        costs = [cost(micro, self.shape) for micro in micro_batches]
+        dealt = order(costs, self.ranks.size)
+        self._costs += [costs[number] for number in dealt]
+        return {LOSS: self._backward(loss, [micro_batches[number] for number in dealt])} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
         """One optimizer step on the sum of `loss` over `batches`. Raises DivergedError before any change."""
@@ -124,13 +165,17 @@ class Policy:
             with out_of_memory.explained(self.config):
                 value = self._idle() if batch is None else loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
-            self._collect()
+            if self.ranks.size == 1:  # FSDP sums the gradients of its shards itself, in float32
+                self._collect()
             total += float(value.detach())
+        if self.ranks.size > 1:
+            self._collect()
         return total
 
     def forget(self) -> None:
         """Drop the gradients of the next update."""
         self.optimizer.zero_grad(set_to_none=True)
+        self._costs = []
 
     def apply(self, sums: Mapping[str, float], denominator: float) -> dict[str, float]:
         """Divide loss and gradients by `denominator`, clip, and update. Returns all ranks' `sums` and the norms.
@@ -147,6 +192,7 @@ class Policy:
             gradient.mul_(scale)
         decision = judge(self.updates, total, norm, self.config.guard, skipped_in_row=self.skipped_in_row)
         figures = found | {LOSS: total, "optim/grad_norm": norm, "optim/lr": self.lr, "optim/skipped": 0.0}
+        figures["perf/ranks_idle"] = waiting(self._costs, self.ranks.size)
         if decision.action == "update":
             self._update_masters()
         self.forget()  # now, so that gradients take no memory while waiting
@@ -166,14 +212,14 @@ class Policy:
 
     @property
     def lr(self) -> float:
-        """The next update's learning rate: linear warm-up, then constant."""
-        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+        """The next update's learning rate."""
+        return rate(self.updates, self.config)
 
     def _collect(self) -> None:
         """Move the model's gradients to the masters', in fp32."""
         for name, weight in self.weights.items():
-            if weight.grad is not None:
-                master = self.masters[name]
+            master = self.masters[name]
+            if weight.grad is not None and master is not weight:
                 grad = weight.grad.to(torch.float32)
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
                 weight.grad = None
@@ -190,13 +236,18 @@ class Policy:
     def round(self) -> None:
         """Set the model to the masters, rounded to bf16."""
         for name, weight in self.weights.items():
-            weight.copy_(self.masters[name].bfloat16())
+            if self.masters[name] is not weight:
+                weight.copy_(self.masters[name].bfloat16())
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, one at a time: (name, bf16 tensor on the CPU). All ranks must iterate over it."""
+        """The tensors of a version, one at a time: (name, bf16 tensor on the CPU). All ranks must iterate over it.
+
+        Only the leader gets them; other ranks send it their shards, and get the names.
+        """
         tensors = self.model.state_dict()
         for name in self.stored:
-            yield name, whole(tensors[name].detach()).to("cpu", torch.bfloat16)
+            found = self.ranks.gathered(tensors[name], torch.bfloat16)
+            yield name, torch.empty(0) if found is None else found
 
     def logprobs(self, packed: Pack, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """The policy's logprobs of the pack's completion tokens, with gradient, and the entropies if requested."""
@@ -207,11 +258,12 @@ class Policy:
     def recompute_behaviour(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with this policy's logprobs as behaviour. Other ranks' micro-batches are unchanged."""
         found = list(micro_batches)
-        for turn, micro in enumerate(self.ranks.scatter(micro_batches)):
+        costs = [cost(micro, self.shape) for micro in micro_batches]
+        for number in self.ranks.scatter(order(costs, self.ranks.size)):
             with out_of_memory.explained(self.config):
-                logp_N, _ = self.logprobs(micro.pack if micro else IDLE)
-            if micro is not None:
-                found[turn * self.ranks.size + self.ranks.rank] = replace(micro, behaviour_N=logp_N.cpu())
+                logp_N, _ = self.logprobs(IDLE if number is None else found[number].pack)
+            if number is not None:
+                found[number] = replace(found[number], behaviour_N=logp_N.cpu())
         return found
 
     def _idle(self) -> Tensor:

@@ -11,12 +11,14 @@ Called by the learner. Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.f
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.model.scorer import Scorer
+from shoal.model.scorer import blocks
+from shoal.model.sharded import local, shard_rows
 
 T = TypeVar("T")
 
@@ -51,6 +53,13 @@ class Ranks:
         checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=leader_timeout_s))
         return cls(dist.get_rank(), size, checkpoints, waiting)
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The ranks as FSDP takes them: all in one dimension."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (self.size,))
 
     @property
     def leads(self) -> bool:
@@ -94,21 +103,43 @@ class Ranks:
         rounds = -(-len(items) // self.size)
         return [items[i] if (i := turn * self.size + self.rank) < len(items) else None for turn in range(rounds)]
 
-    def shard(self, scorer: Scorer, compute: torch.dtype) -> None:
-        """Shard the weights over the ranks, block by block. A block is gathered, in `compute`, only while it is used.
+    def shard(self, root: Any, compute: torch.dtype) -> None:
+        """Shard the weights of `root.model` over the ranks. A block is gathered, in `compute`, only while it is used.
 
-        Gradients are summed over the ranks, not averaged, in float32.
+        They may be on the meta device: then they become shards of nothing, to be read (`model/sharded`). Gradients are
+        summed over the ranks, not averaged, in float32.
         """
         if self.size == 1:
             return
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        for module in (*scorer.layers, scorer):
-            fully_shard(module, mp_policy=policy)
+        settings: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
+        if not any(parameter.requires_grad for parameter in root.parameters()):
+            # otherwise what is outside of the blocks stays gathered for a backward pass that never comes
+            settings["reshard_after_forward"] = True
+        for module in (*blocks(root.model), root):
+            fully_shard(module, **settings)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+    def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """A sharded or whole tensor in `dtype` on the leader's CPU, whole; None on other ranks. All ranks must call it."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().to("cpu", dtype) if self.leads else None
+        import torch.distributed as dist
+
+        own = local(tensor.detach()).to(dtype)
+        rows = shard_rows(tensor)
+        if len(own) < rows:
+            own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
+        found = own.new_empty(rows * self.size, *own.shape[1:]) if self.leads else None
+        parts = None if found is None else [part.view(torch.uint8) for part in torch.split(found, rows)]
+        dist.gather(own.contiguous().view(torch.uint8), parts, dst=0)  # as bytes, which every backend knows
+        return None if found is None else found[: len(tensor)].cpu()
 
 
 def whole(tensor: Tensor) -> Tensor:

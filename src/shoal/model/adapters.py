@@ -53,8 +53,11 @@ class Adapted(nn.Linear):
             super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
         self.scale, self.exact = section.scale, exact
-        self.lora_A = nn.Parameter(layer.weight.new_empty(section.rank, layer.in_features))
-        self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, section.rank))
+        device = (
+            "cpu" if layer.weight.is_meta else layer.weight.device
+        )  # adapters are drawn also where weights come later
+        self.lora_A = nn.Parameter(layer.weight.new_empty(section.rank, layer.in_features, device=device))
+        self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, section.rank, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, input: Tensor) -> Tensor:

@@ -18,13 +18,15 @@ Called through transformers by `tree.forward_hidden`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from shoal.model.block_mask import block_mask
 
 NAME = "shoal"
 SHORT = 128  # queries; up to here PyTorch's bf16 backward takes two to five times as long as its fp32 one
@@ -87,7 +89,8 @@ class Layout:
         self.derived: dict[tuple[int, int], Any] = {}  # what exact attention works out once, by heads and depth
 
     def to(self, device: torch.device) -> "Layout":
-        return self if device == self.device else Layout(self.spans, device)
+        """The same object for the same spans while few other rows come between: policy and reference share its masks."""
+        return self if device == self.device else _moved(tuple(self.spans), device)
 
     @cached_property
     def segments(self) -> list[Segments]:
@@ -140,21 +143,22 @@ class Layout:
     def mask_11TT(self) -> Tensor:
         """bool, True if the row's query attends to the column's key."""
         at_T = torch.arange(self.length, device=self.device)
-        return self._sees(at_T[:, None], at_T)[None, None]
+        return self.sees(at_T[:, None], at_T)[None, None]
 
     @cached_property
     def block_mask(self) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
+        return block_mask(self.length, self.sees, self.device)
 
-        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self._sees(query, key)
-
-        return create_block_mask(sees, None, None, self.length, self.length, device=str(self.device))
-
-    def _sees(self, query: Tensor, key: Tensor) -> Tensor:
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether the query at one position attends to the key at the other; both int64, broadcast."""
         tree_T, branch_T = self.owners
         same_branch = (branch_T[query] == branch_T[key]) | (branch_T[key] == 0)
         return (tree_T[query] == tree_T[key]) & same_branch & (key <= query)
+
+
+@lru_cache(maxsize=2)
+def _moved(spans: tuple[Span, ...], device: torch.device) -> Layout:
+    return Layout(spans, device)
 
 
 def attend(

@@ -7,16 +7,16 @@ Called by every role that touches weights.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
@@ -29,6 +29,7 @@ from shoal.model.products import repeatable_
 from shoal.model.support import UnsupportedModelError
 
 WEIGHTS = "model.safetensors"
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 OPENED_FOR = 16  # tensors read per opening: what was read of a mapped file counts as memory until it is closed
@@ -42,13 +43,43 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+
+    def load(picked: Numerics | None) -> Root | None:
+        model = _load(folder, config, dtype, device, picked)
+        return None if model is None else Root(model)
+
+    model = judged(folder, config, numerics, load).model
+    limit_(model, config.to_dict())
+    return model
+
+
+class Root(nn.Module):
+    """A model whose weights may be sharded: they are whole only while a function of the model runs in `forward`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[Any], T]) -> T:
+        return compute(self.model)
+
+
+def judged(folder: Path, config: Any, numerics: Numerics, load: Callable[[Numerics | None], Root | None]) -> Root:
+    """The model that `load` gives for these numerics, or for None, put on the first path on which it is right.
+
+    Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
+    """
+
+    @torch.no_grad()
+    def compare(root: Root) -> float:
+        return float(root(lambda model: support.difference(model, known, folder)))
+
     why = support.acts_on_long(config)
-    model = None if why else _load(folder, config, dtype, device, numerics)
-    if model is not None:
-        known = support.reference(model, folder)
-        setattr(model, head.ATTRIBUTE, known.change)
+    root = None if why else load(numerics)
+    if root is not None:
+        known = _known(root, folder)
         try:
-            differs = support.difference(model, known, folder)
+            differs = compare(root)
             why = "" if differs <= support.TOLERANCE else f"packed rows differ by {differs:.2g} nats per token"
         except UnsupportedModelError as error:
             why = str(error)
@@ -56,29 +87,32 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
         why = f"config field {why!r}" if why else "its attention cannot be replaced by Shoal's"
     if why:
         _say(f"{support.name_of(config, folder)} is computed one sequence a row, which is slower: {why}")
-        model = _load(folder, config, dtype, device, None) if model is None else model
-        rows.use_(model)
-        known = support.reference(model, folder)
-        setattr(model, head.ATTRIBUTE, known.change)
-        differs = support.difference(model, known, folder)
+        root = load(None) if root is None else root
+        assert root is not None  # transformers' own attention is always there
+        rows.use_(root.model)
+        known = _known(root, folder)
+        differs = compare(root)
         if not differs <= support.TOLERANCE:
             raise UnsupportedModelError(
                 f"{support.name_of(config, folder)}: logprobs differ from plain transformers by {differs:.2g} nats per "
                 f"token ({support.TOLERANCE:g} is allowed), packed and one sequence a row; choose another model"
             )
-    limit_(model, config.to_dict())
-    return model
+    assert root is not None
+    return root
+
+
+@torch.no_grad()
+def _known(root: Root, folder: Path) -> support.Reference:
+    known: support.Reference = root(lambda model: support.reference(model, folder))
+    setattr(root.model, head.ATTRIBUTE, known.change)
+    return known
 
 
 def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Numerics | None) -> Any:
-    """With Shoal's attention, or transformers' own if `numerics` is None. None if the attention cannot be replaced."""
-    name = {"exact": exact.NAME, "fast": attention.NAME, None: rows.NAME}[numerics]
-    if numerics is not None:
-        AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
-        AttentionMaskInterface.register(name, sdpa_mask)
-    section = adapters.stored_in(config)
-    try:
-        with _quiet(section is not None):  # it does not know the adapters
+    """The whole model, as `prepared_` makes it. None if its attention cannot be replaced."""
+
+    def build(name: str) -> Any:
+        with _quiet(adapters.stored_in(config) is not None):  # transformers does not know the adapters
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
@@ -86,16 +120,34 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
                 use_safetensors=True,
                 local_files_only=True,
             )
+        return model.to(device)
+
+    model = prepared_(build, config, numerics)
+    if model is not None and adapters.stored_in(config) is not None:
+        _load_adapters_(model, folder)
+    return model
+
+
+def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics | None) -> Any:
+    """The model that `build` makes with the attention of this name, in eval mode, with its products and its adapters.
+
+    The attention is Shoal's, or transformers' own if `numerics` is None. None if the attention cannot be replaced.
+    """
+    name = {"exact": exact.NAME, "fast": attention.NAME, None: rows.NAME}[numerics]
+    if numerics is not None:
+        AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        model = build(name).eval()
     except (KeyError, ValueError) as error:
         if numerics is None or name not in str(error):
             raise
         return None
-    model = model.to(device).eval()
     if numerics == "exact":
         repeatable_(model)
+    section = adapters.stored_in(config)
     if section is not None:
         adapters.attach_(model, section, exact=numerics == "exact")
-        _load_adapters_(model, folder)
     return model
 
 

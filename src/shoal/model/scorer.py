@@ -38,9 +38,13 @@ class Scorer(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's blocks: the unit of sharding, compilation and recomputation."""
-        lists = [list(module) for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len)
+        return blocks(self.model)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder's blocks: the unit of sharding, compilation and recomputation."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
 
 
 def recompute_activations(scorer: Scorer) -> None:

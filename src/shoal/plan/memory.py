@@ -1,10 +1,13 @@
 """Bytes that each role holds at its peak.
 
-    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; spread over its
-                devices by FSDP2. A reference model adds 2 or 4.
+    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32. A reference
+                model adds 2 or 4. FSDP2 spreads them over several devices (in bf16: master 4, moments 8, gradient 4).
+    gathered    on several devices, in the compute dtype: what is outside of the blocks, and three blocks, of which one is
+                computed, one comes next and one is being copied; a block's gradient, in it and in float32 to be reduced; the
+                head's gradient in float32
     activations a saved tensor's elements per token and layer: 4 hidden (the residual, twice normalised, attention's output),
                 2 width (queries, heads' outputs), 2 kv_width, 3 intermediate (gate, up, their product). With recomputation:
-                `hidden` of each layer, and one layer's own
+                `hidden` of each layer, one layer's own, and the gradients of its three intermediates
     logits      2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`), or less where all are fewer
     worker      weights, keys and values of the completions decoded together, float32 logits of one position
     validator   weights, one layer's activations, logits as above
@@ -54,6 +57,7 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
     checked = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.validator_tokens)
     reference = weights if work.extra_forwards > int(work.recomputes) else 0
     state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices
+    gathered = gathered_bytes(sizes, compute_bytes) if devices > 1 else 0.0
     cache = work.at_once * (work.prompt + work.length) * cache_bytes_per_token(sizes, compute_bytes)
     decoding = cache + 2 * 4 * work.at_once * sizes.vocab
     return Memory(
@@ -61,7 +65,7 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
             "coordinator": BASE_BYTES["coordinator"],
             "origin": BASE_BYTES["origin"],
             "relay": BASE_BYTES["relay"],
-            "learner": base["learner"] + state + activation_bytes(sizes, work, compute_bytes) + logits,
+            "learner": base["learner"] + state + gathered + activation_bytes(sizes, work, compute_bytes) + logits,
             "worker": base["worker"] + weights + decoding,
             "validator": base["validator"]
             + weights
@@ -70,6 +74,14 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
             "evaluator": base["evaluator"] + weights + decoding,
         }
     )
+
+
+def gathered_bytes(sizes: Sizes, compute_bytes: int) -> float:
+    """On each of several devices while a block is computed in the backward pass."""
+    block = sizes.body / sizes.layers
+    outside = sizes.parameters - sizes.body
+    weights = compute_bytes * (outside + 3 * block)
+    return weights + (compute_bytes + 4) * block + 4 * sizes.head
 
 
 def layer_bytes(sizes: Sizes, compute_bytes: int) -> int:
@@ -81,7 +93,8 @@ def layer_bytes(sizes: Sizes, compute_bytes: int) -> int:
 def activation_bytes(sizes: Sizes, work: Work, compute_bytes: int) -> int:
     each = layer_bytes(sizes, compute_bytes)
     if work.recomputes:
-        return work.row_tokens * (sizes.layers * sizes.hidden * compute_bytes + each)
+        gradients = 3 * sizes.intermediate  # of gate, up and their product
+        return work.row_tokens * (compute_bytes * (sizes.layers * sizes.hidden + gradients) + each)
     return work.row_tokens * sizes.layers * each
 
 

@@ -150,6 +150,7 @@ def open_policy(folder: Path, config: Config, dtype: DtypeName) -> Policy:
         update={
             "lr": settings.lr,
             "warmup_steps": settings.warmup_steps,
+            "schedule": "constant",
             "grad_clip": settings.grad_clip,
             "loss": LossSection(beta=0.0, entropy=0.0),
         }

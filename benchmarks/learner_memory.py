@@ -1,0 +1,304 @@
+"""What each rank of a large learner holds, reads and receives, counted without a GPU: every allocation of the real code.
+
+    python benchmarks/learner_memory.py
+
+Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, in bf16, with AdamW, activation checkpointing, no reference
+model, and rows of 40,960 positions (5 completions of 8,140 tokens behind a prompt of 260). Rank 0 runs `Policy` as `shoal
+learner` does, over torch's fake process group and on fake tensors, which have shapes and no memory. It loads, makes an
+update of two rows, computes another row, and gathers a version. Counted are
+
+    peak      bytes of all storages alive, at the most; against the arithmetic of `plan/memory`
+    host      the largest slice of a tensor that is read at once, and the largest tensor that rank 0 gathers to publish
+    traffic   what the rank receives by collectives of weights and gradients for a row
+    batch     bytes of a step's groups as every rank gets them (`groups.encode` of a sample, scaled to 33 M tokens)
+    start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
+              plain transformers, at LINK_BPS
+
+Attention is that of the CPU, the cascade. On a GPU flex attention takes its place, which keeps less. What an allocator loses
+to fragmentation is not counted. Writes benchmarks/results/learner_memory.json and prints the table.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen2Config
+
+from shoal.config.recipe import LearnerSection, LossSection
+from shoal.learner import policy as policy_module
+from shoal.learner.groups import Group, encode
+from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks
+from shoal.model import head, logprobs
+from shoal.model.sharded import Sharded
+from shoal.model.tree import Tree, pack
+from shoal.plan import Work, memory_of, sizes_of
+from shoal.plan.memory import CONTEXT_BYTES
+
+PATH = Path(__file__).parent / "results" / "learner_memory.json"
+COMMON = {"vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+MODELS = {
+    "7B": COMMON
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "32B": COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+}
+RANKS = (8, 64)
+PROMPT, COMPLETIONS, LENGTH = 260, 5, 8140  # of a row
+STEP_TOKENS = 33_000_000
+DISK_BPS, LINK_BPS = 2e9, 50e9  # assumptions: one NVMe drive a machine, 400 Gb/s a GPU
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
+    parser.add_argument("--out", type=Path, default=PATH)
+    arguments = parser.parse_args()
+    cases: list[dict[str, Any]] = []
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    result = {"command": " ".join(["python", *sys.argv]), "versions": versions, "batch": batch(), "cases": cases}
+    for ranks in arguments.ranks:
+        for name in arguments.models:
+            cases.append(case(name, ranks))
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(table(cases) + "\n")
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes of the storages alive, now and at the most, and bytes received by collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = self.received = 0
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here, too
+        found = func(*args, **(kwargs or {}))
+        if self.paused:
+            return found
+        if func.namespace == "c10d":
+            self.received += received(func, args)
+        for leaf in tree_leaves((found, args)):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self.see(leaf.untyped_storage())
+        return found
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self.sizes:
+            self.sizes[id(storage)] = 0
+            weakref.finalize(storage, self.gone, id(storage))
+        self.sized(storage)
+
+    def sized(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self.sizes:
+            size = storage.nbytes()
+            self.now += size - self.sizes[id(storage)]
+            self.sizes[id(storage)] = size
+            self.peak = max(self.peak, self.now)
+
+    def gone(self, number: int) -> None:
+        self.now -= self.sizes.pop(number)
+
+    def phase(self) -> tuple[int, int]:
+        """The peak and the bytes received since the last call."""
+        found = self.peak, self.received
+        self.peak, self.received = self.now, 0
+        return found
+
+    @contextmanager
+    def besides(self) -> Any:
+        """FSDP frees what it gathered by resizing storages, which is no operation of a tensor, and DTensor works out whole
+        shapes on fake tensors of its own, which are no memory in a real run either."""
+        resize, shapes = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            self.sized(storage)
+            return done
+
+        def unseen(*args: Any) -> Any:
+            self.paused = True
+            try:
+                return shapes(*args)
+            finally:
+                self.paused = False
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+        ):
+            yield
+
+
+def received(func: Any, args: Any) -> int:
+    """Bytes that a rank gets from others by this collective."""
+    name = func.name().removeprefix("c10d::")
+    if name not in ("_allgather_base_", "_reduce_scatter_base_"):
+        return 0  # of numbers
+    output, sent = args[0], args[1]
+    if name == "_allgather_base_":
+        return nbytes(output) - nbytes(sent)
+    return nbytes(sent) - nbytes(output)
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class FakeWeights:
+    """Files of bf16 tensors that nobody wrote."""
+
+    def __init__(self) -> None:
+        self.read_bytes = self.largest_bytes = 0
+
+    @torch.no_grad()
+    def fill_(self, model: Any) -> None:
+        for tensor in model.state_dict().values():
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found = torch.empty(own.shape, dtype=torch.bfloat16)
+            self.read_bytes += nbytes(found)
+            self.largest_bytes = max(self.largest_bytes, nbytes(found))
+            own.copy_(found)
+
+
+class Built(Sharded):
+    """The skeleton is built before anything is counted: its constructor asks for memory that it never touches."""
+
+    def build(self) -> None:
+        model = super().skeleton()
+        object.__setattr__(self, "skeleton", lambda: model)
+
+
+def case(name: str, ranks: int) -> dict[str, Any]:
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
+    _ = packed.layout.segments, packed.layout.home_T, packed.layout.across  # of real numbers
+    section = LearnerSection(activation_checkpointing=True, loss=LossSection(beta=0.0, entropy=0.0))
+    counted, joined = Bytes(), Ranks(0, ranks)
+    _ = joined.mesh
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        config = Qwen2Config(**MODELS[name], architectures=["Qwen2ForCausalLM"])
+        config.save_pretrained(folder)
+        weights: Any = FakeWeights()
+        opened = Built(folder, torch.device("cpu"), weights, "fast", True, head.NOTHING)
+        opened.build()
+        with (
+            mock.patch.object(policy_module, "opened", return_value=opened),
+            mock.patch.object(policy_module, "load_tokenizer", return_value=None),
+            mock.patch.object(logprobs, "CACHED_BYTES", 1 << 40),  # as on a GPU: what a product gives, at once
+            FakeTensorMode(allow_non_fake_inputs=True),
+            counted,
+            counted.besides(),
+        ):
+            policy = Policy(folder, section, "bfloat16", "cpu", 1.0, joined)
+            load_peak, _ = counted.phase()
+            policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]
+            first_peak, row_received = counted.phase()
+            policy._collect()
+            torch.nn.utils.clip_grad_norm_(policy.masters.values(), section.grad_clip)
+            policy._update_masters()
+            update_peak, _ = counted.phase()
+            policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]  # moments and gradients are there
+            row_peak, _ = counted.phase()
+            policy.optimizer.zero_grad()
+            resting = counted.now
+            counted.phase()
+            largest = 0
+            for _, tensor in policy.published():
+                largest = max(largest, nbytes(tensor))
+            publish_peak, _ = counted.phase()
+    sizes = sizes_of(config.to_dict())
+    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, 1, 1, PROMPT + COMPLETIONS * LENGTH, True, 1, 1)
+    arithmetic = memory_of(sizes, work, 2, devices=ranks, cpu=False).roles["learner"] - CONTEXT_BYTES
+    version = 2 * sum(parameter.numel() for parameter in policy.model.parameters())
+    dist.destroy_process_group()
+    return {
+        "model": name,
+        "ranks": ranks,
+        "parameters": version // 2,
+        "arithmetic_bytes": round(arithmetic),
+        "peak_bytes": max(load_peak, first_peak, update_peak, row_peak, publish_peak),
+        "peaks": {
+            "load": load_peak,
+            "first row": first_peak,
+            "update": update_peak,
+            "row": row_peak,
+            "publish": publish_peak,
+        },
+        "resting_bytes": resting,
+        "read_bytes": weights.read_bytes,
+        "largest_slice_bytes": weights.largest_bytes,
+        "largest_gathered_bytes": largest,
+        "received_row_bytes": row_received,
+        "version_bytes": version,
+        "start_s": start_s(version, ranks),
+    }
+
+
+def start_s(version: int, ranks: int) -> dict[str, float]:
+    """Reading: a machine of eight ranks reads their part of the files, twice but the second time from memory."""
+    share = min(8, ranks) / ranks
+    return {
+        "read": round(version * share / DISK_BPS, 1),
+        "read whole, as before": round(version / DISK_BPS, 1),
+        "compare": round(3 * 2 * version * (ranks - 1) / ranks / LINK_BPS, 1),  # three forwards, in float32
+    }
+
+
+def batch() -> dict[str, Any]:
+    tokens = list(range(100_000, 100_000 + LENGTH))
+    group = Group("s", 0, tokens[:PROMPT], [tokens] * 16, [[-0.123456789 * (i % 7) for i in tokens]] * 16, [1.0] * 16)
+    return {"tokens": STEP_TOKENS, "json_bytes": round(len(encode([group])) * STEP_TOKENS / (16 * LENGTH))}
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | ranks | counted peak | arithmetic | ratio | resting | loading | publishing | read | row | start |"
+    ]
+    lines.append("| --- |" + " --- |" * 10)
+    for of in cases:
+        arithmetic = of["arithmetic_bytes"]
+        gb = [of["peak_bytes"], arithmetic, None, of["resting_bytes"], of["peaks"]["load"], of["peaks"]["publish"]]
+        gb += [of["read_bytes"], of["received_row_bytes"]]
+        cells = [f"{of['peak_bytes'] / arithmetic:.2f}" if x is None else f"{x / 1e9:.1f}" for x in gb]
+        start = of["start_s"]
+        cells.append(f"{start['read'] + start['compare']:.0f} s ({start['read whole, as before']:.0f} s to read all)")
+        lines.append(f"| {of['model']} | {of['ranks']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

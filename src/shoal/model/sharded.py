@@ -1,0 +1,185 @@
+"""Loads a model in shards: no rank ever holds all of its weights, or reads more of the files than its own part of them.
+
+    1. build the model on the meta device, without weights; buffers such as rotary tables are computed, not read
+    2. shard it: each parameter gets its shape on this rank, still without memory
+    3. allocate the shards, and read this rank's rows of each tensor from the safetensors files
+
+First the model is loaded so in float32 and compared with plain transformers (`load.judged`), block by block gathered, like
+any model; then again to be trained. Each load reads 1/N of the files on each of N ranks.
+Invariant: the same weights, buffers and random state as after a whole load that is sharded then.
+Called by the policy on several ranks. Left out: files whose tensors are not named as transformers names them (experts that
+it stacks, quantised weights): `Weights.why_not` says so, and they are loaded whole on every rank.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from shoal.model import head, rows
+from shoal.model.load import OPENED_FOR, WEIGHTS, Root, judged, prepared_, tied_names
+from shoal.model.numerics import Numerics
+from shoal.model.positions import limit_
+
+INDEX = f"{WEIGHTS}.index.json"
+
+Shard_ = Callable[[nn.Module, torch.dtype], None]  # shards a module's `model`, to be gathered in this dtype
+
+
+class Weights:
+    """The tensors in a folder's safetensors files, read by rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.read_bytes = 0  # so far, of tensors
+        if (folder / INDEX).exists():
+            self.files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        else:
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                self.files = dict.fromkeys(file.keys(), WEIGHTS)
+
+    def why_not(self, model: Any) -> str:
+        """Why `model` cannot be read by rows; empty if it can."""
+        if getattr(model.config, "quantization_config", None) is not None:
+            return "its weights are quantised"
+        if differ := sorted((set(model.state_dict()) - tied_names(model)) ^ set(self.files)):
+            return f"its files name tensors differently from transformers ({differ[0]})"
+        return ""
+
+    @torch.no_grad()
+    def fill_(self, model: Any) -> None:
+        """Read this rank's rows of every tensor that is stored. Raises ValueError for one of another shape."""
+        own: dict[str, Any] = model.state_dict()
+        for names in self._together(sorted(set(own) & set(self.files), key=lambda name: (self.files[name], name))):
+            with safe_open(self.folder / self.files[names[0]], framework="pt") as file:
+                for name in names:
+                    piece, into = file.get_slice(name), own[name]
+                    if tuple(piece.get_shape()) != tuple(into.shape):
+                        raise ValueError(f"{self.folder}: {name} is {piece.get_shape()}, not {tuple(into.shape)}")
+                    if local(into).numel():  # a rank may have no row of a small tensor
+                        found = piece[own_rows(into)] if isinstance(into, DTensor) else file.get_tensor(name)
+                        self.read_bytes += found.numel() * found.element_size()
+                        local(into).copy_(found)
+
+    def _together(self, names: list[str]) -> Iterator[list[str]]:
+        """A few names of one file at a time: what was read of a mapped file counts as memory until it is closed."""
+        group: list[str] = []
+        for name in names:
+            if group and (len(group) == OPENED_FOR or self.files[name] != self.files[group[0]]):
+                yield group
+                group = []
+            group.append(name)
+        if group:
+            yield group
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How a folder's model is to be computed, found out once, and its weights. Made by `opened`."""
+
+    folder: Path
+    device: torch.device
+    weights: Weights
+    numerics: Numerics | None
+    packs: bool
+    change: head.Change
+
+    def skeleton(self) -> Any:
+        """The model on the meta device, ready but for its weights."""
+        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        model = skeleton(self.folder, config, self.numerics)
+        if not self.packs:
+            rows.use_(model)
+        setattr(model, head.ATTRIBUTE, self.change)
+        limit_(model, config.to_dict())
+        return model
+
+    def fill_(self, root: nn.Module) -> None:
+        """Give the sharded skeleton in `root.model` its weights."""
+        allocate_(root, self.device)
+        self.weights.fill_(root.model)
+
+
+def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Sharded | str:
+    """How to load the folder's model in shards, or why it cannot be. All ranks must call it.
+
+    Raises UnsupportedModelError, as `load_model` does.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    weights = Weights(folder)
+    picked: list[Numerics | None] = []
+
+    def load(numerics: Numerics | None) -> Root | None:
+        model = skeleton(folder, config, numerics)
+        if model is None:
+            return None
+        picked.append(numerics)
+        root = Root(model)
+        shard(root, torch.float32)
+        allocate_(root, torch.device(device))
+        weights.fill_(model)
+        return root
+
+    with torch.random.fork_rng():
+        if why := weights.why_not(skeleton(folder, config, None)):
+            return why
+        model = judged(folder, config, numerics, load).model
+    found = Sharded(folder, torch.device(device), weights, picked[-1], rows.packs(model), head.change_of(model))
+    del model
+    gc.collect()  # FSDP's hooks are in cycles, which would keep the shards
+    return found
+
+
+def skeleton(folder: Path, config: Any, numerics: Numerics | None) -> Any:
+    """The model in eval mode without weights: parameters on the meta device, buffers and adapters real."""
+
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
+    def build(name: str) -> Any:
+        with torch.random.fork_rng(), init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+        model.tie_weights()
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return model
+
+    return prepared_(build, config, numerics)
+
+
+@torch.no_grad()
+def allocate_(root: nn.Module, device: torch.device) -> None:
+    """Memory for the parameters that have none. What is real keeps its values."""
+    buffers = dict(root.named_buffers())
+    drawn = {name: local(one) for name, one in root.named_parameters() if not local(one).is_meta}
+    root.to_empty(device=device)
+    for name, buffer in root.named_buffers():
+        buffer.copy_(buffers[name])
+    for name, parameter in root.named_parameters():
+        if name in drawn:
+            local(parameter).copy_(drawn[name])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_rows(tensor: DTensor) -> int:
+    """How many rows of a sharded tensor each rank has, except for the last ones, which may have fewer."""
+    assert tensor.placements == (Shard(0),), tensor.placements
+    return -(-len(tensor) // tensor.device_mesh.size())
+
+
+def own_rows(tensor: DTensor) -> slice:
+    """Which rows of a sharded tensor this rank has."""
+    rows = shard_rows(tensor)
+    first = min(len(tensor), rows * tensor.device_mesh.get_local_rank())
+    return slice(first, first + len(tensor.to_local()))

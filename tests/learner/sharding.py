@@ -1,0 +1,143 @@
+"""What the tests of several ranks do inside the ranks, where a run's files cannot show it. Each check returns what it found.
+
+What rank R found goes to OUT/R.json (`tests.learner.process`).
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.learner import policy as policy_module
+from shoal.learner.batch import micro_batches
+from shoal.learner.optimizers import Muon
+from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks, whole
+from shoal.model.load import Root
+from shoal.model.sharded import Sharded, local, opened
+
+from .support import N_TOKENS, make_groups, make_policy
+
+
+def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A policy loaded in shards, and one loaded whole and sharded then: what of them differs, also after two updates."""
+
+    def made() -> tuple[Policy, Tensor]:
+        torch.manual_seed(1)
+        return make_policy(model, ranks=ranks, **settings), torch.get_rng_state()
+
+    (sharded, state), old = (
+        made(),
+        mock.patch.object(policy_module, "opened", return_value="this is the test's old way"),
+    )
+    with old:
+        whole_, whole_state = made()
+    differ = [] if torch.equal(state, whole_state) else ["random state"]
+    differ += _different(sharded, whole_)
+    for number in range(2):
+        rows = micro_batches(make_groups(), row_tokens=64, normalize_std=False, packs=sharded.packs)
+        figures = [policy.update(rows, N_TOKENS) for policy in (sharded, whole_)]
+        differ += [f"figures of update {number}"] if figures[0] != figures[1] else []
+    differ += [f"{name} after updates" for name in _different(sharded, whole_)]
+    published = list(sharded.published())
+    for (name, tensor), own in zip(published, sharded.stored, strict=True):
+        wanted = whole(whole_.model.state_dict()[own].detach()).to("cpu", torch.bfloat16)
+        if ranks.leads and not (name == own and torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype):
+            differ.append(f"published {name}")
+    return {
+        "sharded": isinstance(sharded.sharded, Sharded),
+        "loaded whole": whole_.sharded is None,
+        "differ": differ,
+        "tied": sharded.model.get_input_embeddings().weight is sharded.model.get_output_embeddings().weight,
+        "published elsewhere": sum(tensor.numel() for _, tensor in published) if not ranks.leads else 0,
+        "generation": sharded.model.generation_config.to_dict() == whole_.model.generation_config.to_dict(),
+    }
+
+
+def _different(one: Policy, other: Policy) -> list[str]:
+    found = []
+    for of in ("named_parameters", "named_buffers"):
+        pairs = [{name: local(x.detach()) for name, x in getattr(policy.model, of)()} for policy in (one, other)]
+        found += [] if pairs[0].keys() == pairs[1].keys() else [of]
+        found += [name for name in pairs[0] if not _same(pairs[0][name], pairs[1][name])]
+    found += [] if list(one.masters) == list(other.masters) else ["masters"]
+    return found + [
+        f"master {name}" for name in one.masters if not _same(*(local(p.masters[name]) for p in (one, other)))
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def memory(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes read and the most that tensors held, of loading in shards; bytes of the whole model in float32."""
+    with Live() as live:
+        found = opened(model, "cpu", "fast", ranks.shard)
+        assert isinstance(found, Sharded), found
+        compared = live.peak_bytes
+        root = Root(found.skeleton())
+        ranks.shard(root, torch.float32)
+        found.fill_(root)
+    parameters = sum(parameter.numel() for parameter in root.parameters())
+    return {
+        "read_bytes": found.weights.read_bytes,
+        "stored_bytes": 4 * parameters,
+        "compared_bytes": compared,
+        "peak_bytes": live.peak_bytes,
+        "whole_bytes": 4 * parameters,
+    }
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made within it held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: WeakSet[Any] = WeakSet()
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here, too
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self.storages.add(leaf.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, sum({s.data_ptr(): s.nbytes() for s in self.storages}.values()))
+        return found
+
+
+def muon(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Which matrices, of rows that the ranks divide or not, get other bits from Muon sharded than whole."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    differ = []
+    for shape in ((8, 12), (13, 6), (3, 20)):
+        draw = torch.Generator().manual_seed(shape[0])
+        start, *grads = (torch.randn(shape, generator=draw) for _ in range(4))
+        one = torch.nn.Parameter(start.clone())
+        shard = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+        optimizers = [Muon([of], 0.01, 0.9, 0.1, torch.bfloat16) for of in (one, shard)]
+        for grad in grads:
+            one.grad, shard.grad = grad.clone(), distribute_tensor(grad.clone(), mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+        if not torch.equal(whole(shard.detach()), one.detach()):
+            differ.append(str(shape))
+    return {"differ": differ}
+
+
+def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a policy says of files that must be loaded whole."""
+    policy = make_policy(model, ranks=ranks)
+    return {"why": opened(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
+
+
+CHECKS = {"loads": loads, "memory": memory, "muon": muon, "renamed": renamed}
