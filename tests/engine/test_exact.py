@@ -16,7 +16,7 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model
 from shoal.model.tree import Tree
 
-from ..model.exactness import ARCHITECTURES, DTYPES, exact_model, make, skip_unless_exact, states
+from ..model.exactness import ARCHITECTURES, DTYPES, EACH, exact_model, make, skip_unless_exact, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 9, 33, 7], [12], list(range(2, 64)), [40, 41] * 33]
@@ -45,7 +45,7 @@ def assert_replayed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_decoding_has_the_bits_of_one_prefill(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
     """Rows of different lengths end at different times, and the cache grows."""
     engine = engine_for(architecture, tmp_path, dtype)

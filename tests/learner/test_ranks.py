@@ -46,7 +46,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and t
     "published": ("adapters", {"lora": {"rank": 4}}),
     "gemma3_text": ("gemma3_text", {}),  # one sequence a row; several rotary tables, a scale as a buffer
 }
-QUICK = ["tied", "untied"]  # on two ranks; all on four, which is slow
+QUICK = ["tied"]  # on two ranks; all on four, which is slow
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
 
 pytestmark = pytest.mark.usefixtures("one_thread")

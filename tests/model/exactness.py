@@ -49,6 +49,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+QUICK = ("grouped heads", "wide", "norms of queries and keys")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 NEEDS_EXACT = pytest.mark.skipif(bool(refusal("float32")), reason=f"this machine cannot: {refusal('float32')}")
 
 

@@ -13,7 +13,7 @@ from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.model.scorer import Scorer, recompute_activations
 from shoal.model.tree import Tree, pack
 
-from .exactness import ARCHITECTURES, DTYPES, exact_model, make, random_trees, skip_unless_exact, states
+from .exactness import ARCHITECTURES, DTYPES, EACH, exact_model, make, random_trees, skip_unless_exact, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +37,7 @@ def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_packing_changes_no_bit(architecture: str, dtype: DtypeName, tmp_path: Path) -> None:
     model = exact_model(architecture, tmp_path, dtype)
     trees = random_trees(1, model.config.vocab_size)
