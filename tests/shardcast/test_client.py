@@ -703,7 +703,7 @@ def test_half_a_shard_is_taken_up_after_a_disconnect_and_by_the_next_client(tmp_
     async def run():
         async with serving(tmp_path / "origin") as url, between(url, cut_after_bytes=12_000) as middle:
             middle.passes_ranges = ranges
-            with pytest.raises(FetchError, match="the deadline passed"):
+            with pytest.raises(FetchError, match="the deadline passed|not completed in time"):
                 await asyncio.to_thread(client(tmp_path, middle.url, timeout_s=1).fetch, 7)
             cut = len(middle.asked)
             middle.cut_after_bytes = 10**9
