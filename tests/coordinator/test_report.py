@@ -61,3 +61,12 @@ def test_a_coordinator_of_shoal_run_leaves_the_report_to_it(tmp_path: Path, monk
     finish(tmp_path)
     serve(tmp_path, reports=False, until=tmp_path / "evaluations.jsonl")
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_pool_that_is_stopped_right_after_its_end_leaves_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "RECORD_S", 1e9)
+    finish(tmp_path)
+    serve(tmp_path, reports=True, until=tmp_path / "coordinator.json")
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6

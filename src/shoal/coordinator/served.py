@@ -85,6 +85,8 @@ class ServedRun:
                 if self.coordinator.settlement:
                     self.coordinator.settlement.finish()
                 self._catch_up()
+                if self._report_is_due():  # it was stopped right after the end
+                    self._report(self.coordinator.pool.status())
                 seal(self.coordinator.pool.db)
         finally:
             self.record.close()
@@ -93,10 +95,16 @@ class ServedRun:
         """In a thread: a tracker may wait for its own server, and members must not."""
         pool, record = self.coordinator.pool, self.record
         await asyncio.to_thread(record.take, pool.history.after(record.history.cursor))
-        if self.reports and pool.db.is_finished(self.coordinator.config.run.steps):
+        if self._report_is_due():
             self._catch_up()
-            await asyncio.to_thread(_report, self.coordinator.config, pool.status(), record)
-            self.reports = False
+            await asyncio.to_thread(self._report, pool.status())
+
+    def _report_is_due(self) -> bool:
+        return self.reports and self.coordinator.pool.db.is_finished(self.coordinator.config.run.steps)
+
+    def _report(self, status: Status) -> None:
+        self.reports = False
+        _report(self.coordinator.config, status, self.record)
 
     def _catch_up(self) -> None:
         while self.record.take(self.coordinator.pool.history.after(self.record.history.cursor)):
