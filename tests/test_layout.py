@@ -102,9 +102,9 @@ SUB_ROOMS = {  # likewise, of rooms that have rooms of their own; their loose mo
         "credit": ["state"],
         "trust": ["standing", "state", "tables"],
         "reports": ["standing", "state", "tables", "trust"],
-        "work": ["credit", "reports", "standing", "state", "tables", "trust"],
-        "membership": ["credit", "standing", "state", "tables", "trust", "work"],
-        "http": ["credit", "state", "tables", "work"],
+        "jobs": ["credit", "reports", "standing", "state", "tables", "trust"],
+        "membership": ["credit", "standing", "state", "tables", "trust", "jobs"],
+        "http": ["credit", "state", "tables", "jobs"],
     },
 }
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shoal.audit.opened import BrokenError, Opened, naming
 from shoal.audit.work import Accepted
+from shoal.coordinator.jobs.curriculum import read_page
 from shoal.coordinator.tables.curricula import Curricula
-from shoal.coordinator.work.curriculum import read_page
 from shoal.model.dtype import DtypeName
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from shoal.audit.opened import BrokenError, Opened, first_of, naming, read_config
 from shoal.config import Config
+from shoal.coordinator.jobs.curriculum import recomputed
 from shoal.coordinator.trust.checking import most_unchecked
-from shoal.coordinator.work.curriculum import recomputed
 from shoal.learner.groups import Fetched, gather
 from shoal.learner.record import DOMAIN
 from shoal.ledger.stakes import Book, read_event

@@ -41,7 +41,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
     for name, action, what in (
-        ("close", close_pool, "stop serving a run that shares its listener with others, which go on"),
+        ("close", close_pool, "stop serving one run of a shared listener; its other runs continue"),
         ("reopen", reopen_pool, "serve it again from the next start of its coordinator on"),
     ):
         parser = actions.add_parser(name, help=what)

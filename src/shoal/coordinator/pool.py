@@ -11,6 +11,13 @@ from collections.abc import Callable
 from shoal.config import Config
 from shoal.coordinator.credit.escrow import Escrow
 from shoal.coordinator.credit.stakes import BookedStakes, StakeView
+from shoal.coordinator.jobs.arrivals import Arrivals
+from shoal.coordinator.jobs.assignments import Assignments
+from shoal.coordinator.jobs.batches import Batches
+from shoal.coordinator.jobs.curriculum import Curriculum
+from shoal.coordinator.jobs.fitness import Fitness
+from shoal.coordinator.jobs.learning import Learning
+from shoal.coordinator.jobs.submissions import Submissions
 from shoal.coordinator.membership.members import Members
 from shoal.coordinator.reports.history import HistoryLog
 from shoal.coordinator.reports.metrics import read_metrics
@@ -22,13 +29,6 @@ from shoal.coordinator.trust.classes import Classes
 from shoal.coordinator.trust.doubts import Doubts
 from shoal.coordinator.trust.spending import Spending
 from shoal.coordinator.trust.witnesses import Witnesses
-from shoal.coordinator.work.arrivals import Arrivals
-from shoal.coordinator.work.assignments import Assignments
-from shoal.coordinator.work.batches import Batches
-from shoal.coordinator.work.curriculum import Curriculum
-from shoal.coordinator.work.fitness import Fitness
-from shoal.coordinator.work.learning import Learning
-from shoal.coordinator.work.submissions import Submissions
 from shoal.ledger.interface import Ledger
 from shoal.protocol.messages import Status
 

@@ -3,7 +3,7 @@ step's batch, and one outer step over all of them makes the next policy version,
 
     deal    the meeting says which n sites share the batch: group i goes to site i mod n, so every group has one site
     train   `learner.optimizer_steps_per_step` updates on this site's share
-    meet    give what was learned, and go on with what all agreed
+    meet    send what this site learned, and continue from the agreed state
 
 Who publishes: the meeting (`Publisher`), which holds what is agreed and is restarted without loss. So no site's death holds
 a version back. Each site writes the same version for itself too, for its own record. Each reports the step; the coordinator

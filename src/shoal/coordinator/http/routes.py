@@ -25,10 +25,10 @@ from shoal.coordinator.http.files import FileRoutes
 from shoal.coordinator.http.front import IDENTITY, Front, refusal
 from shoal.coordinator.http.pace import Pace
 from shoal.coordinator.http.transfers import open_transfers
+from shoal.coordinator.jobs.nonces import nonce_secret
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.state.opening import open_state
-from shoal.coordinator.work.nonces import nonce_secret
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 from shoal.config import Config
 from shoal.coordinator.credit.stakes import StakeView
+from shoal.coordinator.jobs.assignments import Assignments
+from shoal.coordinator.jobs.fitness import RETRY_S, lacks
 from shoal.coordinator.membership.beats import Beats
 from shoal.coordinator.standing import states
 from shoal.coordinator.state.database import Database, PoolError
 from shoal.coordinator.tables.nodes import Node
 from shoal.coordinator.trust.classes import Classes
-from shoal.coordinator.work.assignments import Assignments
-from shoal.coordinator.work.fitness import RETRY_S, lacks
 from shoal.protocol.address import AddressError, server_url
 from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, InvitePayload, Registered, Role
 from shoal.shardcast.fetch.reach import OutOfReach, check_host

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from shoal.coordinator.jobs import arrivals
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.work import arrivals
 
 from .. import simulation
 from ..simulation import Member, Simulation, silent, workers

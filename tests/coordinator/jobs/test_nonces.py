@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.work.nonces import assignment_nonce, nonce_secret
+from shoal.coordinator.jobs.nonces import assignment_nonce, nonce_secret
 from shoal.protocol.identity import Identity
 
 from ..support import ALICE, BOB, COORDINATOR, Harness, open_pool

@@ -14,6 +14,9 @@ from typing import NoReturn
 
 from shoal.config import Config
 from shoal.coordinator.credit.escrow import Escrow
+from shoal.coordinator.jobs.assignments import Assignments
+from shoal.coordinator.jobs.batches import Batches
+from shoal.coordinator.jobs.fitness import Fitness
 from shoal.coordinator.reports.history import HistoryLog
 from shoal.coordinator.standing import states
 from shoal.coordinator.standing.suspension import suspend
@@ -23,9 +26,6 @@ from shoal.coordinator.trust.checking import Trust
 from shoal.coordinator.trust.classes import Classes
 from shoal.coordinator.trust.doubts import Doubts
 from shoal.coordinator.trust.spending import Spending
-from shoal.coordinator.work.assignments import Assignments
-from shoal.coordinator.work.batches import Batches
-from shoal.coordinator.work.fitness import Fitness
 from shoal.protocol.messages import HARD, Claim, Claims, ContentOwner, MissedTasks, Reason, Verdict, WorkerSample
 
 MOST_MISSED = 256  # in one answer

@@ -19,11 +19,11 @@ Only the coordinator's clock is used. Called by `assignments` and `submissions`.
 import statistics
 
 from shoal.config import Config
+from shoal.coordinator.jobs import sizes
 from shoal.coordinator.standing.suspension import suspend
 from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.nodes import Node
 from shoal.coordinator.tables.submissions import Submission
-from shoal.coordinator.work import sizes
 
 LATE = 2.0
 SLOWEST = 4.0

@@ -2,8 +2,8 @@
 
 import pytest
 
+from shoal.coordinator.jobs.fitness import GIB, MEASURED, RETRY_S
 from shoal.coordinator.state.database import PoolError
-from shoal.coordinator.work.fitness import GIB, MEASURED, RETRY_S
 from shoal.protocol.messages import Capability, InvitePayload
 
 from ..support import ALICE, BOB, VALIDATOR, Harness, open_pool, payload

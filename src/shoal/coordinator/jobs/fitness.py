@@ -12,10 +12,10 @@ Called by `members` and `submissions`.
 
 from shoal.config import Config
 from shoal.config.sections import RequirementsSection
+from shoal.coordinator.jobs import sizes
 from shoal.coordinator.standing import states
 from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.submissions import Submission
-from shoal.coordinator.work import sizes
 from shoal.protocol.messages import Capability
 
 MEASURED = 4  # tasks, before their speed counts against a worker

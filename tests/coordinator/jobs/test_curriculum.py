@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shoal.config import parse
+from shoal.coordinator.jobs.curriculum import open_pages, read_page, recomputed
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.tables.connection import Connection, open_sqlite
-from shoal.coordinator.work.curriculum import open_pages, read_page, recomputed
 from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Verdict
 
 from ..support import ALICE, BOB, COORDINATOR, VALIDATOR, Clock, Harness, open_ledger

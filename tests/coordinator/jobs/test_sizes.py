@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from shoal.coordinator.work.sizes import ABOUT, fitting, largest
+from shoal.coordinator.jobs.sizes import ABOUT, fitting, largest
 
 from .. import simulation
 from ..simulation import Simulation, workers

@@ -13,14 +13,14 @@ chosen here; its size follows the worker's measured speed (`sizes`).
 import math
 
 from shoal.config import Config
+from shoal.coordinator.jobs import sizes
+from shoal.coordinator.jobs.arrivals import Arrivals
+from shoal.coordinator.jobs.curriculum import Curriculum
+from shoal.coordinator.jobs.nonces import assignment_nonce
 from shoal.coordinator.standing.suspension import left_s
 from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.submissions import Submission
 from shoal.coordinator.trust.checking import most_unchecked
-from shoal.coordinator.work import sizes
-from shoal.coordinator.work.arrivals import Arrivals
-from shoal.coordinator.work.curriculum import Curriculum
-from shoal.coordinator.work.nonces import assignment_nonce
 from shoal.protocol.messages import Assignment, Finished
 
 RECENT_GROUPS = 200  # the share of useful groups is estimated from these
