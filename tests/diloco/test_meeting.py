@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.diloco import meeting as meeting_module
+from shoal.diloco import archive
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import KINDS, Kind, encode
 from shoal.diloco.direct import Direct
@@ -24,7 +24,7 @@ from shoal.diloco.messages import (
     MeetingError,
     Terms,
 )
-from shoal.diloco.serve import summary
+from shoal.diloco.report import summary
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.files import write_file
 
@@ -271,7 +271,7 @@ def test_a_meeting_that_is_killed_at_any_write_goes_on_as_if_it_was_not(
             if writes == die_at:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(meeting_module, "write_file", write)
+        monkeypatch.setattr(archive, "write_file", write)
         while meeting.round < 2:
             for each in trainees:
                 each.train()
@@ -329,7 +329,7 @@ def test_a_site_of_another_run_is_told_what_differs(about: dict[str, str], words
     meeting = found(tmp_path, terms())
     with pytest.raises(MeetingError, match=words):
         Trainee("b", meeting).join(about)
-    assert meeting.members == {}
+    assert meeting.members.named == {}
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -356,13 +356,13 @@ def test_every_share_is_given_once_and_what_is_lost_is_counted(tmp_path: Path) -
     meeting = found(tmp_path, meeting.terms)  # a restart gives no share twice
     a.reach(meeting)
     assert a.exchange.take() == 3
-    assert meeting.unfinished() == 0
+    assert meeting.members.unfinished() == 0
     meeting.leave("a")
-    assert meeting.unfinished() == 1  # unless it comes back with its place
+    assert meeting.members.unfinished() == 1  # unless it comes back with its place
     meeting.join("a", Greeting(about=ABOUT, round=0, digests=[]))
-    assert meeting.unfinished() == 0
+    assert meeting.members.unfinished() == 0
     meeting.join("b", Greeting(about=ABOUT, round=None, digests=[]))  # its folder is gone
-    assert meeting.unfinished() == 1
+    assert meeting.members.unfinished() == 1
 
 
 def test_the_work_of_a_round_is_dealt_once_and_equally_to_all_who_ask(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_the_work_of_a_round_is_dealt_once_and_equally_to_all_who_ask(tmp_path: 
     clock.now_s += 10.0
     a.finish()
     assert meeting.outcomes[0].dealt == ["a", "b", "c"] and meeting.outcomes[0].missing == ["c"]
-    assert meeting.unfinished() == 1  # what c was to do
+    assert meeting.members.unfinished() == 1  # what c was to do
     with pytest.raises(ClosedError, match="round 0 is over"):
         c.exchange.deal(0)
     b.finish()

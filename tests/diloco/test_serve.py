@@ -233,7 +233,7 @@ def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(
             raise OSError(28, "No space left on device", str(path))
 
         with monkeypatch.context() as patch:
-            patch.setattr("shoal.diloco.meeting.write_file", full)
+            patch.setattr("shoal.diloco.archive.write_file", full)
             at_most = threading.Thread(target=a.rounds, args=(1,), daemon=True)
             at_most.start()
             host.thread.join(20)

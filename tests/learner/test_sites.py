@@ -134,7 +134,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
     assert shared == [[1, 3], [1, 3]]
     assert versions(tmp_path / "meet") == versions(tmp_path / "site-0") and len(versions(tmp_path / "meet")) == 5
     assert versions(tmp_path / "site-1").items() <= versions(tmp_path / "meet").items()
-    assert meeting.unfinished() == 1
+    assert meeting.members.unfinished() == 1
     trained = {step: [group.group for group in record.groups] for step, record in records(pool).items()}
     assert trained == {0: [0, 1, 2, 3, 4], 1: [0, 2, 4], 2: [0, 1, 2, 3, 4], 3: [0, 1, 2, 3, 4]}
     chain = [records(pool)[step] for step in range(steps)]

@@ -1,66 +1,19 @@
 """Real processes: `shoal meet` and sites that are killed, stopped and started again; and what a wrong site is told."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.diloco.processes import Run
+
 pytestmark = pytest.mark.slow
-LIMIT_S = 600.0  # of any wait: several processes import PyTorch on a busy machine
 WAIT_S = 4.0
-
-
-class Run:
-    def __init__(self, folder: Path, config: Path) -> None:
-        self.folder, self.config = folder, config
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, *overrides: str) -> None:
-        command = [sys.executable, "-m", "shoal"]
-        if name == "meet":
-            command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
-        else:
-            invite = self.folder / "meet" / "invites" / f"{name}.invite"
-            self.until(invite.exists, "the invite")
-            command += ["pretrain", str(self.config), "--out", str(self.folder / name), "--join", str(invite)]
-        command += ["--threads", "1", *(word for each in overrides for word in ("--set", each))]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def signal(self, name: str, number: int) -> None:
-        self.processes[name].send_signal(number)
-        if number == signal.SIGKILL:
-            self.processes[name].wait()
-
-    def rounds(self) -> list[dict[str, Any]]:
-        path = self.folder / "meet" / "rounds.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return list({each["round"]: each for each in map(json.loads, lines)}.values())
-
-    def until(self, true: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not true():
-            assert time.monotonic() < deadline_s, f"waited for {what}: {self.log('meet')[-2000:]}"
-            time.sleep(0.1)
-
-    def until_round(self, count: int) -> None:
-        self.until(lambda: len(self.rounds()) >= count, f"round {count}")
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
-
-    def end(self, name: str) -> int:
-        return self.processes[name].wait(LIMIT_S)
-
-    def figures(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -73,14 +26,9 @@ def run(tmp_path: Path, tiny_folder: Path) -> Iterator[Run]:
         f"checkpoint_every = 10\nshare = 5\n[sites]\nsites = 3\ninner_steps = 10\nwait_s = {WAIT_S}\n"
         "momentum = 0.5\ngive_up_s = 300\n"
     )
-    found = Run(tmp_path, config)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    found = Run(tmp_path, config, "pretrain")
     yield found
-    for process in found.processes.values():
-        if process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait()
+    found.close()
 
 
 def test_sites_and_meeting_are_killed_and_stopped_and_all_end_with_the_same_bits(run: Run) -> None:
@@ -118,8 +66,7 @@ def test_sites_and_meeting_are_killed_and_stopped_and_all_end_with_the_same_bits
         assert landed
         assert all(each["digests"] == [agreed[each["round"] - 1]] for each in landed)
         assert landed[-1]["round"] == 30
-    models = {(run.folder / name / "model" / "model.safetensors").read_bytes() for name in sites}
-    assert len(models) == 1
+    assert len({run.model(name) for name in sites}) == 1
     held = [each["heldout_loss"] for each in run.figures("site-2") if "heldout_loss" in each]
     assert held[-1] < held[0]
 
@@ -127,7 +74,7 @@ def test_sites_and_meeting_are_killed_and_stopped_and_all_end_with_the_same_bits
 def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None:
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 20"))
     run.start("meet", "sites.sites=2")
-    invite = run.folder / "meet" / "invites" / "site-1.invite"
+    invite = run.invite("site-1")
     run.until(invite.exists, "the invite")
     for override, words in (
         ("pretrain.lr=2e-3", "has another pretrain.lr: 0.002, and the run has 0.001; give every site the same"),
@@ -140,3 +87,24 @@ def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None
         assert words in done.stderr.splitlines()[-1]
     run.start("site-0")
     assert [run.end(name) for name in ("site-0", "meet")] == [0, 0]
+
+
+def test_a_site_whose_disk_is_full_ends_with_that_message_and_the_others_go_on(run: Run, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 60"))
+        run.start("meet")
+        for name in ("site-0", "site-2"):
+            run.start(name)
+        run.start("site-1", out=disk / "site-1")
+        assert run.end("site-1") == 1
+        assert "No space left on device" in run.log("site-1").splitlines()[-1]
+        assert [run.end(name) for name in ("site-0", "site-2", "meet")] == [0, 0, 0]
+    finally:
+        run.close()
+        subprocess.run(["umount", disk], check=True)
+    assert run.model("site-0") == run.model("site-2")
+    assert "site-1" in run.rounds()[0]["kept"] and run.rounds()[-1]["kept"] == ["site-0", "site-2"]

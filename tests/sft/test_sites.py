@@ -31,12 +31,12 @@ def meeting_of(model: Path, folder: Path, of: Config) -> Meeting:
     policy, data = open_policy(model, of, "float32"), data_of(model, of)
     terms = sft_terms(plan([len(each.tokens) for each in data.train], of.sft, of.run.seed), of, policy)
     first = Agreed.of(policy.masters, terms.fragments)
-    return Meeting(folder, terms, sft_about(data, of, policy), "m", lambda: first)
+    return Meeting(folder, terms, sft_about(data, of, policy, model), "m", lambda: first)
 
 
 def site(model: Path, out: Path, of: Config, meeting: Meeting, name: str) -> SiteSft:
-    way = Quiet(meeting, name)
-    return SiteSft(open_policy(model, of, "float32"), data_of(model, of), of, out / name, name, way, way)
+    way, policy, data = Quiet(meeting, name), open_policy(model, of, "float32"), data_of(model, of)
+    return SiteSft(policy, data, of, out / name, sft_about(data, of, policy, model), name, way, way)
 
 
 def test_one_site_is_plain_fine_tuning_bit_for_bit(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:

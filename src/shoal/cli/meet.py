@@ -66,7 +66,7 @@ def _sft(config: Config, folder: Path, run: str) -> Meeting:
     policy = open_policy(where, config, "float32")
     terms = sft_terms(plan([len(each.tokens) for each in data.train], config.sft, config.run.seed), config, policy)
     first = Agreed.of(policy.masters, terms.fragments)
-    return Meeting(folder, terms, sft_about(data, config, policy), run, lambda: first)
+    return Meeting(folder, terms, sft_about(data, config, policy, where), run, lambda: first)
 
 
 def _pretraining(config: Config, folder: Path, run: str) -> Meeting:

@@ -70,7 +70,7 @@ def _finetune(arguments: argparse.Namespace) -> Path:
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     policy = open_policy(folder, config, picked)
     if arguments.join:
-        training: Sft = _at_site(policy, data, config, out, read_invite(arguments.join), stop)
+        training: Sft = _at_site(policy, data, config, folder, out, read_invite(arguments.join), stop)
     else:
         training = Sft(policy, data, config, out)
     model = training.run(stop)
@@ -81,14 +81,17 @@ def _finetune(arguments: argparse.Namespace) -> Path:
     return model
 
 
-def _at_site(policy: Any, data: Any, config: Config, out: Path, invite: Invite, stop: threading.Event) -> Any:
+def _at_site(
+    policy: Any, data: Any, config: Config, model: Path, out: Path, invite: Invite, stop: threading.Event
+) -> Any:
     from shoal.diloco.remote import Remote
     from shoal.sft.batch import plan
-    from shoal.sft.sites import SiteSft, sft_terms
+    from shoal.sft.sites import SiteSft, sft_about, sft_terms
 
     settings = config.sites
     updates = plan([len(example.tokens) for example in data.train], config.sft, config.run.seed)
     authority = Path(settings.tls_ca) if settings.tls_ca else None
     terms = sft_terms(updates, config, policy)
     remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
-    return SiteSft(policy, data, config, out, remote.name, remote, remote)
+    about = sft_about(data, config, policy, model)
+    return SiteSft(policy, data, config, out, about, remote.name, remote, remote)

@@ -2,17 +2,17 @@
 
 Invariant: what strangers do costs no site more than time. Only a connection whose last request a site signed stays open.
 Every other is closed with its answer, and refusals to an address are held back longer the more it gets. A body is read only
-after its head was verified, up to the size that its route allows, and while it keeps coming. What a site may ask does not
-depend on its address, which it may share with others.
-Called by `serve`. The listener and the rates are those of SHARDCAST's servers and the coordinator. Left out: bandwidth, and
-crowds of addresses; a proxy in front has limits for them (docs/deploy.md).
+after its head was verified, up to the size that its route allows, and while it keeps coming; what is left of a refused one
+is read slowly and not kept. What a site may ask does not depend on its address, which it may share with others.
+Called by `front` and `serve`. The listener and the rates are those of SHARDCAST's servers and the coordinator.
+Left out: bandwidth, and crowds of addresses; a proxy in front has limits for them (docs/deploy.md).
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from aiohttp import web
 
@@ -25,6 +25,8 @@ SITE_RATE = 40.0
 OPEN_RATE = 10.0  # from one address, for what anyone may read
 REFUSED_RATE = 10.0  # from one address, before its refusals are held back
 LONGEST_HOLD_S = 5.0
+DISCARD_RATE = 8 << 20  # bytes a second of all refused bodies together
+LINGER_S = 30.0  # how long the rest of a refused body is read
 AT_ONCE = 8  # requests of one site: each may hold a body
 OF_ADDRESS, CONNECTIONS = 64, 1024
 PIECE_S = 30.0  # for the next piece of a site's body
@@ -54,6 +56,7 @@ class Gate:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._sites, self._open, self._refused = Rates(SITE_RATE), Rates(OPEN_RATE), Rates(REFUSED_RATE)
+        self._discarded = Rates(DISCARD_RATE, clients=1)
         self._under_way: Counter[str] = Counter()
 
     @contextmanager
@@ -85,6 +88,15 @@ class Gate:
             address, now_s = network(request.remote or ""), self._monotonic()
             self._refused.charge(address, 1, now_s)
             await asyncio.sleep(min(self._refused.wait_s(address, now_s), LONGEST_HOLD_S))
+
+    async def discard(self, request: web.Request) -> None:
+        """Read what is left of a refused body until it ends, its sender goes, or LINGER_S are over."""
+        with suppress(TimeoutError, ConnectionError, web.RequestPayloadError):
+            async with asyncio.timeout(LINGER_S):
+                while piece := await request.content.readany():
+                    now_s = self._monotonic()
+                    self._discarded.charge("all", len(piece), now_s)
+                    await asyncio.sleep(self._discarded.wait_s("all", now_s))
 
     def _charge(self, rates: Rates, who: str, what: str) -> None:
         now_s = self._monotonic()

@@ -6,7 +6,7 @@ Invariant: nothing is believed that the meeting's key, which is in the invite, d
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.diloco.messages import MeetingError, StateDescriptor
+from shoal.diloco.messages import Greeting, MeetingError, Message, StateDescriptor
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
 
@@ -20,6 +20,11 @@ class SiteInvite(BaseModel):
 
     run: str
     name: str
+
+
+class JoinRequest(Message):
+    invite: Signed
+    greeting: Greeting
 
 
 def site_invite(identity: Identity, url: str, run: str, name: str) -> Invite:

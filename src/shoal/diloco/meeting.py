@@ -10,28 +10,27 @@ again. So at most one outer step is lost, and never a part of one.
 Called by `serve`, tests and benchmarks, one call at a time. Left out: sites that lie; sharing the work of averaging.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 
+from shoal.diloco.about import compare
 from shoal.diloco.agreed import Agreed
+from shoal.diloco.archive import KEPT, Archive
 from shoal.diloco.codec import CodecError, ErrorFeedback, decode
 from shoal.diloco.judge import refused
+from shoal.diloco.members import Members
 from shoal.diloco.messages import (
     BadOfferError,
     ClosedError,
     Figures,
     ForgottenError,
     Greeting,
-    MeetingError,
     MeetingStatus,
     Outcome,
     SiteStatus,
@@ -39,21 +38,10 @@ from shoal.diloco.messages import (
     Terms,
     Welcome,
 )
-from shoal.files import remove_leftovers, write_file
 
-KEPT = 2  # rounds whose state, average and outcome stay
 PAST = 16  # norms that say what is usual
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Member:
-    expected: bool = True
-    since: int = 0  # the first round that waits for it
-    share: int | None = None  # of the data, which it reads
-    accepted: int = -1  # the last round that took its offer
-    sent_bytes: int = 0  # of offers that were taken
 
 
 @dataclass(frozen=True)
@@ -83,9 +71,8 @@ class Meeting:
         `publish` is given the open round and what is agreed before it: at the start, and after each round.
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
-        self.publish = publish
-        self.members: dict[str, Member] = {}
-        self.round, self.next_share, self.lost_shares = 0, 0, 0
+        self.publish, self.archive, self.members = publish, Archive(folder), Members()
+        self.round = 0
         self.norms: list[float] = []
         self.outcomes: dict[int, Outcome] = {}
         self.offers: dict[str, Offer] = {}
@@ -95,14 +82,12 @@ class Meeting:
         self.first_offer_s: float | None = None
         self.first_deal_s: float | None = None
         self.opened_s = clock()
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        if (folder / "meeting.json").exists():
-            self._reopen()
+        if held := self.archive.held():
+            self._reopen(held)
         else:
             self.agreed = first()
             self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
-            self._write_state(0)
+            self.archive.write_state(0, self.agreed, self.feedback)
             self._save()
         self.publish(self.round, self.agreed)
 
@@ -116,43 +101,35 @@ class Meeting:
         """Raises MeetingError if the site trains another model, tokenizer, data or recipe."""
         if "data" not in self.about and "data" in greeting.about:  # the meeting itself reads none
             self.about["data"] = greeting.about["data"]
-        self._compare(name, greeting.about)
-        member = self.members.get(name)
-        if member is None or not member.expected:
-            log.info("%s %s in round %d", name, "joins" if member is None else "is back", self.round)
-            member = self.members.setdefault(name, Member())
-            member.expected, member.since = True, self.round + (self.round > 0)
-        if greeting.round is None and member.share is not None:
-            log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
-            self.lost_shares, member.share = self.lost_shares + 1, None
+        compare(name, greeting.about, self.about)
+        member = self.members.join(name, greeting, self.round)
         self._save()
         same = (greeting.round or 0) == self.round and greeting.digests == self.agreed.digests
         return Welcome(round=self.round, same=same, accepted=member.accepted)
 
     def take(self, name: str) -> int:
         """The next share of the data."""
-        member = self._member(name)
-        member.share, self.next_share = self.next_share, self.next_share + 1
+        share = self.members.take(name)
         self._save()
-        return member.share
+        return share
 
     def deal(self, name: str, round: int) -> list[str]:
         """The sites that share the open round's work, in order, equal for all who ask. Empty: not all are here yet.
 
         A site that joins after the first answer has no share of the round. Raises ClosedError if the round is over.
         """
-        self._member(name)
+        self.members[name]  # it has joined
         if round != self.round or self.over:
             raise ClosedError(f"round {round} is over; round {self.round} is open")
         if self.first_deal_s is None:
             self.first_deal_s = self.clock()
         if not self.dealt and (self._gathered() or self.clock() - self.first_deal_s >= self.terms.wait_s):
-            self.dealt = sorted(each for each, member in self.members.items() if member.expected)
+            self.dealt = sorted(self.members.expected())
             self._save()
         return self.dealt
 
     def leave(self, name: str) -> None:
-        self._member(name).expected = False
+        self.members[name].expected = False
         log.info("%s leaves in round %d", name, self.round)
         self._save()
 
@@ -161,15 +138,10 @@ class Meeting:
         log.warning("%s is healed in round %d: %s", name, self.round, why)
         self.healed[name] = why
 
-    def unfinished(self) -> int:
-        """Shares of the data whose work is lost: of sites that are away, came back without their place, or missed a round
-        whose work they shared."""
-        return self.lost_shares + sum(not each.expected and each.share is not None for each in self.members.values())
-
     # --- rounds ----------------------------------------------------------------------------------------------------
 
     def offer(self, name: str, round: int, digest: str, data: bytes, figures: Figures) -> None:
-        member, number = self._member(name), self.terms.fragment(self.round)
+        member, number = self.members[name], self.terms.fragment(self.round)
         ended = self.outcomes.get(round)
         if ended is not None and name in {*ended.kept, *ended.left_out}:
             return  # it counted, and only the answer was lost
@@ -201,19 +173,14 @@ class Meeting:
     def average(self, round: int) -> bytes:
         if round not in self.outcomes:
             raise ClosedError(f"the average of round {round} is not kept; round {self.round} is open")
-        return self._path("average", round).read_bytes()
+        return self.archive.average(round)
 
     def state(self) -> tuple[StateDescriptor, Path]:
         """What is agreed before the open round: its descriptor, and the file."""
-        path = self._path("state", self.round)
-        data = path.read_bytes()
-        described = StateDescriptor(
-            run=self.run, round=self.round, sha256=sha256(data).hexdigest(), size_bytes=len(data)
-        )
-        return described, path
+        return self.archive.describe(self.run, self.round), self.archive.path("state", self.round)
 
     def waiting_for(self) -> list[str]:
-        here = {name: each for name, each in self.members.items() if each.expected}
+        here = self.members.expected()
         expected = {name for name, each in here.items() if each.since <= self.round}
         return sorted((here.keys() & self.dealt if self.dealt else expected) - self.offers.keys())
 
@@ -241,13 +208,13 @@ class Meeting:
             dealt=self.dealt,
             digest=self.agreed.digests[number],
         )
-        self.lost_shares += len(set(self.dealt) - set(kept))
-        self._record(outcome, data)
-        write_file(self._path("average", self.round), data)
-        self._write_state(self.round + 1)
+        self.members.lost_shares += len(set(self.dealt) - set(kept))
+        self.archive.record(self._told(outcome, data))
+        self.archive.write_average(self.round, data)
+        self.archive.write_state(self.round + 1, self.agreed, self.feedback)
         self._advance(outcome)
         self._save()
-        self._drop_old()
+        self.archive.drop_old()
         self.publish(self.round, self.agreed)
         return outcome
 
@@ -267,12 +234,12 @@ class Meeting:
                     sent_bytes=each.sent_bytes,
                     figures=self.figures.get(name),
                 )
-                for name, each in sorted(self.members.items())
+                for name, each in sorted(self.members.named.items())
             },
         )
 
     def _gathered(self) -> bool:
-        return bool(self.round or self.dealt) or len(self.members) >= self.terms.sites
+        return bool(self.round or self.dealt) or len(self.members.named) >= self.terms.sites
 
     def _average(self, kept: list[str], number: int) -> bytes:
         size, kind = self.terms.fragments.sizes[number], self.terms.kind
@@ -297,10 +264,9 @@ class Meeting:
         self.offers, self.healed, self.dealt, self.first_offer_s, self.first_deal_s = {}, {}, [], None, None
         self.round, self.opened_s = self.round + 1, self.clock()
 
-    # --- what is on disk -------------------------------------------------------------------------------------------
-
-    def _record(self, outcome: Outcome, data: bytes) -> None:
-        figures = {
+    def _told(self, outcome: Outcome, data: bytes) -> dict[str, Any]:
+        """The round's line of the record."""
+        return {
             **outcome.model_dump(),
             "fragment": self.terms.fragment(outcome.round),
             "norms": {name: each.norm for name, each in sorted(self.offers.items())},
@@ -310,65 +276,25 @@ class Meeting:
             "healed": self.healed,
             "open_s": round(self.clock() - self.opened_s, 3),
             "gathering_s": round(self.clock() - (self.first_offer_s or self.opened_s), 3),
-            "unfinished_shares": self.unfinished(),
+            "unfinished_shares": self.members.unfinished(),
         }
-        with (self.folder / "rounds.jsonl").open("a") as file:
-            file.write(json.dumps(figures) + "\n")
 
     def _save(self) -> None:
         held: dict[str, Any] = {
             "run": self.run,
             "about": self.about,
             "round": self.round,
-            "next_share": self.next_share,
-            "lost_shares": self.lost_shares,
             "dealt": self.dealt,
             "norms": self.norms,
-            "members": {name: asdict(member) for name, member in self.members.items()},
             "outcomes": [outcome.model_dump() for outcome in self.outcomes.values()],
         }
-        write_file(self.folder / "meeting.json", (json.dumps(held, indent=1) + "\n").encode())
+        self.archive.hold(held | self.members.held())
 
-    def _reopen(self) -> None:
-        held = json.loads((self.folder / "meeting.json").read_text())
+    def _reopen(self, held: dict[str, Any]) -> None:
         self.about = {key: text for key, text in held["about"].items() if key == "data"} | self.about
-        self._compare(f"the meeting in {self.folder}", held["about"])
-        self.round, self.norms = held["round"], held["norms"]
-        self.next_share, self.lost_shares, self.dealt = held["next_share"], held["lost_shares"], held.get("dealt", [])
-        self.members = {name: Member(**member) for name, member in held["members"].items()}
+        compare(f"the meeting in {self.folder}", held["about"], self.about)
+        self.round, self.norms, self.dealt = held["round"], held["norms"], held.get("dealt", [])
+        self.members.restore(held)
         self.outcomes = {each["round"]: Outcome.model_validate(each) for each in held["outcomes"]}
-        self.agreed = Agreed.from_bytes(self._path("state", self.round).read_bytes(), self.terms.fragments)
-        left = load_file(self._path("rounding", self.round))
-        self.feedback = [ErrorFeedback(left[str(number)]) for number in range(len(self.terms.fragments))]
+        self.agreed, self.feedback = self.archive.state(self.round, self.terms.fragments)
         log.info("the meeting goes on in round %d", self.round)
-
-    def _write_state(self, round: int) -> None:
-        left = {str(number): feedback.left for number, feedback in enumerate(self.feedback)}
-        write_file(self._path("rounding", round), save(left))
-        write_file(self._path("state", round), self.agreed.to_bytes())
-
-    def _drop_old(self) -> None:
-        for name in ("state", "rounding", "average"):
-            for path in sorted(self.folder.glob(f"{name}-*.safetensors"))[:-KEPT]:
-                path.unlink()
-
-    def _path(self, name: str, round: int) -> Path:
-        return self.folder / f"{name}-{round:06d}.safetensors"
-
-    def _member(self, name: str) -> Member:
-        if name not in self.members:
-            raise MeetingError(f"{name} has not joined this meeting")
-        return self.members[name]
-
-    def _compare(self, name: str, about: dict[str, str]) -> None:
-        for key in sorted({*self.about, *about}):
-            ours, theirs = self.about.get(key), about.get(key)
-            if ours != theirs:
-                raise MeetingError(
-                    f"{name} has another {key}: {_short(theirs)}, and the run has {_short(ours)}; "
-                    f"give every site the same {key}"
-                )
-
-
-def _short(text: str | None) -> str:
-    return "none" if text is None else text[:60]

@@ -13,6 +13,7 @@ from shoal.diloco.codec import Kind
 from shoal.diloco.fragments import Fragments
 from shoal.errors import ShoalError
 
+PIECE_BYTES = 8 << 20  # of the state, in one answer
 DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]

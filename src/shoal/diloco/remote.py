@@ -15,8 +15,9 @@ import httpx
 from pydantic import BaseModel
 
 from shoal.diloco.codec import most_bytes
-from shoal.diloco.invites import name_of, open_descriptor
+from shoal.diloco.invites import JoinRequest, name_of, open_descriptor
 from shoal.diloco.messages import (
+    PIECE_BYTES,
     SILENT,
     ClosedError,
     Dealt,
@@ -27,11 +28,11 @@ from shoal.diloco.messages import (
     Outcome,
     Progress,
     Share,
+    StateDescriptor,
     Terms,
     Welcome,
     Why,
 )
-from shoal.diloco.serve import JoinRequest
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.node import KEY, Node, NodeError, RefusedError
@@ -39,7 +40,7 @@ from shoal.shardcast.tls import client_context
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: ClosedError}
 GOOD_BYE_S = 3.0
-STATE_TRIES = 3  # a round may end between a descriptor and its file
+STATE_TRIES = 3  # a round may end before the whole file has come
 
 
 class Ack(BaseModel):
@@ -114,7 +115,7 @@ class Remote:
             signed = self.node.post("/v1/state", Why(why=why), Signed)
             described = open_descriptor(signed, self.invite.key, self.invite.run)
             try:
-                data = self.node.get_bytes(f"/v1/state/{described.round}", most_bytes=described.size_bytes)
+                data = self._download(described)
             except RefusedError as error:
                 if last or error.status != ClosedError.status:
                     raise _meant(error) from error
@@ -123,6 +124,17 @@ class Remote:
                 raise MeetingError(f"the state of round {described.round} is not the one that the meeting signed")
             return described.round, data
         raise AssertionError
+
+    def _download(self, described: StateDescriptor) -> bytes:
+        """The file in pieces, each signed and asked for until it comes: a connection that breaks costs one of them."""
+        pieces, at_bytes = [], 0
+        while at_bytes < described.size_bytes:
+            piece = self.node.get_bytes(f"/v1/state/{described.round}/{at_bytes}", most_bytes=PIECE_BYTES)
+            if not piece:
+                break  # its hash will not be the one that was signed
+            pieces.append(piece)
+            at_bytes += len(piece)
+        return b"".join(pieces)
 
 
 def _meant(error: RefusedError) -> MeetingError:

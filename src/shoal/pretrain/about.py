@@ -3,10 +3,10 @@
 Invariant: two that agree here compute the same thing from the same data. Called by `shoal pretrain` and `shoal meet`.
 """
 
-from hashlib import sha256
 from pathlib import Path
 
 from shoal.config import Config
+from shoal.diloco.about import about_model
 from shoal.pretrain.text import Corpus
 
 OWN = {  # what may differ from site to site, or between a stop and a resumption
@@ -25,28 +25,14 @@ OWN = {  # what may differ from site to site, or between a stop and a resumption
         "tls_ca",
     },
 }
-MODEL = ("config.json",)
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 def about(config: Config, folder: Path, corpus: Corpus | None, *, sites: bool) -> dict[str, str]:
     """`folder` is the model's. Without a corpus, whoever has one says which data it is."""
-    found = {
-        "model": _digest(folder, MODEL),
-        "tokenizer": _digest(folder, TOKENIZER),
-        "run.seed": str(config.run.seed),
-    }
+    found = about_model(folder) | {"run.seed": str(config.run.seed)}
     if corpus is not None:
         found["data"] = corpus.fingerprint()
     for name in ("pretrain", "sites") if sites else ("pretrain",):
         section = getattr(config, name)
         found |= {f"{name}.{key}": str(value) for key, value in section if key not in OWN[name]}
     return found
-
-
-def _digest(folder: Path, names: tuple[str, ...]) -> str:
-    found = sha256()
-    for name in names:
-        if (folder / name).exists():
-            found.update(name.encode() + sha256((folder / name).read_bytes()).digest())
-    return found.hexdigest()

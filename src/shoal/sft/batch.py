@@ -37,6 +37,13 @@ class Data:
     heldout: list[Example]
     ends: set[int]  # tokens that end an assistant's turn
 
+    def digest(self) -> str:
+        """A hash of what is trained on."""
+        found = hashlib.sha256()
+        for example in self.train:
+            found.update(repr(example.spans).encode() + example.tokens.tobytes())
+        return found.hexdigest()
+
 
 def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
     """Read, encode and split the conversations of `sft.data`. `folder` is the model's. Raises ConversationError."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import Config, ConfigError
+from shoal.diloco.about import about_model
 from shoal.diloco.messages import Exchange, Roster, Terms
 from shoal.learner.checkpoint import Progress
 from shoal.learner.policy import Policy
@@ -23,18 +24,28 @@ from shoal.protocol.node import StoppedError
 from shoal.sft.batch import Data, fingerprint
 from shoal.sft.trainer import Sft, claim, drop_after
 
+SETTINGS = ("epochs", "batch", "batch_tokens", "lr", "warmup_steps", "grad_clip")  # of [sft], equal at all sites
+
 log = logging.getLogger(__name__)
 
 
 class SiteSft(Sft):
     def __init__(
-        self, policy: Policy, data: Data, config: Config, folder: Path, name: str, exchange: Exchange, roster: Roster
+        self,
+        policy: Policy,
+        data: Data,
+        config: Config,
+        folder: Path,
+        about: dict[str, str],
+        name: str,
+        exchange: Exchange,
+        roster: Roster,
     ) -> None:
-        """`name`: of this site. `exchange` and `roster`: its ways to the meeting."""
+        """`about`: of `sft_about`. `name`: of this site. `exchange` and `roster`: its ways to the meeting."""
         super().__init__(policy, data, config, folder)
         terms = sft_terms(self.plan, config, policy)
         self.place = PolicySite(name, policy, terms, exchange, roster, give_up_s=config.sites.give_up_s)
-        self.about = sft_about(data, config, policy)
+        self.about = about
 
     def run(self, stop: threading.Event) -> Path | None:
         """Train to the last round, or until `stop`. Returns the model's folder, or None if stopped."""
@@ -97,11 +108,8 @@ def sft_terms(plan: Sequence[object], config: Config, policy: Policy) -> Terms:
     return terms_of(config.sites, -(-len(plan) // round_updates(config)), policy)
 
 
-def sft_about(data: Data, config: Config, policy: Policy) -> dict[str, str]:
-    """What must be equal at all sites."""
-    found = {f"sft.{key}": str(getattr(config.sft, key)) for key in ("epochs", "lr", "warmup_steps", "grad_clip")}
-    found |= {
-        "model, seed, batch or data": fingerprint(data, config),
-        "sites.inner_steps": str(config.sites.inner_steps),
-    }
-    return found | about_of(config.sites, policy)
+def sft_about(data: Data, config: Config, policy: Policy, model: Path) -> dict[str, str]:
+    """What must be equal at all sites. `model`: its folder."""
+    settings = {f"sft.{key}": str(getattr(config.sft, key)) for key in SETTINGS}
+    run = {"run.seed": str(config.run.seed), "sites.inner_steps": str(config.sites.inner_steps)}
+    return about_model(model) | settings | run | about_of(config.sites, policy) | {"data": data.digest()}

@@ -1,0 +1,286 @@
+"""Sites and their meeting under random faults: real processes, real text; and whether anything was lost or differs.
+
+    python benchmarks/diloco_churn.py --minutes 20 --out benchmarks/results/diloco_churn.json --figure churn.png
+
+Every few seconds one fault of KINDS happens, each kind in turn in a random order. What was killed is started again after up
+to ten seconds. Then all are left alone until a round has every site. Text: the source of Python's standard library. Model:
+a random llama of two layers, so that faults, not training, take the time.
+
+`wrong` must be empty: no round is missing or twice, after every round each site's parameters have the meeting's digest, and
+a fault loses at most one round of work of the sites that it hit. The last is counted for every killed site: the inner steps
+it had made since its last round, unless the meeting had taken its offer.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shoal.model.load import load_tokenizer, save_model
+from shoal.model.sources import resolve
+
+WAIT_S, INNER_STEPS, WIDTH, LATEST_S = 6.0, 10, 64, 300.0
+KINDS = (
+    "kill a site before it offers",
+    "kill a site that has offered",
+    "kill a site after the round",
+    "kill a site, which loses its folder",
+    "kill half of the sites",
+    "stop a site",
+    "kill the meeting during a round",
+    "kill the meeting",
+)
+COLORS = ("#ee6677", "#cc3311", "#882255", "#aa3377", "#000000", "#ccbb44", "#228833", "#66ccee")
+CONFIG = f"""[model]
+name = "{{folder}}/model"
+dtype = "float32"
+[pretrain]
+data = "{{folder}}/text.jsonl"
+steps = 10000000
+batch = 2
+tokens = 64
+lr = 1e-3
+final_lr = 1e-3
+warmup_steps = 20
+heldout = 2
+share = 2
+eval_every = 200
+checkpoint_every = 20
+[sites]
+sites = {{sites}}
+inner_steps = {INNER_STEPS}
+wait_s = {WAIT_S}
+momentum = 0.0
+lr = 1.0
+give_up_s = 300
+"""
+
+
+class Run:
+    def __init__(self, folder: Path, sites: int) -> None:
+        self.folder, self.sites = folder, [f"site-{i}" for i in range(sites)]
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.seen: dict[str, dict[int, list[str]]] = {name: {} for name in self.sites}  # digests by round
+        self.heldout: dict[int, float] = {}  # the loss after so many rounds, equal at all sites
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        lines = [json.dumps({"text": path.read_text(errors="replace")}) + "\n" for path in files]
+        (folder / "text.jsonl").write_text("".join(lines))
+        (folder / "churn.toml").write_text(CONFIG.format(folder=folder, sites=sites))
+        tokenizer = load_tokenizer(resolve("bundled:tiny"))
+        size = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **size))
+        self.parameters = sum(each.numel() for each in model.parameters())
+        save_model(model, tokenizer, folder / "model")
+
+    def start(self, name: str) -> None:
+        command = [sys.executable, "-m", "shoal"]
+        if name == "meet":
+            command += ["meet", str(self.folder / "churn.toml"), "--dir", str(self.folder / "meet")]
+        else:
+            invite = self.folder / "meet" / "invites" / f"{name}.invite"
+            wait(invite.exists, "the meeting's invites")
+            command += ["pretrain", str(self.folder / "churn.toml"), "--join", str(invite)]
+            command += ["--out", str(self.folder / name)]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen([*command, "--threads", "1"], stdout=log, stderr=log)
+
+    def kill(self, name: str) -> None:
+        assert self.processes[name].poll() is None, (self.folder / f"{name}.log").read_text()[-2000:]
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Of each round its last record: a meeting that was killed while it wrote one writes it again."""
+        path = self.folder / "meet" / "rounds.jsonl"
+        return list({each["round"]: each for each in whole_lines(path)}.values())
+
+    def status(self) -> dict[str, Any]:
+        """What the meeting says; {} while it is away."""
+        try:
+            port = (self.folder / "meet" / "port").read_text()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/status", timeout=5) as answer:  # noqa: S310
+                return dict(json.load(answer))
+        except OSError:
+            return {}
+
+    def look(self, name: str) -> tuple[int, int]:
+        """Note a site's digests and held-out losses. Returns its inner steps since its last round, and their round."""
+        since, step = 0, 0
+        for each in whole_lines(self.folder / name / "metrics.jsonl"):
+            step = each["step"]
+            if "digests" in each and each["quorum"]:
+                self.seen[name][each["round"] - 1] = each["digests"]
+            since = 0 if "digests" in each else since + ("loss" in each)
+            if "heldout_loss" in each and step % INNER_STEPS == 0:
+                self.heldout[step // INNER_STEPS] = each["heldout_loss"]
+        return since, (step - 1) // INNER_STEPS
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def wait(true: Callable[[], Any], what: str) -> None:
+    deadline_s = time.monotonic() + LATEST_S
+    while not true():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"waited {LATEST_S:.0f} s for {what}")
+        time.sleep(0.1)
+
+
+def at(run: Run, kind: str, site: str) -> None:
+    """Wait for the moment that the fault is about, in a round in which the others count on `site`."""
+
+    def now() -> bool:
+        found = run.status().get("sites", {}).get(site)
+        if kind == "kill the meeting during a round":
+            return any(each["offered"] for each in run.status().get("sites", {}).values())
+        return bool(found and found["expected"] and found["offered"] == (kind == "kill a site that has offered"))
+
+    if kind == "kill a site after the round":
+        before = len(run.rounds())
+        wait(lambda: any(site in each["kept"] for each in run.rounds()[before:]), f"a round with {site}")
+    elif "during" in kind or "offer" in kind:
+        wait(now, kind)
+
+
+def fault(run: Run, kind: str, draw: random.Random, stop_s: float) -> dict[str, Any]:
+    """One fault, and the return of whoever it hit. Returns what happened."""
+    site = draw.choice(run.sites)
+    at(run, kind, site)
+    before = len(run.rounds())
+    happened: dict[str, Any] = {"kind": kind, "round": before}
+    if kind == "stop a site":
+        run.processes[site].send_signal(signal.SIGSTOP)
+        time.sleep(stop_s)
+        run.processes[site].send_signal(signal.SIGCONT)
+        return happened | {"who": [site]}
+    half = draw.sample(run.sites, (len(run.sites) + 1) // 2)
+    names = ["meet"] if "meeting" in kind else half if "half" in kind else [site]
+    for name in names:
+        run.kill(name)
+    killed = {name: run.look(name) for name in names if name != "meet"}
+    if "folder" in kind:
+        for path in (run.folder / site).iterdir():
+            if path.name != "identity.pem":  # an invite works for one key
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    time.sleep(draw.uniform(0, 10))
+    for name in names:
+        run.start(name)
+    return happened | {"who": names, "killed": killed}
+
+
+def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
+    for name in run.sites:
+        run.look(name)
+    rounds = run.rounds()
+    wrong = []
+    if [each["round"] for each in rounds] != list(range(len(rounds))):
+        wrong.append("a round is missing or out of order")
+    for name, seen in run.seen.items():
+        wrong += [f"{name} differs after round {at}" for at, found in seen.items() if found != [rounds[at]["digest"]]]
+    killed = [(name, *at) for each in faults for name, at in each.get("killed", {}).items()]
+    lost = [0 if steps == INNER_STEPS and name in rounds[at]["kept"] else steps for name, steps, at in killed]
+    wrong += [f"{steps} inner steps of a site are lost" for steps in lost if steps > INNER_STEPS]
+    losses = [
+        [figures["loss"] for figures in each["figures"].values() if figures["loss"] is not None] for each in rounds
+    ]
+    return {
+        "wrong": wrong,
+        "rounds": len(rounds),
+        "rounds_with_all_sites": sum(len(each["kept"]) == len(run.sites) for each in rounds),
+        "longest_round_s": max(each["open_s"] for each in rounds),
+        "healed": sum(len(each["healed"]) for each in rounds),
+        "missing": sum(len(each["missing"]) for each in rounds),
+        "left_out": sum(len(each["left_out"]) for each in rounds),
+        "digests_compared": sum(map(len, run.seen.values())),
+        "killed_sites": len(lost),
+        "most_lost_steps_of_a_site": max(lost, default=0),
+        "unfinished_shares": rounds[-1]["unfinished_shares"],
+        "heldout_loss_by_round": dict(sorted(run.heldout.items())),
+        "kept_by_round": [len(each["kept"]) for each in rounds],
+        "loss_by_round": [round(statistics.fmean(each), 4) if each else None for each in losses],
+    }
+
+
+def picture(found: dict[str, Any], sites: int, path: Path) -> None:
+    """Loss and sites by round, with every fault at its round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot(found["loss_by_round"], color="#bbbbbb", linewidth=0.6, label="training, mean of the sites")
+    heldout = found["heldout_loss_by_round"]
+    above.plot(list(heldout), list(heldout.values()), color="#4477aa", linewidth=1.5, label="held out, after the round")
+    top = above.get_ylim()[1]
+    for kind, color in zip(KINDS, COLORS, strict=True):
+        rounds = [each["round"] for each in found["faults"] if each["kind"] == kind]
+        above.plot(rounds, [top] * len(rounds), "v", color=color, markersize=6, label=kind)
+    above.set_ylabel("loss, nats per token")
+    above.legend(frameon=False, fontsize=8, ncols=2)
+    below.plot(found["kept_by_round"], drawstyle="steps-mid", color="#4477aa", linewidth=0.8)
+    below.set(xlabel="round (outer step)", ylabel="sites that counted", ylim=(0, sites + 0.5))
+    figure.savefig(path)
+
+
+def churn(run: Run, minutes: float, every_s: float, stop_s: float, seed: int) -> dict[str, Any]:
+    draw, faults, kinds = random.Random(seed), list[dict[str, Any]](), list[str]()
+    for name in ("meet", *run.sites):
+        run.start(name)
+    wait(lambda: len(run.rounds()) >= 2, "two rounds")
+    start_s = time.monotonic()
+    while (elapsed_s := time.monotonic() - start_s) < 60 * minutes:
+        time.sleep(draw.expovariate(1 / every_s))
+        kinds = kinds or draw.sample(KINDS, len(KINDS))
+        faults.append(fault(run, kinds.pop(), draw, stop_s))
+    before = len(run.rounds())
+    whole = len(run.sites)
+    wait(lambda: any(len(each["kept"]) == whole for each in run.rounds()[before:]), "a round with all sites")
+    return {"churned_s": round(elapsed_s), "faults": faults} | verdict(run, faults)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--sites", type=int, default=4)
+    parser.add_argument("--every", type=float, default=10.0, help="mean seconds from a fault's end to the next")
+    parser.add_argument("--stop", type=float, default=60.0, help="seconds of a SIGSTOP")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--figure", type=Path, help="a PNG of the run")
+    arguments = parser.parse_args()
+    held = {"command": f"python benchmarks/diloco_churn.py {' '.join(sys.argv[1:])}", "machine": describe()}
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), arguments.sites)
+        held |= {"sites": arguments.sites, "parameters": run.parameters, "inner_steps": INNER_STEPS, "wait_s": WAIT_S}
+        try:
+            found = churn(run, arguments.minutes, arguments.every, arguments.stop, arguments.seed)
+        finally:
+            for process in run.processes.values():
+                process.kill()
+                process.wait()
+    arguments.out.write_text(json.dumps(held | found | {"load": os.getloadavg()}, indent=None) + "\n")
+    if arguments.figure:
+        picture(found, arguments.sites, arguments.figure)
+    print(json.dumps({key: value for key, value in found.items() if not key.endswith("_by_round")}))  # noqa: T201
+    sys.exit(bool(found["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

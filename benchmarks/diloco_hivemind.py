@@ -1,0 +1,320 @@
+"""One outer step by Shoal's meeting and by hivemind's averager, of the same tensors, in turn on one machine.
+
+    python benchmarks/diloco_hivemind.py --hivemind PYTHON --out benchmarks/results/diloco_hivemind.json
+
+PYTHON is an interpreter with hivemind 1.1.12 (`python -m venv v && v/bin/pip install hivemind==1.1.12`). hivemind is what
+OpenDiLoCo (arXiv 2407.07852) averages with; its peers here use its defaults, FP16 as in the paper, and groups of all peers.
+
+For each number of peers both engines are started, every peer a process of its own, and then make outer steps in turn. A
+step begins when all peers are told their pseudo-gradients, which are random with known seeds, and ends when the last has its
+new parameters: averaged as FP16, SGD with Nesterov momentum. Counted per step: seconds; CPU seconds of all processes of the
+engine; bytes over loopback, in a network namespace that holds nothing else; the largest difference between the average that
+a peer used and the true one; and whether all peers hold the same bits. Needs root on Linux and iproute2.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+LR, MOMENTUM, SIDE, KIND = 0.7, 0.9, 512, "fp16"
+RUN = "run-0123456789abcdef"
+
+
+def shapes(count: int) -> dict[str, tuple[int, ...]]:
+    return {f"model.layers.{number:03d}.w": (SIDE, SIDE) for number in range(count)}
+
+
+def changes(step: int, peer: int, count: int) -> Any:
+    """A peer's pseudo-gradient in a step: one vector."""
+    import torch
+
+    return torch.randn(count * SIDE * SIDE, generator=torch.Generator().manual_seed(1000 * step + peer)) * 0.01
+
+
+def truth(step: int, peers: int, count: int) -> Any:
+    return sum(changes(step, peer, count).double() for peer in range(peers)) / peers
+
+
+def tell(**figures: Any) -> None:
+    sys.stdout.write(json.dumps(figures) + "\n")
+    sys.stdout.flush()
+
+
+def digest(vector: Any) -> str:
+    return sha256(vector.contiguous().numpy().tobytes()).hexdigest()
+
+
+# --- the engines' processes: a peer is told a step's number on standard input, and answers with a line -----------------
+
+
+def terms_of(peers: int, count: int) -> Any:
+    from shoal.diloco.fragments import Fragments
+    from shoal.diloco.messages import Terms
+
+    outer = {"kind": KIND, "lr": LR, "momentum": MOMENTUM}
+    return Terms(Fragments(shapes(count)), 10**6, **outer, wait_s=60, sites=peers, quorum=peers)
+
+
+def meeting(folder: Path, peers: int, count: int) -> None:
+    import torch
+
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.invites import site_invite
+    from shoal.diloco.meeting import Meeting
+    from shoal.diloco.serve import Server, serve
+    from shoal.protocol.identity import Identity
+
+    async def live() -> None:
+        terms, identity = terms_of(peers, count), Identity.generate()
+        first = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
+        server = Server(Meeting(folder, terms, {}, RUN, lambda: Agreed.of(first, terms.fragments)), identity)
+        _, port = await serve(server, "127.0.0.1", 0, None, folder / "port")
+        for peer in range(peers):
+            invite = site_invite(identity, f"http://127.0.0.1:{port}", RUN, f"site-{peer}")
+            invite.save(folder / f"{peer}.invite")
+        tell(ready=True)
+        await server.live(lambda: False)
+
+    asyncio.run(live())
+
+
+def site(folder: Path, peer: int, peers: int, count: int) -> None:
+    import torch
+
+    from shoal.diloco.agreed import Agreed
+    from shoal.diloco.codec import decode
+    from shoal.diloco.messages import Greeting
+    from shoal.diloco.remote import Remote
+    from shoal.diloco.site import Site, meet
+    from shoal.protocol.invite import read_invite
+
+    torch.set_num_threads(1)
+    terms = terms_of(peers, count)
+    remote = Remote(read_invite(str(folder / f"{peer}.invite")), folder / f"site-{peer}", terms, patience_s=60)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes(count).items()}
+    own = Site(remote.name, terms, Agreed.of(tensors, terms.fragments))
+    remote.join(Greeting(about={}, round=0, digests=own.agreed.digests))
+    tell(ready=True)
+    for line in sys.stdin:
+        change = changes(int(line), peer, count)
+        terms.fragments.scatter_(tensors, 0, own.agreed.parameters[0] - change)
+        tell(ready=True)
+        sys.stdin.readline()
+        offer = own.offer(tensors)
+        outcome, data = meet(remote, own.round, *offer, give_up_s=60)
+        own.apply(tensors, outcome, data)
+        tell(done=True)
+        used = decode(data, terms.kind, len(change)).double()
+        tell(
+            error=float((used - truth(int(line), peers, count)).abs().max()),
+            digest=digest(terms.fragments.gather(tensors, 0)),
+            forming_s=0.0,
+        )
+
+
+def hivemind_peer(first: str, peer: int, peers: int, count: int) -> None:
+    import hivemind
+    import torch
+    from hivemind.averaging.control import AveragingStage
+
+    torch.set_num_threads(1)
+    dht = hivemind.DHT([first] if first else None, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    averager = hivemind.DecentralizedAverager(
+        [torch.zeros(shape) for shape in shapes(count).values()],
+        dht,
+        start=True,
+        prefix="outer",
+        target_group_size=peers,
+        compression=hivemind.Float16Compression(),
+    )
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes(count).values()]
+    outer = torch.optim.SGD(parameters, LR, MOMENTUM, nesterov=True)
+    tell(ready=True, address=str(dht.get_visible_maddrs()[0]))
+    for line in sys.stdin:
+        pieces = changes(int(line), peer, count).view(count, SIDE, SIDE)
+        with averager.get_tensors() as tensors:
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                tensor.copy_(piece)
+        tell(ready=True)
+        sys.stdin.readline()
+        begun_s, forming_s = time.monotonic(), 0.0
+        control = averager.step(wait=False, timeout=60)
+        while not control.done():
+            if not forming_s and control.stage == AveragingStage.RUNNING_ALLREDUCE:
+                forming_s = time.monotonic() - begun_s
+            time.sleep(0.002)
+        group = control.result()
+        with averager.get_tensors() as tensors:
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.grad = tensor.clone()
+        outer.step()
+        tell(done=True)
+        used = torch.cat([parameter.grad.flatten() for parameter in parameters]).double()  # type: ignore[union-attr]
+        tell(
+            error=float((used - truth(int(line), peers, count)).abs().max()),
+            digest=digest(torch.cat([parameter.detach().flatten() for parameter in parameters])),
+            forming_s=forming_s,
+            group=len(group or []),
+        )
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    def __init__(self, name: str, python: str, folder: Path, peers: int, count: int) -> None:
+        self.name, self.processes = name, list[subprocess.Popen[str]]()
+        self.python, self.size = python, [str(peers), str(count)]
+        if name == "shoal":
+            self.start("meeting", str(folder), *self.size)
+            self.peers = [self.start("site", str(folder), str(peer), *self.size)[0] for peer in range(peers)]
+        else:
+            process, said = self.start("hivemind", "", "0", *self.size)
+            more = [self.start("hivemind", said["address"], str(peer), *self.size)[0] for peer in range(1, peers)]
+            self.peers = [process, *more]
+
+    def start(self, *words: str) -> tuple[Any, dict[str, Any]]:
+        command = [self.python, __file__, "--as", *words]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process, answer(process)
+
+    def step(self, number: int) -> dict[str, Any]:
+        for peer in self.peers:
+            say(peer, f"{number}")
+        for peer in self.peers:
+            answer(peer)
+        cpu_s, moved, begun_s = self.cpu_s(), loopback_bytes(), time.monotonic()
+        for peer in self.peers:
+            say(peer, "go")
+        for peer in self.peers:
+            answer(peer)
+        seconds = time.monotonic() - begun_s
+        cpu_s, moved = self.cpu_s() - cpu_s, loopback_bytes() - moved
+        told = [answer(peer) for peer in self.peers]
+        return {
+            "engine": self.name,
+            "peers": len(self.peers),
+            "seconds": round(seconds, 4),
+            "of_them_forming_s": round(max(each["forming_s"] for each in told), 4),
+            "cpu_s": round(cpu_s, 3),
+            "bytes": moved,
+            "error": max(each["error"] for each in told),
+            "same_bits": len({each["digest"] for each in told}) == 1,
+            "groups": [each.get("group", len(self.peers)) for each in told],
+            "load": round(os.getloadavg()[0], 1),
+        }
+
+    def cpu_s(self) -> float:
+        """Of all its processes so far."""
+        found = 0.0
+        for process in self.processes:
+            own = psutil.Process(process.pid)
+            for each in (own, *own.children(recursive=True)):
+                times = each.cpu_times()
+                found += times.user + times.system
+        return found
+
+    def end(self) -> None:
+        for process in self.processes:
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.kill()
+            process.wait()
+
+
+def say(process: Any, word: str) -> None:
+    process.stdin.write(word + "\n")
+    process.stdin.flush()
+
+
+def answer(process: Any) -> dict[str, Any]:
+    """The next line in which a process says something; hivemind writes others."""
+    for line in process.stdout:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    raise SystemExit(f"a process ended with status {process.wait()}")
+
+
+def loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))
+
+
+def idle_bytes(seconds: float) -> float:
+    """Bytes a second while no engine is asked for anything."""
+    before = loopback_bytes()
+    time.sleep(seconds)
+    return round((loopback_bytes() - before) / seconds)
+
+
+def medians(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    found = {}
+    for key in sorted({(each["engine"], each["peers"]) for each in steps}):
+        mine = [each for each in steps if (each["engine"], each["peers"]) == key]
+        keys = ("seconds", "of_them_forming_s", "cpu_s", "bytes", "error")
+        found["{} {}".format(*key)] = {name: statistics.median(each[name] for each in mine) for name in keys}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hivemind", required=True, help="a Python with hivemind")
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=8, help="of each engine, after one that does not count")
+    parser.add_argument("--matrices", type=int, default=16, help=f"of {SIDE} x {SIDE} numbers")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if os.environ.get("APART") != "1":  # begin again where loopback is this benchmark's alone
+        up = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        os.execvpe(up[0], [*up, sys.executable, *sys.argv], os.environ | {"APART": "1"})
+    steps, idle = [], {}
+    for peers in arguments.peers:
+        with tempfile.TemporaryDirectory() as folder:
+            shoal = Engine("shoal", sys.executable, Path(folder), peers, arguments.matrices)
+            other = Engine("hivemind", arguments.hivemind, Path(folder), peers, arguments.matrices)
+            try:
+                for number in range(arguments.steps + 1):
+                    found = [engine.step(number) for engine in (shoal, other)[:: 1 if number % 2 else -1]]
+                    steps += found if number else []
+                idle[str(peers)] = idle_bytes(5.0)
+            finally:
+                for engine in (shoal, other):
+                    engine.end()
+    held = {
+        "command": f"python benchmarks/diloco_hivemind.py {' '.join(sys.argv[1:])}",
+        "machine": describe(),
+        "parameters": arguments.matrices * SIDE * SIDE,
+        "kind": KIND,
+        "idle_bytes_per_s_by_peers": idle,
+        "medians": medians(steps),
+        "steps": steps,
+    }
+    arguments.out.write_text(json.dumps(held, indent=1) + "\n")
+    print(json.dumps(held["medians"], indent=1))  # noqa: T201
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as"]:
+        role, *words = sys.argv[2:]
+        where, numbers = words[0], [int(word) for word in words[1:]]
+        if role == "meeting":
+            meeting(Path(where), *numbers)
+        elif role == "site":
+            site(Path(where), *numbers)
+        else:
+            hivemind_peer(where, *numbers)
+    else:
+        import psutil
+        from machine import describe
+
+        main()

@@ -1,0 +1,69 @@
+"""Who takes part in a meeting, and which share of the data each site reads.
+
+Invariant: a share is given once. What is left of one whose site lost its place is lost, and counted.
+Called by `meeting`, which says when somebody is expected no more.
+"""
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.diloco.messages import Greeting, MeetingError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    expected: bool = True  # rounds wait for it
+    since: int = 0  # the first round that waits for it
+    share: int | None = None  # of the data, which it reads
+    accepted: int = -1  # the last round that took its offer
+    sent_bytes: int = 0  # of offers that were taken
+
+
+class Members:
+    def __init__(self) -> None:
+        self.named: dict[str, Member] = {}  # all who ever joined
+        self.next_share, self.lost_shares = 0, 0
+
+    def __getitem__(self, name: str) -> Member:
+        """Raises MeetingError for a site that never joined."""
+        if name not in self.named:
+            raise MeetingError(f"{name} has not joined this meeting")
+        return self.named[name]
+
+    def join(self, name: str, greeting: Greeting, round: int) -> Member:
+        """A site comes, or comes back, while `round` is open. The next one waits for it."""
+        member = self.named.get(name)
+        if member is None or not member.expected:
+            log.info("%s %s in round %d", name, "joins" if member is None else "is back", round)
+            member = self.named.setdefault(name, Member())
+            member.expected, member.since = True, round + (round > 0)
+        if greeting.round is None and member.share is not None:
+            log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
+            self.lost_shares, member.share = self.lost_shares + 1, None
+        return member
+
+    def take(self, name: str) -> int:
+        """The next share of the data."""
+        share = self[name].share = self.next_share
+        self.next_share += 1
+        return share
+
+    def expected(self) -> dict[str, Member]:
+        return {name: each for name, each in self.named.items() if each.expected}
+
+    def unfinished(self) -> int:
+        """Shares of the data whose work is lost: of sites that are away, came back without their place, or missed a round
+        whose work they shared."""
+        return self.lost_shares + sum(not each.expected and each.share is not None for each in self.named.values())
+
+    def held(self) -> dict[str, Any]:
+        """For `restore`, as JSON."""
+        members = {name: asdict(member) for name, member in self.named.items()}
+        return {"next_share": self.next_share, "lost_shares": self.lost_shares, "members": members}
+
+    def restore(self, held: dict[str, Any]) -> None:
+        self.next_share, self.lost_shares = held["next_share"], held["lost_shares"]
+        self.named = {name: Member(**member) for name, member in held["members"].items()}

@@ -1,0 +1,74 @@
+"""`shoal meet` and sites of `shoal pretrain` or `shoal sft` as real processes, for the slow tests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 600.0  # of any wait: several processes import PyTorch on a busy machine
+
+
+class Run:
+    def __init__(self, folder: Path, config: Path, trains: str) -> None:
+        """`trains`: the command of a site."""
+        self.folder, self.config, self.trains = folder, config, trains
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *overrides: str, out: Path | None = None) -> None:
+        command = [sys.executable, "-m", "shoal"]
+        if name == "meet":
+            command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
+        else:
+            self.until(self.invite(name).exists, "the invite")
+            command += [self.trains, str(self.config), "--join", str(self.invite(name))]
+            command += ["--out", str(out or self.folder / name)]
+        command += ["--threads", "1", *(word for each in overrides for word in ("--set", each))]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def invite(self, name: str) -> Path:
+        return self.folder / "meet" / "invites" / f"{name}.invite"
+
+    def signal(self, name: str, number: int) -> None:
+        self.processes[name].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[name].wait()
+
+    def rounds(self) -> list[dict[str, Any]]:
+        path = self.folder / "meet" / "rounds.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return list({each["round"]: each for each in map(json.loads, lines)}.values())
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not true():
+            assert time.monotonic() < deadline_s, f"waited for {what}: {self.log('meet')[-2000:]}"
+            time.sleep(0.1)
+
+    def until_round(self, count: int) -> None:
+        self.until(lambda: len(self.rounds()) >= count, f"round {count}")
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def end(self, name: str) -> int:
+        return self.processes[name].wait(LIMIT_S)
+
+    def figures(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def model(self, name: str) -> bytes:
+        return (self.folder / name / "model" / "model.safetensors").read_bytes()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
