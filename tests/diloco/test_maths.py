@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.diloco.codec import KINDS, CodecError, ErrorFeedback, Kind, decode, encode, most_bytes
+from shoal.diloco import codec
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.codec import KINDS, CodecError, Encoded, ErrorFeedback, Kind, decode, encode, most_bytes
 from shoal.diloco.fragments import Fragments, digest
 from shoal.diloco.judge import refused
 from shoal.diloco.outer import mix, outer_step, pseudo_gradient
@@ -104,11 +106,29 @@ def test_with_error_feedback_what_was_decoded_adds_up_to_what_was_meant(kind: Ki
     for seed in range(50):
         values = numbers(2000, seed, 1e-3) + 2e-5  # a drift that 4 bits cannot show at once
         meant += values.double()
-        arrived += decode(feedback.encode(values, kind), kind, 2000).double()
+        arrived += feedback.encode(values.__getitem__, kind).get(slice(0, 2000)).double()
         without += decode(encode(values, kind), kind, 2000).double()
     assert (meant - arrived - feedback.left.double()).abs().max() < 1e-8  # what is missing is what is left
     assert (meant - arrived).abs().max() < 1e-3  # and that stays as small as one rounding
     assert (meant - arrived).norm() < 0.5 * (meant - without).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_are_computed_in_parts_with_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> tuple[bytes, Tensor, Tensor, list[str]]:
+        feedback = ErrorFeedback(numbers(5000, 1, 1e-4))
+        encoded = feedback.encode(numbers(5000, 2, 1e-3).__getitem__, kind)
+        agreed = Agreed([numbers(5000, 3)], [numbers(5000, 4, 1e-3)])
+        agreed.step(0, encoded, lr=0.7, momentum=0.9)
+        return encoded.to_bytes(), decode(encoded.to_bytes(), kind, 5000), feedback.left, agreed.digests
+
+    whole = found()
+    monkeypatch.setattr(codec, "PART", 2048)
+    data, decoded, left, digests = found()
+    assert data == whole[0] and digests == whole[3]
+    assert torch.equal(decoded, whole[1]) and torch.equal(left, whole[2])
+    norm = Encoded.from_bytes(data, kind, 5000).norm()
+    assert norm == pytest.approx(float(decoded.double().norm()))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from shoal.diloco.codec import Encoded, parts
 from shoal.diloco.fragments import Fragments, digest
 from shoal.diloco.outer import outer_step
 from shoal.errors import ShoalError
@@ -32,12 +33,14 @@ class Agreed:
         vectors = [fragments.gather(tensors, number) for number in range(len(fragments))]
         return cls(vectors, [torch.zeros_like(vector) for vector in vectors])
 
-    def step(self, number: int, average: Tensor, *, lr: float, momentum: float) -> None:
-        """One outer step of one fragment."""
-        self.parameters[number], self.velocity[number] = outer_step(
-            self.parameters[number], self.velocity[number], average, lr=lr, momentum=momentum
-        )
-        self.digests[number] = digest(self.parameters[number])
+    def step(self, number: int, average: Encoded, *, lr: float, momentum: float) -> None:
+        """One outer step of one fragment, in place."""
+        parameters, velocity = self.parameters[number], self.velocity[number]
+        for part in parts(average.length):
+            parameters[part], velocity[part] = outer_step(
+                parameters[part], velocity[part], average.get(part), lr=lr, momentum=momentum
+            )
+        self.digests[number] = digest(parameters)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"parameters": self.parameters, "velocity": self.velocity}

@@ -8,7 +8,7 @@ there. The newest KEPT rounds stay. Called by `meeting`.
 """
 
 import json
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ class Archive:
     def describe(self, run: str, round: int) -> StateDescriptor:
         """The size and hash of a round's state; hashed once, when the first site asks."""
         if self._described is None or self._described.round != round:
-            data = self.path("state", round).read_bytes()
-            self._described = StateDescriptor(
-                run=run, round=round, sha256=sha256(data).hexdigest(), size_bytes=len(data)
-            )
+            path = self.path("state", round)
+            with path.open("rb") as file:
+                hashed = file_digest(file, "sha256").hexdigest()
+            self._described = StateDescriptor(run=run, round=round, sha256=hashed, size_bytes=path.stat().st_size)
         return self._described
 
     def drop_old(self) -> None:

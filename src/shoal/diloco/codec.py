@@ -12,6 +12,8 @@ Invariant: `decode` depends on the bytes alone and gives the same bits everywher
 Called by `site` and `meeting`.
 """
 
+import math
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
@@ -27,42 +29,94 @@ FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 BLOCK, LARGEST = {"int8": 1024, "int4": 512}, {"int8": 127, "int4": 7}
 FP16_MAX = 65504.0
 HEADER_BYTES = 1024  # most that safetensors adds
+PART = (
+    1 << 20
+)  # numbers that are computed at a time, whole blocks: float64 of all would take more memory than the state
 
 
 class CodecError(ShoalError):
     """Bytes that are not a vector of this kind and length."""
 
 
+def parts(length: int) -> Iterator[slice]:
+    """A vector in parts of PART numbers."""
+    return (slice(at, min(at + PART, length)) for at in range(0, length, PART))
+
+
+class Encoded:
+    """A vector of this kind and length, written and read part by part. No two parts share a block."""
+
+    def __init__(self, kind: Kind, length: int, tensors: dict[str, Tensor]) -> None:
+        self.kind, self.length, self.tensors = kind, length, tensors
+
+    @classmethod
+    def empty(cls, kind: Kind, length: int) -> "Encoded":
+        layout = _layout(kind, length)
+        return cls(kind, length, {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, kind: Kind, length: int) -> "Encoded":
+        """Raises CodecError for any other bytes."""
+        try:
+            tensors: dict[str, Tensor] = load(data)
+        except SafetensorError as error:
+            raise CodecError(f"not a safetensors file: {error}") from error
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        if found != (wanted := _layout(kind, length)):
+            raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {found}")
+        return cls(kind, length, tensors)
+
+    def to_bytes(self) -> bytes:
+        """As safetensors."""
+        data: bytes = save(self.tensors)
+        return data
+
+    def put(self, part: slice, values: Tensor) -> None:
+        """`part` is one of `parts(length)`, and `values` are its numbers."""
+        data = self.tensors["data"]
+        if self.kind in FLOATS:
+            if self.kind == "fp16":
+                values = torch.where(values.isinf(), values, values.clamp(-FP16_MAX, FP16_MAX))
+            data[part] = values.to(data.dtype)
+            return
+        largest = LARGEST[self.kind]
+        blocks_BK = _blocks(values.float(), BLOCK[self.kind])
+        scale_B1 = blocks_BK.abs().amax(1, keepdim=True).div_(largest)
+        steps_BK = (blocks_BK / scale_B1.where(scale_B1 != 0, 1.0)).nan_to_num(0.0, largest, -largest)
+        whole = steps_BK.round_().clamp_(-largest, largest).to(torch.int8).flatten()[: len(values)]
+        if self.kind == "int4":
+            data[_shrunk(part, 2)] = _packed(whole)
+        else:
+            data[part] = whole
+        self.tensors["scale"][_shrunk(part, BLOCK[self.kind])] = scale_B1.flatten()
+
+    def get(self, part: slice) -> Tensor:
+        """The numbers of one of `parts(length)`, in float64 for fp64 and else in float32."""
+        data = self.tensors["data"]
+        if self.kind in FLOATS:
+            return data[part] if self.kind == "fp64" else data[part].float()
+        count = part.stop - part.start
+        whole = _unpacked(data[_shrunk(part, 2)], count) if self.kind == "int4" else data[part]
+        scale_B = self.tensors["scale"][_shrunk(part, BLOCK[self.kind])]
+        return (_blocks(whole.float(), BLOCK[self.kind]) * scale_B[:, None]).flatten()[:count]
+
+    def norm(self) -> float:
+        """The Euclidean norm; not finite if a number is not."""
+        return math.sqrt(sum(float(self.get(part).double().square().sum()) for part in parts(self.length)))
+
+
 def encode(values: Tensor, kind: Kind) -> bytes:
     """A vector as safetensors."""
-    if kind in FLOATS:
-        if kind == "fp16":
-            values = torch.where(values.isinf(), values, values.clamp(-FP16_MAX, FP16_MAX))
-        plain: bytes = save({"data": values.to(FLOATS[kind])})
-        return plain
-    largest = LARGEST[kind]
-    blocks_BK = _blocks(values.float(), BLOCK[kind])
-    scale_B1 = blocks_BK.abs().amax(1, keepdim=True).div_(largest)
-    steps_BK = (blocks_BK / scale_B1.where(scale_B1 != 0, 1.0)).nan_to_num(0.0, largest, -largest)
-    whole = steps_BK.round_().clamp_(-largest, largest).to(torch.int8).flatten()[: len(values)]
-    data: bytes = save({"data": _packed(whole) if kind == "int4" else whole, "scale": scale_B1.flatten()})
-    return data
+    encoded = Encoded.empty(kind, len(values))
+    for part in parts(len(values)):
+        encoded.put(part, values[part])
+    return encoded.to_bytes()
 
 
 def decode(data: bytes, kind: Kind, length: int) -> Tensor:
     """The vector, in float64 for fp64 and else in float32. Raises CodecError for any other bytes."""
-    try:
-        tensors: dict[str, Tensor] = load(data)
-    except SafetensorError as error:
-        raise CodecError(f"not a safetensors file: {error}") from error
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    if found != (wanted := _layout(kind, length)):
-        raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {found}")
-    values = tensors["data"]
-    if kind in FLOATS:
-        return values if kind == "fp64" else values.float()
-    whole = _unpacked(values, length) if kind == "int4" else values
-    return (_blocks(whole.float(), BLOCK[kind]) * tensors["scale"][:, None]).flatten()[:length]
+    encoded = Encoded.from_bytes(data, kind, length)
+    return torch.cat([encoded.get(part) for part in parts(length)])
 
 
 def most_bytes(kind: Kind, length: int) -> int:
@@ -76,11 +130,14 @@ class ErrorFeedback:
     def __init__(self, left: Tensor) -> None:
         self.left = left  # float32; zeros at first
 
-    def encode(self, values: Tensor, kind: Kind) -> bytes:
-        meant = values.double() + self.left.double()
-        data = encode(meant, kind)
-        self.left = (meant - decode(data, kind, len(values)).double()).float()
-        return data
+    def encode(self, values: Callable[[slice], Tensor], kind: Kind) -> Encoded:
+        """`values` computes one part of the vector."""
+        encoded = Encoded.empty(kind, len(self.left))
+        for part in parts(len(self.left)):
+            meant = values(part).double() + self.left[part].double()
+            encoded.put(part, meant)
+            self.left[part] = (meant - encoded.get(part).double()).float()
+        return encoded
 
 
 def _layout(kind: Kind, length: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -90,6 +147,11 @@ def _layout(kind: Kind, length: int) -> dict[str, tuple[torch.dtype, tuple[int, 
     if kind == "int4":
         return {"data": (torch.uint8, (-(-length // 2),)), "scale": scale}
     return {"data": (torch.int8, (length,)), "scale": scale}
+
+
+def _shrunk(part: slice, by: int) -> slice:
+    """Where a part's blocks of `by` numbers are."""
+    return slice(part.start // by, -(-part.stop // by))
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.diloco.about import compare
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.archive import KEPT, Archive
-from shoal.diloco.codec import CodecError, ErrorFeedback, decode
+from shoal.diloco.codec import CodecError, Encoded, ErrorFeedback
 from shoal.diloco.judge import refused
 from shoal.diloco.members import Members
 from shoal.diloco.messages import (
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Offer:
-    data: bytes
+    change: Encoded
+    size_bytes: int
     norm: float
     figures: Figures
 
@@ -152,10 +154,10 @@ class Meeting:
         if self.dealt and name not in self.dealt:
             raise ClosedError(f"the work of round {round} was shared before {name} came")
         try:
-            values = decode(data, self.terms.kind, self.terms.fragments.sizes[number])
+            change = Encoded.from_bytes(data, self.terms.kind, self.terms.fragments.sizes[number])
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
-        self.offers[name] = Offer(data, float(values.double().norm()), figures)
+        self.offers[name] = Offer(change, len(data), change.norm(), figures)
         member.expected = True
         if self.first_offer_s is None:
             self.first_offer_s = self.clock()
@@ -196,10 +198,11 @@ class Meeting:
         number, terms, missing = self.terms.fragment(self.round), self.terms, self.waiting_for()
         left_out = refused({name: each.norm for name, each in self.offers.items()}, self.norms, terms.outlier)
         kept = sorted(set(self.offers) - set(left_out))
-        data = self._average(kept, number) if kept else b""
+        data = b""
         if kept:
-            average = decode(data, terms.kind, terms.fragments.sizes[number])
+            average = self._average(kept, number)
             self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(self.round))
+            data = average.to_bytes()
         outcome = Outcome(
             round=self.round,
             kept=kept,
@@ -241,12 +244,16 @@ class Meeting:
     def _gathered(self) -> bool:
         return bool(self.round or self.dealt) or len(self.members.named) >= self.terms.sites
 
-    def _average(self, kept: list[str], number: int) -> bytes:
-        size, kind = self.terms.fragments.sizes[number], self.terms.kind
-        total = torch.zeros(size, dtype=torch.float64)
-        for name in kept:  # in the order of names, so that the sum's bits do not depend on who came first
-            total += decode(self.offers[name].data, kind, size).double()
-        return self.feedback[number].encode(total / len(kept), kind)
+    def _average(self, kept: list[str], number: int) -> Encoded:
+        changes = [self.offers[name].change for name in kept]
+
+        def mean(part: slice) -> Tensor:
+            total = torch.zeros(part.stop - part.start, dtype=torch.float64)
+            for change in changes:  # in the order of names, so that the sum's bits do not depend on who came first
+                total += change.get(part).double()
+            return total / len(changes)
+
+        return self.feedback[number].encode(mean, self.terms.kind)
 
     def _advance(self, outcome: Outcome) -> None:
         for name, why in outcome.left_out.items():
@@ -256,7 +263,7 @@ class Meeting:
             self.members[name].expected = False
         for name, offer in self.offers.items():
             self.members[name].accepted = outcome.round
-            self.members[name].sent_bytes += len(offer.data)
+            self.members[name].sent_bytes += offer.size_bytes
             self.figures[name] = offer.figures
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}
@@ -270,7 +277,7 @@ class Meeting:
             **outcome.model_dump(),
             "fragment": self.terms.fragment(outcome.round),
             "norms": {name: each.norm for name, each in sorted(self.offers.items())},
-            "bytes_in": {name: len(each.data) for name, each in sorted(self.offers.items())},
+            "bytes_in": {name: each.size_bytes for name, each in sorted(self.offers.items())},
             "bytes_out_each": len(data),
             "figures": {name: each.figures.model_dump() for name, each in sorted(self.offers.items())},
             "healed": self.healed,

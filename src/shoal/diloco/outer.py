@@ -32,4 +32,4 @@ def outer_step(
 
 def mix(local: Tensor, agreed: Tensor, keep: float) -> Tensor:
     """What a site goes on with: `keep` of its own parameters and the rest of the agreed ones. 0: the agreed ones."""
-    return agreed.clone() if keep == 0 else local * keep + agreed * (1 - keep)
+    return local * keep + agreed * (1 - keep)

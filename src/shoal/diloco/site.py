@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.diloco.agreed import Agreed
-from shoal.diloco.codec import ErrorFeedback, decode
+from shoal.diloco.codec import Encoded, ErrorFeedback
 from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, Outcome, Terms
 from shoal.diloco.outer import mix, pseudo_gradient
 from shoal.errors import ShoalError
@@ -43,9 +43,12 @@ class Site:
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
         """The digest of the parameters this round started from, and the encoded way from them to `tensors`."""
         number = self.terms.fragment(self.round)
-        local = self.terms.fragments.gather(tensors, number)
-        change = pseudo_gradient(self.agreed.parameters[number], local)
-        return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind)
+        agreed, local = self.agreed.parameters[number], self.terms.fragments.gather(tensors, number)
+
+        def change(part: slice) -> Tensor:
+            return pseudo_gradient(agreed[part], local[part])
+
+        return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind).to_bytes()
 
     def apply(self, tensors: Mapping[str, Tensor], outcome: Outcome, data: bytes, keep: float = 0.0) -> None:
         """Make the round's outer step and go on from there. Raises DifferentError if the result is not the meeting's.
@@ -55,12 +58,13 @@ class Site:
         number = self.terms.fragment(outcome.round)
         terms = self.terms
         if outcome.kept:
-            average = decode(data, terms.kind, terms.fragments.sizes[number])
+            average = Encoded.from_bytes(data, terms.kind, terms.fragments.sizes[number])
             self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(outcome.round))
         if self.agreed.digests[number] != outcome.digest:
             raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
-        local = terms.fragments.gather(tensors, number)
-        terms.fragments.scatter_(tensors, number, mix(local, self.agreed.parameters[number], keep))
+        agreed = self.agreed.parameters[number]
+        mixed = mix(terms.fragments.gather(tensors, number), agreed, keep) if keep else agreed
+        terms.fragments.scatter_(tensors, number, mixed)
         if self.name not in outcome.kept:
             self.forget()
         self.round = outcome.round + 1
