@@ -227,13 +227,14 @@ def picture(found: dict[str, Any], sites: int, path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot(found["loss_by_round"], color="#bbbbbb", linewidth=0.6, label="training, mean of the sites")
     heldout = found["heldout_loss_by_round"]
-    above.plot(list(heldout), list(heldout.values()), color="#4477aa", linewidth=1.5, label="held out, after the round")
-    top = above.get_ylim()[1]
+    above.plot([int(round) for round in heldout], list(heldout.values()), color="#4477aa", linewidth=1.5, label="held out, after the round")
+    low, top = above.get_ylim()
+    above.set_ylim(low, top + 0.4 * (top - low))  # room for the legend
     for kind, color in zip(KINDS, COLORS, strict=True):
         rounds = [each["round"] for each in found["faults"] if each["kind"] == kind]
         above.plot(rounds, [top] * len(rounds), "v", color=color, markersize=6, label=kind)
     above.set_ylabel("loss, nats per token")
-    above.legend(frameon=False, fontsize=8, ncols=2)
+    above.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     below.plot(found["kept_by_round"], drawstyle="steps-mid", color="#4477aa", linewidth=0.8)
     below.set(xlabel="round (outer step)", ylabel="sites that counted", ylim=(0, sites + 0.5))
     figure.savefig(path)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,7 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from shoal.diloco import gate
-from shoal.diloco.gate import BodyError, BusyError, Gate, SlowError, read_body
+from shoal.diloco.gate import DISCARD_RATE, BodyError, BusyError, Gate, SlowError, read_body
+from shoal.shardcast.serve.rates import BURST_S
 from tests.diloco.test_meeting import terms
 from tests.diloco.test_serve import Trainee, served
 
@@ -93,6 +95,32 @@ def test_a_body_is_read_up_to_its_limit_and_only_while_it_comes(monkeypatch: pyt
             await read_body(body_of(b"ab", ends=False), 4)
 
     asyncio.run(read())
+
+
+def test_refused_bodies_are_read_at_one_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    async def sleep(hold_s: float) -> None:
+        nonlocal now_s
+        now_s += hold_s
+
+    # For this module alone: a meeting in another thread sleeps too.
+    monkeypatch.setattr(gate, "asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
+    piece = bytes(1 << 20)
+    refused = body_of(*[piece] * (3 * int(DISCARD_RATE * BURST_S) // len(piece)))
+    asyncio.run(Gate(lambda: now_s).discard(refused))
+    assert now_s == pytest.approx(2 * BURST_S, rel=0.02)
+
+
+def test_a_site_that_sends_all_before_it_reads_gets_the_reason(tmp_path: Path) -> None:
+    """Without lingering, what is left of a refused body would reset the connection under the answer."""
+    with served(tmp_path / "meet", terms()) as host, socket.create_connection(("127.0.0.1", host.port)) as stranger:
+        stranger.settimeout(30)
+        stranger.sendall(b"PUT /v1/rounds/0/%s HTTP/1.1\r\nHost: x\r\n" % (b"0" * 64))
+        stranger.sendall(b"Content-Length: %d\r\n\r\n" % (16 << 20))
+        for _ in range(16):
+            stranger.sendall(bytes(1 << 20))
+        assert stranger.recv(4096).startswith(b"HTTP/1.1 401")
 
 
 def test_a_strangers_connection_ends_with_its_answer_and_a_sites_stays(tmp_path: Path) -> None:

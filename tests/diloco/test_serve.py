@@ -22,7 +22,7 @@ from shoal.diloco.remote import Remote
 from shoal.diloco.serve import Server, serve
 from shoal.diloco.site import Site, meet
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite
+from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.node import NodeError
 from shoal.protocol.signing import SignedAuth
 from tests.diloco.test_meeting import ABOUT, start, terms
@@ -217,6 +217,69 @@ def test_a_changed_state_is_not_taken(tmp_path: Path) -> None:
         host.meeting.state = changed  # type: ignore[method-assign]
         with pytest.raises(MeetingError, match="is not the one that the meeting signed"):
             a.remote.state("test")
+
+
+class Cutting(httpx.HTTPTransport):
+    """Every other answer with a piece of the state breaks off in the middle. Notes which pieces were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if not request.url.path.startswith("/v1/state/"):
+            return response
+        self.asked.append(request.url.path.rpartition("/")[2])
+        if len(self.asked) % 2:
+            return response
+        whole = response.read()
+
+        def half() -> Iterator[bytes]:
+            yield whole[: len(whole) // 2]
+            raise httpx.ReadError("cut", request=request)
+
+        return httpx.Response(response.status_code, headers=response.headers, content=half())
+
+
+def test_a_state_comes_in_pieces_and_a_connection_that_breaks_costs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("remote", "serve"):
+        monkeypatch.setattr(f"shoal.diloco.{module}.PIECE_BYTES", 1000)
+    with served(tmp_path / "meet", terms()) as host:
+        a = Trainee(host, "site-a", tmp_path)
+        a.join()
+        cutting = a.remote.node.client._transport = Cutting()
+        round, data = a.remote.state("test")
+        assert round == 0 and Agreed.from_bytes(data, host.terms.fragments).digests == a.site.agreed.digests
+        pieces = [str(offset) for offset in range(0, len(data), 1000)]
+        assert len(pieces) > 2 and sorted(set(cutting.asked), key=int) == pieces
+        assert len(cutting.asked) == len(pieces) + len(cutting.asked) // 2  # each cut is one piece more
+
+
+def test_a_state_that_is_never_whole_within_a_round_is_an_error(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms()) as host:
+        a = Trainee(host, "site-a", tmp_path)
+        a.join()
+        piece = a.remote._piece
+
+        def late(round: int, at_bytes: int) -> bytes:
+            a.rounds(1)
+            return piece(round, at_bytes)
+
+        a.remote._piece = late  # type: ignore[method-assign]
+        with pytest.raises(MeetingError, match="3 times a round ended before the state had come"):
+            a.remote.state("test")
+        assert host.meeting.round == 3
+
+
+def test_an_invite_of_another_kind_is_refused(tmp_path: Path) -> None:
+    other = make_invite(
+        Identity.generate(), url="http://c:1", run=RUN, role="worker", name="w-0", expires_s=2_000_000_000
+    )
+    with pytest.raises(MeetingError, match="this is not an invite for a site: `shoal meet` writes them"):
+        Remote(other, tmp_path, terms(), patience_s=1.0)
 
 
 def test_a_full_disk_ends_the_meeting_with_its_message_and_it_goes_on_later(

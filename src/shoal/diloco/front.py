@@ -26,6 +26,7 @@ SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20  # is hashed beside the event loop
 
 Handler = Callable[[web.Request, str, bytes], Awaitable[web.Response]]
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Nonces:
@@ -51,9 +52,7 @@ class Front:
         self.nonces, self.gate = Nonces(), Gate()
 
     @web.middleware
-    async def around(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def around(self, request: web.Request, handler: Route) -> web.StreamResponse:
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -76,13 +75,13 @@ class Front:
             await self.gate.discard(request)
         return response
 
-    def checked(self, handler: Handler, most: int = SMALL_BYTES, *, stranger: bool = False) -> Callable[..., object]:
+    def checked(self, handler: Handler, most: int = SMALL_BYTES, *, stranger: bool = False) -> Route:
         """A route for requests that a site signed, or a `stranger` who may become one, with bodies of at most `most` bytes.
 
         The handler is given the site's name (a stranger's key) and the body.
         """
 
-        async def respond(request: web.Request) -> web.Response:
+        async def respond(request: web.Request) -> web.StreamResponse:
             path, query = split_target(request.raw_path)
             try:
                 head = verify_head(

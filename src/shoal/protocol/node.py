@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -63,6 +63,7 @@ LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
 BUSY, UNSIGNED, UNREADABLE = (429, 503), 401, 400  # HTTP statuses; 503: another coordinator is taking over
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
+SEND_BYTES = 1 << 20  # of a body, handed over at once
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,18 @@ class ProtocolError(NodeError):
 
 class _BusyError(Exception):
     """The coordinator asks this node to wait."""
+
+
+class Pieces(httpx.ByteStream):
+    """A body that goes out piece by piece: httpcore copies all that is left of a piece after each part that is sent."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.data = data
+
+    def __iter__(self) -> Iterator[bytes]:
+        for at in range(0, len(self.data), SEND_BYTES):
+            yield self.data[at : at + SEND_BYTES]
 
 
 class Node:
@@ -307,7 +320,9 @@ class Node:
         """One answer, read whole and signed for this request. Raises TooLargeError, UnsignedAnswerError."""
         plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
         body, asked_s, begun_s = bytearray(), self.clock.clock(), time.monotonic()
-        with self.client.stream(method, path, content=content, headers=plain) as response:
+        request = self.client.build_request(method, path, content=content, headers=plain)
+        request.stream = Pieces(content)
+        with closing(self.client.send(request, stream=True)) as response:
             encoding = response.headers.get("content-encoding", "identity")
             if encoding != "identity":
                 raise NodeError(
