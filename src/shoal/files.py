@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,8 +82,17 @@ def new_file(path: Path, *, mode: int = 0o644, exact_mode: bool = False) -> Iter
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644, exact_mode: bool = False) -> None:
+    write_pieces(path, [data], mode=mode, exact_mode=exact_mode)
+
+
+def write_pieces(
+    path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o644, exact_mode: bool = False
+) -> None:
     with new_file(path, mode=mode, exact_mode=exact_mode) as file:
-        file.write(0, data)
+        at_bytes = 0
+        for piece in pieces:
+            file.write(at_bytes, piece)
+            at_bytes += len(piece)
         file.commit()
 
 

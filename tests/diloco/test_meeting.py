@@ -1,7 +1,7 @@
 """Sites and their meeting in one process: rounds, members who come and go, restarts at every moment."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.diloco import archive
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.codec import KINDS, Kind, encode
 from shoal.diloco.direct import Direct
 from shoal.diloco.fragments import Fragments
@@ -26,7 +26,7 @@ from shoal.diloco.messages import (
 )
 from shoal.diloco.report import summary
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
-from shoal.files import write_file
+from shoal.files import write_pieces
 
 SHAPES = {"model.layers.0.w": (20, 5), "model.layers.1.w": (20, 5), "embed": (30, 4)}
 ABOUT = {"model": "abc", "sites.inner_steps": "50"}
@@ -263,15 +263,16 @@ def test_a_meeting_that_is_killed_at_any_write_goes_on_as_if_it_was_not(
         meeting = found(folder, terms(sites=2, kind="int4", fragments=2))
         trainees, writes = together(meeting, "ab"), 0
 
-        def write(path: Path, data: bytes) -> None:
+        def write(path: Path, data: Iterable[bytes | memoryview]) -> None:
             nonlocal writes
             writes += 1
             if after or writes != die_at:
-                write_file(path, data)
+                write_pieces(path, data)
             if writes == die_at:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(archive, "write_file", write)
+        monkeypatch.setattr(archive, "write_pieces", write)
+        monkeypatch.setattr(archive, "write_file", lambda path, data: write(path, [data]))
         while meeting.round < 2:
             for each in trainees:
                 each.train()
@@ -465,3 +466,10 @@ def test_the_momentum_rises_over_the_first_rounds_of_each_fragment(tmp_path: Pat
     assert all(torch.equal(a.tensors[name], learned[name]) for name in SHAPES)  # as without momentum
     rounds([a], 3)  # the same momentum at the site and at the meeting, or the digests would differ
     assert digests([a]) == {"".join(meeting.agreed.digests)}
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms())
+    meeting.archive.path("state", 0).write_bytes(b"\x08")
+    with pytest.raises(StateError, match=r"state-000000.safetensors is damaged .*: restore"):
+        found(tmp_path, terms())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from shoal.diloco.codec import Encoded, parts
@@ -61,10 +61,6 @@ class Agreed:
                 )
             found.append([vector for vector in vectors if vector is not None])
         return cls(*found)
-
-    def to_bytes(self) -> bytes:
-        data: bytes = save(self.tensors())
-        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, fragments: Fragments) -> "Agreed":

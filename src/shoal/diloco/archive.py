@@ -12,13 +12,16 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.codec import ErrorFeedback
 from shoal.diloco.fragments import Fragments
 from shoal.diloco.messages import StateDescriptor
-from shoal.files import remove_leftovers, write_file
+from shoal.diloco.vectors import pieces
+from shoal.files import remove_leftovers, write_file, write_pieces
 
 KEPT = 2  # rounds whose state and average stay
 
@@ -51,14 +54,14 @@ class Archive:
 
     def state(self, round: int, fragments: Fragments) -> tuple[Agreed, list[ErrorFeedback]]:
         """What `write_state` wrote. Raises StateError."""
-        agreed = Agreed.from_bytes(self.path("state", round).read_bytes(), fragments)
-        left = load_file(self.path("rounding", round))
+        agreed = Agreed.take(_vectors(self.path("state", round)), fragments)
+        left = _vectors(self.path("rounding", round))
         return agreed, [ErrorFeedback(left[str(number)]) for number in range(len(fragments))]
 
     def write_state(self, round: int, agreed: Agreed, feedback: list[ErrorFeedback]) -> None:
         left = {str(number): each.left for number, each in enumerate(feedback)}
-        write_file(self.path("rounding", round), save(left))
-        write_file(self.path("state", round), agreed.to_bytes())
+        write_pieces(self.path("rounding", round), pieces(left))
+        write_pieces(self.path("state", round), pieces(agreed.tensors()))
 
     def describe(self, run: str, round: int) -> StateDescriptor:
         """The size and hash of a round's state; hashed once, when the first site asks."""
@@ -76,3 +79,11 @@ class Archive:
 
     def path(self, name: str, round: int) -> Path:
         return self.folder / f"{name}-{round:06d}.safetensors"
+
+
+def _vectors(path: Path) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise StateError(f"{path} is damaged ({error}): restore the meeting's folder from a backup") from error
+    return found
