@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diloco_model import Size, Trainee, perplexity, processor, tokens
 from filelock import FileLock
 from torch import Tensor
 
-from diloco_model import Size, Trainee, perplexity, processor, tokens
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import Kind
 from shoal.diloco.direct import Direct
@@ -38,7 +38,7 @@ from shoal.diloco.site import Site
 from shoal.files import write_file
 
 RESULT = Path(__file__).parent / "results" / "diloco.json"
-SEQUENCES, BEFORE, STEPS = 8, 500, 2_000  # a step's sequences; steps before DiLoCo begins; steps from there
+SEQUENCES, BEFORE, STEPS = 8, 500, 1_500  # a step's sequences; steps before DiLoCo begins; steps from there
 SIZE = Size(
     steps=BEFORE + STEPS,
     lr=1e-3,
@@ -176,8 +176,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
 def table() -> None:
     """Held-out perplexity, mean over seeds with its standard deviation, and bytes per site and token."""
     held = read()
-    count = held["parameters"] if "parameters" in held else held["runs"][0]["parameters"]
-    tokens_per_site = STEPS * SEQUENCES * SIZE.length
+    tokens = STEPS * SEQUENCES * SIZE.length
     for setting in GRID:
         runs = [run for run in held["runs"] if run["setting"] == asdict(setting)]
         if not runs:
@@ -185,11 +184,13 @@ def table() -> None:
         found = [run["perplexity"] for run in runs]
         spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
         n = setting.sites
-        sent = runs[0].get("sent_bytes_per_site", 0) / (tokens_per_site / n)
-        ring = 2 * (n - 1) / n * 4 * count * n / (SEQUENCES * SIZE.length)
+        sent = runs[0].get("sent_bytes_per_site", 0) / (tokens / n)
+        ring = 2 * (n - 1) / n * 4 * runs[0]["parameters"] * STEPS / (tokens / n)
         fewer = f"{ring / sent:,.0f}" if sent and n > 1 else "–"
-        line = [setting.sites, setting.inner_steps or "data-parallel", setting.kind, f"{statistics.mean(found):.2f}{spread}"]
-        print(f"| {' | '.join(map(str, line))} | {sent:,.1f} | {fewer} | {len(runs)} |")  # noqa: T201
+        how = f"H = {setting.inner_steps}, {setting.kind}" if setting.inner_steps else "data-parallel"
+        if setting.fragments > 1:
+            how += f", {setting.fragments} fragments, delay {setting.delay}"
+        print(f"| {n} | {how} | {statistics.mean(found):.2f}{spread} | {sent:,.1f} | {fewer} | {len(runs)} |")  # noqa: T201
 
 
 def main() -> None:
@@ -212,7 +213,13 @@ def main() -> None:
             setting, started_s = settings[0], time.process_time()
             found = sparse(setting, first, held_N) if setting.inner_steps else dense(first, held_N)
             cpu_s = round(time.process_time() - started_s, 1)
-            run = {"setting": asdict(setting), "seed": seed, "parameters": count, "perplexity_before": before, "cpu_s": cpu_s}
+            run = {
+                "setting": asdict(setting),
+                "seed": seed,
+                "parameters": count,
+                "perplexity_before": before,
+                "cpu_s": cpu_s,
+            }
             add(run | found, len(train_N))
             print(f"{setting} seed {seed}: perplexity {found['perplexity']:.3f}, {cpu_s} s", flush=True)  # noqa: T201
 
