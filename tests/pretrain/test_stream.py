@@ -84,6 +84,29 @@ def test_no_file_is_an_error_with_the_next_step(tmp_path: Path) -> None:
         Corpus("")
 
 
+def test_files_of_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("en/part-1.txt", "en/part-0.txt", "de/part-0.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    asked = []
+
+    def download(name: str, repo_type: str, allow_patterns: list[str]) -> str:
+        asked.append((name, repo_type, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    corpus = Corpus("allenai/c4:en/*.txt")
+    assert asked == [("allenai/c4", "dataset", ["en/*.txt"])]
+    assert [corpus.document(number).text for number in range(2)] == ["en/part-0.txt", "en/part-1.txt"]
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(TextError, match=r"allenai/c4 could not be fetched .*no route to host.*hf download allenai/c4"):
+        Corpus("allenai/c4:en/*.txt")
+
+
 def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:
     one = Corpus(str(write(tmp_path, "a.jsonl"))).fingerprint()
     assert Corpus(str(write(tmp_path, "b.jsonl"))).fingerprint() == one

@@ -16,8 +16,8 @@ class PretrainSection(Section):
 
     data: str = Field(
         default="",
-        description="files of text: a path or a pattern with *; .jsonl, .json (one object a line), .parquet or .txt, "
-        "the first three also with .gz after JSON",
+        description="files of text: a path, a pattern with *, or ORGANISATION/NAME:PATTERN for a data set on the Hugging "
+        "Face hub; .jsonl, .json (one object a line, also with .gz), .parquet or .txt",
     )
     field: str = Field(default="text", description="the field or column that holds the text")
     init: Literal["random", "weights"] = Field(

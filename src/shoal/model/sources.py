@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.model.hub import HubError, ask
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
@@ -103,14 +104,11 @@ def _from_hub(name: str) -> Path:
 
 
 def _asked_of_hub(name: str, download: Callable[[], str]) -> Path:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
-        return Path(download())
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return Path(ask(download))
+    except HubError as error:
         raise ModelNotFoundError(
-            f"model {name!r} was not found on the Hugging Face hub ({first_line}); for a local folder write ./{name}"
+            f"model {name!r} was not found on the Hugging Face hub ({error}); for a local folder write ./{name}"
         ) from error
 
 

@@ -3,14 +3,16 @@
     data/c4-train.*.json.gz    one JSON object a line with a field "text", as C4 is stored; also .jsonl, with or without .gz
     data/part-*.parquet        a column "text"
     notes.txt                  pieces of about 16 KiB, cut at line ends; together they are the file
+    allenai/c4:en/c4-train.0000*.json.gz    files of a data set on the Hugging Face hub, downloaded before the first is read
 
 Invariant: the same files give the same documents with the same numbers. Files are taken in the order of their names.
-Called by `stream`. Left out: the Hugging Face hub (download the files first), shuffling.
+Called by `stream`. Left out: shuffling.
 """
 
 import glob
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.model.hub import HubError, data_files
 
 PIECE_BYTES = 16 << 10
 HEAD_BYTES = 64 << 10  # of each file, for the fingerprint
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
 SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
@@ -37,6 +41,20 @@ class EndError(Exception):
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} documents")
         self.count = count
+
+
+def find(source: str) -> list[Path]:
+    """The files that a path, a pattern or a data set on the hub names, in the order of their names. Raises TextError."""
+    if not (hub := HUB.fullmatch(source)):
+        return sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
+    try:
+        return data_files(hub[1], [hub[2]])
+    except HubError as error:
+        raise TextError(
+            f"data set {hub[1]} could not be fetched from the Hugging Face hub ({error}); without a connection, download "
+            f"it elsewhere (hf download {hub[1]} --repo-type dataset --local-dir FOLDER) and set pretrain.data to "
+            f"FOLDER/{hub[2]}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -53,9 +71,12 @@ class Corpus:
         """Raises TextError if `source` names no file of text."""
         if not source:
             raise TextError(f"pretrain.data is empty: set it to files that end in {', '.join(SUFFIXES)}")
-        self.files = sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))  # noqa: PTH207 - a pattern may be absolute
+        self.files = find(source)
         if not self.files:
-            raise TextError(f"no file matches {source!r}; write a path or a pattern such as data/*.jsonl")
+            raise TextError(
+                f"no file matches {source!r}; write a path or a pattern such as data/*.jsonl, or ORGANISATION/NAME:PATTERN "
+                "for a data set on the Hugging Face hub"
+            )
         for path in self.files:
             if not path.name.endswith(SUFFIXES):
                 raise TextError(f"{path}: its name ends in none of {', '.join(SUFFIXES)}")

@@ -10,7 +10,6 @@ Invariant: every row is a conversation, or an error that names its file and line
 Called by `shoal sft`. Left out: images and sound, and other field names ("from" and "value").
 """
 
-import fnmatch
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.model.hub import HubError, ask, data_files
 
 SUFFIXES = (".jsonl", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,23 +56,20 @@ def find(source: str) -> list[Path]:
 
 
 def _from_hub(name: str, pattern: str = "") -> list[Path]:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi
 
     try:
-        patterns = [pattern] if pattern else _training_files(name, HfApi().list_repo_files(name, repo_type="dataset"))
-        folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        listed = [] if pattern else ask(lambda: HfApi().list_repo_files(name, repo_type="dataset"))
+        found = data_files(name, [pattern] if pattern else _training_files(name, listed))
+    except HubError as error:
         raise ConversationError(
-            f"data set {name!r} could not be fetched from the Hugging Face hub ({first_line}); for a local file "
+            f"data set {name!r} could not be fetched from the Hugging Face hub ({error}); for a local file "
             f"write a path that ends in {' or '.join(SUFFIXES)}"
         ) from error
-    names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix in SUFFIXES}
-    chosen = sorted(name for name in names if any(fnmatch.fnmatch(name, one) for one in patterns))
+    chosen = [path for path in found if path.suffix in SUFFIXES]
     if not chosen:
         raise ConversationError(f"data set {name!r} has no {' or '.join(SUFFIXES)} file that matches {pattern!r}")
-    return [names[one] for one in chosen]
+    return chosen
 
 
 def _training_files(name: str, files: list[str]) -> list[str]:

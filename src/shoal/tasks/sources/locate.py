@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.config.recipe import SourceSection
+from shoal.model.hub import HubError, ask
 from shoal.tasks.sources.rows import SUFFIXES
 from shoal.tasks.task import TasksNotFoundError
 
+T = TypeVar("T")
 DEFAULT_SPLIT = "train"
 KNOWN_SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eval", "heldout")
 
@@ -103,24 +105,13 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(sorted(names)[:12]) or "no readable files"
 
 
-def _ask(source: SourceSection, request: Callable[[], Any]) -> Any:
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
+def _ask(source: SourceSection, request: Callable[[], T]) -> T:
     try:
-        return request()
-    except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        httpx.HTTPError,
-        OSError,
-    ) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return ask(request)
+    except HubError as error:
         organisation, name, *config = source.hub.strip("/").split("/")
         raise TasksNotFoundError(
-            f"data set {source.hub} could not be fetched from the Hugging Face hub ({first_line}); without a connection, "
+            f"data set {source.hub} could not be fetched from the Hugging Face hub ({error}); without a connection, "
             f"download it elsewhere (hf download {organisation}/{name} --repo-type dataset --local-dir FOLDER) and set "
             f'path = "{"/".join(["FOLDER", *config])}" in place of hub'
         ) from error
