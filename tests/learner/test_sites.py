@@ -15,7 +15,8 @@ from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import Outcome
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
-from shoal.learner.sites import Publisher, SiteLearner, about_of, counting, settings_of, shares, terms_of
+from shoal.learner.site_policy import about_of, terms_of
+from shoal.learner.sites import Publisher, SiteLearner, counting, settings_of, shares
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.test_meeting import Clock
@@ -119,7 +120,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
         SiteLearner.take_over(again, *words)
         back.set()
 
-    b.train, b.place.roster.leave = dies, lambda: None  # type: ignore[method-assign]
+    b.train, b.place.leave = dies, lambda: None  # type: ignore[method-assign]
     a.batch, again.take_over = waits, returns  # type: ignore[method-assign]
     other = threading.Thread(target=a.run, args=(stop,), daemon=True)
     other.start()
