@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.diloco import outer
 from shoal.diloco.codec import KINDS, CodecError, ErrorFeedback, Kind, decode, encode, most_bytes
 from shoal.diloco.fragments import Fragments, digest
 from shoal.diloco.judge import refused
@@ -109,6 +110,18 @@ def test_with_error_feedback_what_was_decoded_adds_up_to_what_was_meant(kind: Ki
     assert (meant - arrived - feedback.left.double()).abs().max() < 1e-8  # what is missing is what is left
     assert (meant - arrived).abs().max() < 1e-3  # and that stays as small as one rounding
     assert (meant - arrived).norm() < 0.5 * (meant - without).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_of_several_parts_has_the_bits_of_one(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def round(length: int) -> tuple[bytes, list[bytes]]:
+        monkeypatch.setattr(outer, "CHUNK", length)
+        feedback, agreed, local = ErrorFeedback(numbers(5001, 1, 1e-4)), numbers(5001, 2), numbers(5001, 3)
+        data = feedback.encode(pseudo_gradient(agreed, local), kind)
+        after = outer_step(agreed, numbers(5001, 4), decode(data, kind, 5001), lr=0.7, momentum=0.9)
+        return data, [vector.numpy().tobytes() for vector in (feedback.left, *after)]
+
+    assert round(2048) == round(1 << 20)
 
 
 @pytest.mark.parametrize(

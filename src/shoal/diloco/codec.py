@@ -12,6 +12,7 @@ Invariant: `decode` depends on the bytes alone and gives the same bits everywher
 Called by `site` and `meeting`.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from shoal.diloco.outer import parts
 from shoal.errors import ShoalError
 
 Kind = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]
@@ -35,18 +37,21 @@ class CodecError(ShoalError):
 
 def encode(values: Tensor, kind: Kind) -> bytes:
     """A vector as safetensors."""
+    data: bytes = save(_rounded(values, kind))
+    return data
+
+
+def _rounded(values: Tensor, kind: Kind) -> dict[str, Tensor]:
     if kind in FLOATS:
         if kind == "fp16":
             values = torch.where(values.isinf(), values, values.clamp(-FP16_MAX, FP16_MAX))
-        plain: bytes = save({"data": values.to(FLOATS[kind])})
-        return plain
+        return {"data": values.to(FLOATS[kind])}
     largest = LARGEST[kind]
     blocks_BK = _blocks(values.float(), BLOCK[kind])
     scale_B1 = blocks_BK.abs().amax(1, keepdim=True).div_(largest)
     steps_BK = (blocks_BK / scale_B1.where(scale_B1 != 0, 1.0)).nan_to_num(0.0, largest, -largest)
     whole = steps_BK.round_().clamp_(-largest, largest).to(torch.int8).flatten()[: len(values)]
-    data: bytes = save({"data": _packed(whole) if kind == "int4" else whole, "scale": scale_B1.flatten()})
-    return data
+    return {"data": _packed(whole) if kind == "int4" else whole, "scale": scale_B1.flatten()}
 
 
 def decode(data: bytes, kind: Kind, length: int) -> Tensor:
@@ -58,6 +63,10 @@ def decode(data: bytes, kind: Kind, length: int) -> Tensor:
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     if found != (wanted := _layout(kind, length)):
         raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {found}")
+    return _restored(tensors, kind, length)
+
+
+def _restored(tensors: Mapping[str, Tensor], kind: Kind, length: int) -> Tensor:
     values = tensors["data"]
     if kind in FLOATS:
         return values if kind == "fp64" else values.float()
@@ -77,9 +86,17 @@ class ErrorFeedback:
         self.left = left  # float32; zeros at first
 
     def encode(self, values: Tensor, kind: Kind) -> bytes:
-        meant = values.double() + self.left.double()
-        data = encode(meant, kind)
-        self.left = (meant - decode(data, kind, len(values)).double()).float()
+        return self.encode_parts((values[part] for part in parts(len(values))), kind)
+
+    def encode_parts(self, values: Iterable[Tensor], kind: Kind) -> bytes:
+        """The same, of a vector that never is in memory as a whole: it comes in `parts`."""
+        left, found = torch.empty_like(self.left), []
+        for part, own in zip(parts(len(left)), values, strict=True):
+            meant = own.double() + self.left[part]
+            found.append(_rounded(meant, kind))
+            left[part] = meant - _restored(found[-1], kind, len(meant))
+        self.left = left
+        data: bytes = save({name: torch.cat([each[name] for each in found]) for name in found[0]})
         return data
 
 

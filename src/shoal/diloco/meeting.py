@@ -183,7 +183,7 @@ class Meeting:
             values = decode(data, self.terms.kind, self.terms.fragments.sizes[number])
         except CodecError as error:
             raise BadOfferError(f"the offer of {name} for round {round} is malformed: {error}") from error
-        self.offers[name] = Offer(data, float(values.double().norm()), figures)
+        self.offers[name] = Offer(data, float(torch.linalg.vector_norm(values, dtype=torch.float64)), figures)
         member.expected = True
         if self.first_offer_s is None:
             self.first_offer_s = self.clock()
@@ -279,8 +279,8 @@ class Meeting:
         size, kind = self.terms.fragments.sizes[number], self.terms.kind
         total = torch.zeros(size, dtype=torch.float64)
         for name in kept:  # in the order of names, so that the sum's bits do not depend on who came first
-            total += decode(self.offers[name].data, kind, size).double()
-        return self.feedback[number].encode(total / len(kept), kind)
+            total += decode(self.offers[name].data, kind, size)
+        return self.feedback[number].encode(total.div_(len(kept)), kind)
 
     def _advance(self, outcome: Outcome) -> None:
         for name, why in outcome.left_out.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.codec import ErrorFeedback, decode
 from shoal.diloco.messages import SILENT, Exchange, Figures, ForgottenError, Outcome, Terms
-from shoal.diloco.outer import mix, pseudo_gradient
+from shoal.diloco.outer import mix, parts, pseudo_gradient
 from shoal.errors import ShoalError
 
 
@@ -43,9 +43,9 @@ class Site:
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
         """The digest of the parameters this round started from, and the encoded way from them to `tensors`."""
         number = self.terms.fragment(self.round)
-        local = self.terms.fragments.gather(tensors, number)
-        change = pseudo_gradient(self.agreed.parameters[number], local)
-        return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind)
+        agreed, local = self.agreed.parameters[number], self.terms.fragments.gather(tensors, number)
+        changes = (pseudo_gradient(agreed[part], local[part]) for part in parts(len(local)))
+        return self.agreed.digests[number], self.feedback[number].encode_parts(changes, self.terms.kind)
 
     def apply(self, tensors: Mapping[str, Tensor], outcome: Outcome, data: bytes, keep: float = 0.0) -> None:
         """Make the round's outer step and go on from there. Raises DifferentError if the result is not the meeting's.
@@ -59,8 +59,10 @@ class Site:
             self.agreed.step(number, average, lr=terms.lr, momentum=terms.momentum_in(outcome.round))
         if self.agreed.digests[number] != outcome.digest:
             raise DifferentError(f"fragment {number} differs from the others' after round {outcome.round}")
-        local = terms.fragments.gather(tensors, number)
-        terms.fragments.scatter_(tensors, number, mix(local, self.agreed.parameters[number], keep))
+        after = self.agreed.parameters[number]
+        if keep:
+            after = mix(terms.fragments.gather(tensors, number), after, keep)
+        terms.fragments.scatter_(tensors, number, after)
         if self.name not in outcome.kept:
             self.forget()
         self.round = outcome.round + 1
