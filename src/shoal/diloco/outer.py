@@ -9,7 +9,7 @@
 θ are the parameters that all sites agree on, θ_i those of site i after its inner steps. The papers use η = 0.7, μ = 0.9.
 
 Invariant: equal arguments give equal bits on every machine. Each line is one product or one sum in float64, which IEEE 754
-rounds in one way only, and each result is rounded to float32 once. There is no sum over elements, so a vector is computed CHUNK
+rounds in one way only, and each result is rounded to float32 once. No sum runs over elements, so vectors are computed CHUNK
 numbers at a time: float64 copies of a whole model would be most of a site's memory.
 Called by `site` and `meeting`. All tensors are vectors of equal length on the CPU.
 """
