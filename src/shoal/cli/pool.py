@@ -89,8 +89,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     readmit_.add_argument("name", help="the worker's name, as `shoal status` shows it")
 
     status_ = commands.add_parser("status", help="show the state of any pool")
-    where = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
-    status_.add_argument("pool", metavar="URL|DIR", help=where)
+    watched = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
+    status_.add_argument("pool", metavar="URL|DIR", help=watched)
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
 
 

@@ -70,7 +70,7 @@ class Figures(Message):
     computed_s: Seconds = 0.0
     waited_s: Seconds = 0.0  # for data
     synced_s: Seconds = 0.0  # for other sites
-    sent_bytes: Size = 0  # in earlier rounds
+    sent_bytes: Size = 0
     received_bytes: Size = 0
 
 

@@ -12,7 +12,7 @@ from math import isfinite
 from rich.table import Table
 from rich.text import Text
 
-from shoal.view.figures import clean, count, number, percent, ratio
+from shoal.view.figures import NONE, clean, count, number, percent, ratio
 
 RECENT = 64  # newest steps that are searched for sites
 KEPT = re.compile(r"^sites/(.+)/kept$")
@@ -71,7 +71,7 @@ def sites_table(sites: Sequence[SiteRow], width: int) -> Table:
         table.add_column(title, no_wrap=True, justify="right")
     for site in sites:
         times = (percent(site.share(each), 0) for each in (site.computed_s, site.waited_s, site.synced_s))
-        sizes = (f"{count(each)}B" for each in (site.sent_bytes, site.received_bytes))
+        sizes = (f"{count(each)}B" if each else NONE for each in (site.sent_bytes, site.received_bytes))
         state = Text(site.state, style="" if site.well else "yellow")
         table.add_row(Text(site.name), state, number(site.loss), *times, *sizes)
     return table
