@@ -1,4 +1,4 @@
-"""Why many short rounds with the papers' outer momentum overshoot: one small llama, sites simulated as in `diloco.py`.
+"""Why many short rounds with the papers' outer momentum overshoot: one small llama, sites simulated in turn.
 
     python benchmarks/diloco_momentum.py --steps 400 --seeds 0 1 --out benchmarks/results/diloco_momentum.json
 
@@ -16,14 +16,14 @@ import math
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from diloco_model import Size, Trainee, perplexity, processor, tokens
 from torch import Tensor
 
-from diloco import BATCH, TOKENS, Size, Trainee, perplexity, processor, tokens
 from shoal.diloco.fragments import Fragments
 from shoal.diloco.outer import outer_step, pseudo_gradient
 from shoal.files import write_file
@@ -56,7 +56,7 @@ GRID = [
 
 
 def train(setting: Setting, data: tuple[Tensor, Tensor], seed: int, size: Size) -> dict[str, Any]:
-    inner = Size(size.width, size.steps, size.lr * setting.inner_scale)
+    inner = replace(size, lr=size.lr * setting.inner_scale)
     trainees = [Trainee(data[0], seed, [number], inner) for number in range(SITES)]
     fragments = Fragments({name: tuple(tensor.shape) for name, tensor in trainees[0].tensors.items()})
     agreed = fragments.gather(trainees[0].tensors, 0)
@@ -77,7 +77,7 @@ def train(setting: Setting, data: tuple[Tensor, Tensor], seed: int, size: Size) 
             fragments.scatter_(trainee.tensors, 0, agreed)
         rounds.append({"step": step, "cosine": cosine, "norm": norm, "gain": gain})
         if step % EVERY == 0:
-            rounds[-1]["heldout_loss"] = math.log(perplexity(trainees[0].model, data[1]))
+            rounds[-1]["heldout_loss"] = math.log(perplexity(trainees[0].model, data[1], size))
     return {"perplexity": math.exp(rounds[-1]["heldout_loss"]), "rounds": rounds}
 
 
@@ -90,12 +90,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data, size = tokens(), Size(arguments.width, arguments.steps, arguments.lr)
+    size = Size(steps=arguments.steps, lr=arguments.lr, width=arguments.width)
+    data = tokens(size)
     held: dict[str, Any] = {
         "command": f"python benchmarks/diloco_momentum.py {' '.join(sys.argv[1:])}",
         "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
         "sites": SITES,
-        "tokens_per_step_and_site": BATCH * TOKENS,
+        "tokens_per_step_and_site": size.sequences * size.length,
         "size": asdict(size),
         "runs": [],
     }

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from shoal.shardcast.fetch.client import Client
+from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.safetensors_layout import read_layout
 from shoal.shardcast.publish import growing as growing_module
 from shoal.shardcast.publish import origin as origin_module
@@ -201,6 +203,40 @@ def test_readers_of_what_was_given_up_get_what_is_published_instead(tmp_path):
                 again.finish()
             await until(lambda: mirror.status.versions == [0])
             assert mirror.store.missing(opened(source, 0)) == []
+            return await fetching
+
+    assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model0")
+
+
+def test_a_reader_that_asks_for_a_shard_too_late_fetches_what_was_published_instead(tmp_path, monkeypatch):
+    """It gets a shard of the new version before it looks at the manifest again."""
+    now_s = iter(range(1, 100))
+    source = origin(tmp_path, clock=lambda: float(next(now_s)))
+    dying = Learner(tmp_path, 0, seed=9)
+    asked, published, real = threading.Event(), threading.Event(), Sources.shard
+
+    async def late(sources, version, part, incoming, **more):
+        if incoming.shard.index == 1 and not published.is_set():
+            asked.set()
+            await asyncio.to_thread(published.wait, 30)
+        await real(sources, version, part, incoming, **more)
+
+    async def blind(client, sources, offer):
+        return offer
+
+    monkeypatch.setattr(Sources, "shard", late)
+    monkeypatch.setattr(Client, "_grown", blind)
+
+    async def run():
+        async with serving(source.store) as up:
+            with following(source, dying.watched):
+                dying.write(25_000)
+                fetching = asyncio.create_task(asyncio.to_thread(client(tmp_path, up, wait_s=5).fetch, 0))
+                await asyncio.to_thread(asked.wait, 30)
+                again = Learner(tmp_path, 0)
+            with following(source, again.watched):
+                again.finish()
+            published.set()
             return await fetching
 
     assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model0")

@@ -1,7 +1,8 @@
 """What is new in a run, to every open page at once.
 
-Invariant: while nobody watches, nothing is read. While somebody does, the run is looked at once for all of them, never for
-more than SHARE of the time, and each page gets every step and evaluation after the last one it has seen, in order (`Seen`).
+Invariant: while nobody watches, nothing is read. While somebody does, the run is looked at once for all of them. Looking and
+telling the pages take at most SHARE of one core, so that many open pages are told less often, down to every FAR_APART_S.
+Each page gets every step and evaluation after the last one it has seen, in order (`Seen`).
 Called by the server. One thread of its own reads the run.
 """
 
@@ -11,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 from shoal.dashboard.curves import accuracy, curves, flow, point
@@ -21,7 +23,8 @@ from shoal.protocol.messages import Status
 from shoal.view import Pace
 
 LOOK_S = 1.0
-SHARE = 0.02  # of one core, at most, for looking
+SHARE = 0.02  # of one core, at most, for looking and telling
+FAR_APART_S = 10.0  # between two looks, at most, whatever telling the pages costs
 FLOW_S = 5.0  # between two counts of the verdicts and groups of all steps
 FAR = 400  # new steps beyond which a page opens anew
 BEAT_S = 15.0  # a sign of life, so that a proxy keeps the connection
@@ -60,6 +63,7 @@ class Feed:
         self.status: Status | None = None
         self.problem = ""
         self._overview = ""  # JSON
+        self._step, self._evaluation = lru_cache(FAR)(self._new_step), lru_cache(FAR)(self._new_evaluation)
         self._flow: tuple[float, dict[str, Any]] = (-FLOW_S, {})
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
         self._waiting = 0
@@ -160,13 +164,12 @@ class Feed:
                 if seen is None or seen.steps > now.steps or now.steps - seen.steps > FAR:
                     yield event("reopen", "{}", str(now))
                     seen = now
-                history = self.run.history
-                for step in history.metrics[seen.steps : now.steps]:
+                while seen.steps < now.steps:
                     seen = Seen(seen.steps + 1, seen.evaluations)
-                    yield event("step", json.dumps(point(step), allow_nan=False), str(seen))
-                for found in history.evaluations[seen.evaluations : now.evaluations]:
+                    yield self._step(seen)
+                while seen.evaluations < now.evaluations:
                     seen = Seen(seen.steps, seen.evaluations + 1)
-                    yield event("evaluation", json.dumps(accuracy(found), allow_nan=False), str(seen))
+                    yield self._evaluation(seen)
                 if shown != self._overview:
                     shown = self._overview
                     yield event("overview", shown)
@@ -178,6 +181,15 @@ class Feed:
         finally:
             self._watching -= 1
 
+    def _new_step(self, seen: Seen) -> bytes:
+        """The event of the last step of `seen`."""
+        step = self.run.history.metrics[seen.steps - 1]
+        return event("step", json.dumps(point(step), allow_nan=False), str(seen))
+
+    def _new_evaluation(self, seen: Seen) -> bytes:
+        found = self.run.history.evaluations[seen.evaluations - 1]
+        return event("evaluation", json.dumps(accuracy(found), allow_nan=False), str(seen))
+
     async def close(self) -> None:
         if self._task:
             self._task.cancel()
@@ -186,12 +198,21 @@ class Feed:
     async def _look_on(self) -> None:
         """Look while anybody watches."""
         while True:
-            began_s = time.monotonic()
+            began_s, used_s = time.monotonic(), time.thread_time()
             if self._watching and await self.ask(self.refresh):
                 async with self._news:
                     self._turn += 1
                     self._news.notify_all()
-            await asyncio.sleep(max(LOOK_S, (time.monotonic() - began_s) / SHARE))
+            looked_s = time.monotonic() - began_s
+            await asyncio.sleep(LOOK_S)  # the pages are told meanwhile
+            told_s = time.thread_time() - used_s
+            await asyncio.sleep(rest_s(looked_s, told_s))
+
+
+def rest_s(looked_s: float, told_s: float) -> float:
+    """How long to rest after LOOK_S, for SHARE of one core to cover both."""
+    both_s = min((looked_s + told_s) / SHARE, FAR_APART_S)
+    return max(both_s, looked_s / SHARE, LOOK_S) - LOOK_S
 
 
 def event(kind: str, data: str, id_: str = "") -> bytes:

@@ -2,12 +2,13 @@
 
 Invariant: an accepted group is shown from the file that a validator signed, a rejected one from the worker's own, decoded
 in a child process because such a file may be made to crash its reader. Text is only ever text. Called by the server, one at
-a time. Left out: files in a bucket.
+a time. Files in a bucket are read with the credentials of this process's environment.
 """
 
 import json
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from shoal.dashboard.words import is_hard, reason_words, said
 from shoal.errors import ShoalError
 from shoal.model.turns import model_positions
 from shoal.protocol.messages.checking import MOST_MISSED
-from shoal.store.folder import Folder
+from shoal.store.folder import Folder, Store
 from shoal.view import clean
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Rollouts:
 
     def __init__(self, folder: Path, coordinator: Path, config: Config, queries: Queries) -> None:
         self.folder, self.config, self.queries = folder, config, queries
-        self.store = Folder(coordinator / "store")
+        self.coordinator = coordinator
         self.limits = {
             "max_rows": config.workers.largest * config.sampling.group_size,
             "max_tokens": config.sampling.max_tokens,
@@ -174,12 +175,10 @@ class Rollouts:
         }
 
     def group(self, seq: int, group: int) -> dict[str, Any]:
-        """All completions of one group side by side. Raises NoRolloutsError."""
+        """All completions of one group side by side. Raises NoRolloutsError, StoreError."""
         row = self.queries.submission(seq)
         if row is None:
             raise NoRolloutsError(f"there is no submission {seq}")
-        if self.config.store.url:
-            raise NoRolloutsError("this run keeps its rollouts in a bucket, which the dashboard does not read")
         file_hash, accepted_hash = row[8], row[9]
         every: list[AcceptedRollout | Rollout] = []
         if row[5] == "accepted" and accepted_hash:
@@ -217,6 +216,16 @@ class Rollouts:
                 for number, found in rows.items()
             ],
         }
+
+    @cached_property
+    def store(self) -> Store:
+        """Raises StoreError without credentials."""
+        section = self.config.store
+        if not section.url:
+            return Folder(self.coordinator / "store")
+        from shoal.store.bucket import Bucket, Place  # needs the extra `s3`
+
+        return Bucket(Place.of(section.url, section.endpoint, section.region))
 
     def _accepted(self, content_hash: str) -> Sequence["AcceptedRollout"]:
         from shoal.store.rollouts import read_accepted

@@ -72,9 +72,7 @@ def credentials_from(environment: Mapping[str, str]) -> Credentials:
     """Raises StoreError."""
     found = [environment.get(name, "") for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
     if not (found[0] and found[1]):
-        raise StoreError(
-            "the bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the coordinator's environment"
-        )
+        raise StoreError("the bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in this process's environment")
     return Credentials(*found)
 
 

@@ -314,6 +314,8 @@ class Client:
                     offer = newer
                     download.add(new, last=offer[1].streams[part].complete)
         except ExceptionGroup as errors:
+            if not offer[1].streams[part].complete:
+                await self._check_offered(sources, offer)  # else its shards are others now
             raise first_error(errors) from errors
         return offer, partial.files
 
@@ -323,6 +325,12 @@ class Client:
             raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
         offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]
         return max([offer, *offers], key=lambda o: len(o[1].content.shards))
+
+    async def _check_offered(self, sources: Sources, offer: Offer) -> None:
+        """Raises ReplacedError if servers answer and none offers this version as it was begun."""
+        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
+        if answers and not any(answer and answer[1].extends(offer[1]) for answer in answers.values()):
+            raise ReplacedError(f"version {offer[1].version} was given up while it was fetched; fetch again")
 
     @asynccontextmanager
     async def _sources(self) -> AsyncIterator[Sources]:
