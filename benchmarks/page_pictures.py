@@ -1,6 +1,7 @@
 """Takes the pictures of the pages that docs/ shows, in Chromium, from a run's folder.
 
     python benchmarks/page_pictures.py RUN                      docs/images/dashboard*.png
+    python benchmarks/page_pictures.py RUN --sites              docs/images/dashboard-sites.png, of a run over sites
     python benchmarks/page_pictures.py RUN --chat "QUESTION"    docs/images/chat-*.png, with two of the run's versions
 
 RUN is a finished run, for the dashboard one with a cheating worker (`shoal run configs/tiny-byzantine.toml --out RUN`).
@@ -37,11 +38,14 @@ DASHBOARD = [  # name, view, theme, screen
     ("dashboard-rollouts-phone-dark", "rollouts", "dark", PHONE),
 ]
 
+SITES = [("dashboard-sites", "sites", "light", WIDE)]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--chat", metavar="QUESTION")
+    parser.add_argument("--sites", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
@@ -52,7 +56,7 @@ def main() -> None:
                 chat(browser, url, arguments.chat, arguments.out)
         else:
             with serving("dashboard", arguments.run, "--port", "0") as url:
-                for name, view, theme, screen in DASHBOARD:
+                for name, view, theme, screen in SITES if arguments.sites else DASHBOARD:
                     dashboard(browser, url, view, theme, screen, arguments.out / f"{name}.png")
         browser.close()
 
@@ -67,7 +71,7 @@ def dashboard(browser: Any, url: str, view: str, theme: str, screen: dict[str, i
         page.wait_for_selector(".side")
         page.evaluate("scrollTo(0, document.querySelector('.verdict').getBoundingClientRect().top - 140)")
     page.wait_for_timeout(1500)  # the last answers
-    if view in ("timeline", "nodes"):
+    if view in ("timeline", "nodes", "sites"):
         height = page.evaluate("document.querySelector('main').getBoundingClientRect().bottom")
         page.screenshot(path=path, clip={"x": 0, "y": 0, "width": screen["width"], "height": min(height, 1200)})
     else:

@@ -55,6 +55,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def two_sites(finished: Path, tmp_path: Path) -> Path:
+    """The same run, trained at two sites. The second has a name with markup, and no part in the last step."""
+    folder = shutil.copytree(finished, tmp_path / "sites")
+    database = sqlite3.connect(folder / "coordinator" / "pool.sqlite")
+    rows = database.execute("SELECT key, body FROM history WHERE kind = 'step' ORDER BY seq").fetchall()
+    for number, (key, body) in enumerate(rows):
+        told = {"sites/kept": 2.0}
+        for name, kept in (("site-0", 1.0), (MARKUP[:20], float(number < len(rows) - 1))):
+            told |= {f"sites/{name}/{what}": kept for what in ("kept", "loss", "computed_s", "synced_s", "sent_bytes")}
+        database.execute("UPDATE history SET body = ? WHERE key = ?", [json.dumps(json.loads(body) | told), key])
+    database.commit()
+    database.close()
+    return folder
+
+
+@pytest.fixture
 def serving() -> Iterator[Serving]:
     """Starts servers in a thread; each call returns the address of one."""
     loop = asyncio.new_event_loop()

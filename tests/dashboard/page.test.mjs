@@ -25,6 +25,11 @@ test("figures are written as the terminal writes them", () => {
   }
 });
 
+test("the losses of sites are found among the curves, by name", () => {
+  const values = { loss: [1], "loss site-1": [null, 2], reward: [0], "loss site-0": [3, 4] };
+  assert.deepEqual(figures.siteLosses(values), [["site-0", [3, 4]], ["site-1", [null, 2]]]);
+});
+
 test("ticks are round and within the range", () => {
   assert.deepEqual(figures.ticks(0, 0.76, 4), [0, 0.2, 0.4, 0.6]);
   assert.deepEqual(figures.wholeTicks(1, 3, 6), [1, 2, 3]);

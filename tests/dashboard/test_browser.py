@@ -92,6 +92,24 @@ def test_a_rejection_is_explained(chromium: Any, finished: Path, serving: Servin
 
 
 @pytest.mark.parametrize("width", [390, 1440])
+def test_sites_are_shown_where_the_learner_has_some(
+    chromium: Any, finished: Path, two_sites: Path, serving: Serving, width: int
+) -> None:
+    assert Watched(chromium, serving(finished)).open().locator("#views a", has_text="Sites").count() == 0
+    watched = Watched(chromium, serving(two_sites), width=width, height=844)
+    page = watched.open("sites")
+    assert page.locator("#views a[aria-current=page]").inner_text() == "Sites"
+    rows = page.locator("tbody tr")
+    assert rows.count() == 2 and "missing" in page.locator("tr", has_text="<img").inner_text()
+    assert "50 %" in page.locator("tr", has_text="site-0").inner_text()
+    page.wait_for_selector("path.line.c-ink", state="attached")  # level lines have no height
+    assert page.locator(".plot path.line").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert "owned" not in page.title() and page.locator("main img, main script").count() == 0
+    assert watched.errors == [] and watched.asked == {watched.url}
+
+
+@pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_view_is_wider_than_the_screen(
     chromium: Any, finished: Path, serving: Serving, view: str, width: int

@@ -95,6 +95,33 @@ def test_a_silent_node_is_no_health() -> None:
     assert answers(status(nodes=nodes), RunHistory())["Is it healthy?"][1] == "good"
 
 
+def two_sites(rewards: list[float], **of_1: float) -> list[dict[str, float]]:
+    """Two sites that count; the last step says of site-1 what `of_1` says."""
+    both = {f"sites/site-{n}/{key}": 1.0 for n in (0, 1) for key in ("kept", "loss")} | {"sites/kept": 2.0}
+    found = [step | both for step in steps(rewards)]
+    found[-1] |= {f"sites/site-1/{key}": value for key, value in of_1.items()}
+    return found
+
+
+def test_the_sites_of_a_learner_are_shown_with_their_curves() -> None:
+    history = RunHistory(metrics=two_sites([0.1, 0.2], computed_s=3.0, synced_s=1.0, sent_bytes=5.0, loss=0.5))
+    told = overview(status(), history, config=None, queries=None, running=True)["sites"]
+    assert [(site["name"], site["state"], site["tone"]) for site in told] == [
+        (f"site-{n}", "counts", "good") for n in (0, 1)
+    ]
+    assert {key: told[1][key] for key in ("loss", "computing", "waiting", "syncing", "sent")} == {
+        "loss": 0.5, "computing": 0.75, "waiting": 0.0, "syncing": 0.25, "sent": 5.0,
+    }  # fmt: skip
+    assert curves(history.metrics)["values"]["loss site-1"] == [1.0, 0.5]
+    assert point(history.metrics[1])["loss site-1"] == 0.5
+
+
+def test_a_site_that_is_missing_is_no_health() -> None:
+    assert answers(status(), RunHistory(metrics=two_sites([0.1])))["Is it healthy?"][1] == "good"
+    history = RunHistory(metrics=two_sites([0.1], kept=0.0))
+    assert answers(status(), history)["Is it healthy?"] == ("Look here", "warn")
+
+
 def test_every_reason_has_words() -> None:
     assert REASONS.keys() == set(Reason)
     assert is_hard("proof") and not is_hard("inexact") and reason_words("of a later version") == "of a later version"

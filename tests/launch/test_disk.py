@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from shoal import config as config_module
 from shoal.config import Config, parse
 from shoal.launch.clean import clean_run
-from shoal.launch.disk import RESERVE_BYTES, DiskFullError, check_space, explain, file_system, needs, used_bytes
+from shoal.launch.disk import RESERVE_BYTES, DiskFullError, Needs, check_space, explain, file_system, needs, used_bytes
 from shoal.launch.folder import LOCK, FolderError, locked
 
 MODEL = 100_000_000  # parameters
@@ -34,6 +35,17 @@ def test_the_estimate_counts_the_checkpoint_that_is_written_beside_the_kept_ones
         return needs(parse({"run": {"steps": 20}, "learner": learner}), MODEL).peak_bytes
 
     assert peak(checkpoint_every=10) - peak(checkpoint_every=20) == 12 * MODEL
+
+
+def test_the_estimate_counts_every_site_and_their_meeting() -> None:
+    def found(sites: int, kind: str = "bf16") -> Needs:
+        return needs(parse({"learner": {"sites": {"sites": sites, "kind": kind}}}), MODEL)
+
+    one_more = (Config().learner.keep_last + 1) * 12 * MODEL + (Config().learner.keep_versions + 1) * 2 * MODEL
+    assert found(3).peak_bytes - found(2).peak_bytes == one_more
+    assert found(1).peak_bytes - needs(Config(), MODEL).peak_bytes > 3 * 12 * MODEL  # the meeting's states
+    assert found(2, "fp64").peak_bytes - found(2).peak_bytes == 3 * (8 - 2) * MODEL
+    assert found(2).kept_bytes - needs(Config(), MODEL).kept_bytes > 2 * 12 * MODEL
 
 
 def test_a_short_run_needs_less() -> None:
@@ -77,11 +89,12 @@ def test_a_full_disk_is_explained_with_its_file_system(tmp_path: Path) -> None:
     assert explain(OSError(errno.EACCES, "denied"), tmp_path) == "[Errno 13] denied"
 
 
-def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2) -> Path:
+def stopped(folder: Path, *, keep_every: int = 0, keep: int = 2, sites: int = 0) -> Path:
     """A run's folder as a stopped run leaves it. `keep`: versions at the relays."""
     (folder / "coordinator").mkdir(parents=True)
     (folder / "coordinator" / "coordinator.json").write_text('{"run": "r", "url": "http://127.0.0.1:1"}')
-    config = parse({"learner": {"keep_every": keep_every, "keep_versions": 1}, "relays": {"keep": keep}})
+    learner = {"keep_every": keep_every, "keep_versions": 1} | ({"sites": {"sites": sites}} if sites else {})
+    config = parse({"learner": learner, "relays": {"keep": keep}})
     (folder / "config.toml").write_text(config_module.dumps(config))
     names = {
         "coordinator": ["pool.sqlite", "store/accepted/a.parquet"],
@@ -135,6 +148,29 @@ def test_cleaning_keeps_what_resuming_and_the_user_need(tmp_path: Path) -> None:
         "origin/store/v000006",
     ):
         assert not (run / gone).exists(), gone
+    assert clean_run(run) == 0
+
+
+def test_the_folders_of_sites_and_of_their_meeting_are_cleaned(tmp_path: Path) -> None:
+    """The meeting was killed between writing round 8's state and naming it: it goes on in round 7."""
+    run = stopped(tmp_path / "run", sites=2)
+    shutil.copytree(run / "learner", run / "learner-1")
+    meet = run / "meet"
+    (meet / "invites").mkdir(parents=True)
+    (meet / "invites" / "site-0.invite").write_text("x")
+    (meet / "meeting.json").write_text('{"round": 7}')
+    for name, rounds in (("state", (6, 7, 8)), ("rounding", (6, 7, 8)), ("average", (5, 6, 7))):
+        for number in rounds:
+            (meet / f"{name}-{number:06d}.safetensors").write_text("x" * 100)
+    shutil.copytree(run / "learner/versions", meet / "versions")
+    clean_run(run)
+    for node in ("learner", "learner-1", "meet"):
+        assert [path.name for path in (run / node / "versions").iterdir()] == ["v000008"], node
+    assert [path.name for path in (run / "learner-1/checkpoints").iterdir()] == ["step-000008"]
+    left = {path.name for path in meet.glob("*.safetensors")}
+    named = (("average", 6), ("average", 7), ("rounding", 7), ("rounding", 8), ("state", 7), ("state", 8))
+    assert left == {f"{name}-{number:06d}.safetensors" for name, number in named}
+    assert (meet / "invites/site-0.invite").exists() and (run / "learner-1/invite").exists()
     assert clean_run(run) == 0
 
 

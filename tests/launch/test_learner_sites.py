@@ -42,6 +42,11 @@ def test_a_site_is_killed_and_a_site_is_frozen_and_the_run_goes_on(tmp_path: Pat
     assert (out / "model" / "model.safetensors").exists()
     assert [each["round"] for each in rounds(out)] == list(range(24))
     assert rounds(out)[-1]["kept"] == ["site-0"]
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["sites/site-0/computed_s"] > 0 for step in steps) and "sites/site-1/kept" not in steps[-1]
+    assert any(step["sites/kept"] == 2.0 and step["sites/site-1/sent_bytes"] > 0 for step in steps)
+    assert "sites: 2 of 2 count" in printed and "site-1 away since step" in printed
+    assert len(list((out / "meet").glob("state-*"))) == 1  # the run's end frees what nobody needs
     last = "versions/v000024/model.safetensors"
     assert (out / "meet" / last).read_bytes() == (out / "learner" / last).read_bytes()
     lost = [name for each in rounds(out) for name in {*each["dealt"]} - {*each["kept"]}]

@@ -5,7 +5,8 @@
 
 Each job is a run in its folder: {"model", "out", "files", "validator", "steps", "dtype", "changed", "die"}. The posted
 reports go to OUT/reports.json. `die`: the process sends itself SIGKILL in "computing" gradients of a row, "updating" or
-"checkpointing" after that many. `shown`, if there is one, is `Pool.shown`.
+"checkpointing" after that many. `shown`, if there is one, is `Pool.shown`. A job with "site", the file of an invite, is at
+one of several sites.
 A job with "check" calls one of `sharding` instead: {"check", "model", "out", "settings"}.
 """
 
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint import hf_storage
 from shoal.learner.ranks import Ranks
 
 from .sharding import CHECKS
-from .support import Pool, make_learner
+from .support import Pool, SitePool, make_learner, make_site_learner
 
 
 def main() -> None:
@@ -37,10 +39,12 @@ def main() -> None:
             (out / f"{ranks.rank}.json").write_text(json.dumps(found))
             continue
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]
-        pool = Pool(*files, validator=job["validator"]) if ranks.leads else None
+        kind = SitePool if "site" in job else Pool
+        pool = kind(*files, validator=job["validator"]) if ranks.leads else None
         if pool is not None:
             pool.shown = job.get("shown", ())
-        learner = make_learner(
+        make = partial(make_site_learner, Path(job["site"])) if "site" in job else make_learner
+        learner = make(
             Path(job["model"]), out, pool, steps=job["steps"], dtype=job["dtype"], ranks=ranks, **job["changed"]
         )
         if what := job["die"].get("computing"):

@@ -11,13 +11,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.config import Config, parse
 from shoal.config.recipe import LearnerSection, LossSection
+from shoal.diloco.invites import name_of
+from shoal.diloco.remote import Remote
 from shoal.learner.batch import MicroBatch, micro_batches
 from shoal.learner.groups import Group
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
+from shoal.learner.site_policy import terms_of
+from shoal.learner.sites import SiteLearner, settings_of
 from shoal.model.dtype import DtypeName
 from shoal.protocol.identity import Identity
+from shoal.protocol.invite import read_invite
 from shoal.protocol.messages import Batch, BatchGroup, Ok, StepReport
 from shoal.store.rollouts import SCHEMA_VERSION, AcceptedRollout, Header, write_accepted
 
@@ -205,6 +210,15 @@ class Pool(Store):
         return kind()
 
 
+class SitePool(Pool):
+    """The same for one of several sites, which asks how many steps are reported."""
+
+    def get(self, path: str, kind: Any) -> Any:
+        if path == "/v1/status":
+            return SimpleNamespace(trained=len({report.step for report in self.reports}))
+        return super().get(path, kind)
+
+
 def make_learner(
     model: Path,
     out: Path,
@@ -220,3 +234,14 @@ def make_learner(
     torch.manual_seed(config.run.seed)
     policy = Policy(model, config.learner, dtype, "cpu", config.sampling.temperature, ranks)
     return Learner(pool, config, policy, out)  # type: ignore[arg-type]
+
+
+def make_site_learner(
+    invite: Path, model: Path, out: Path, pool: Pool | None, *, steps: int, ranks: Ranks, **changed: Any
+) -> SiteLearner:
+    """The same at the site of this invite, whose meeting is reached over HTTP."""
+    of = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
+    read, settings = read_invite(str(invite)), settings_of(of.config)
+    terms = terms_of(settings, steps, of.policy)
+    way = Remote(read, out, terms, patience_s=settings.give_up_s) if ranks.leads else None
+    return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way, way)

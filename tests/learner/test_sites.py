@@ -3,7 +3,6 @@
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,25 +11,19 @@ import torch
 from shoal.config import Config, ConfigError, parse
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import Outcome
+from shoal.diloco.messages import Figures, Outcome
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
-from shoal.learner.sites import Publisher, SiteLearner, about_of, counting, settings_of, shares, terms_of
+from shoal.learner.site_policy import about_of, terms_of
+from shoal.learner.sites import Publisher, SiteLearner, counting, settings_of, shares, site_metrics
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.test_meeting import Clock
 from tests.pretrain.test_outer import Shared
 
-from .support import GROUPS, RUN, SETTINGS, Pool, make_groups, make_learner, run_config, step_file, submission
+from .support import GROUPS, RUN, SETTINGS, Pool, SitePool, make_groups, make_learner, run_config, step_file, submission
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class SitePool(Pool):
-    def get(self, path: str, kind: Any) -> Any:
-        if path == "/v1/status":
-            return SimpleNamespace(trained=len({report.step for report in self.reports}))
-        return super().get(path, kind)
 
 
 class Quiet(Shared):
@@ -90,7 +83,10 @@ def test_one_site_with_h_1_is_the_plain_learner_bit_for_bit(tiny_folder: Path, t
     assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
     assert plain["v000000"] != plain["v000002"]
     assert [report.step for report in pool.reports] == [0, 1]
-    assert all(report.metrics["sites/kept"] == 1.0 for report in pool.reports)
+    for report in pool.reports:
+        assert report.metrics["sites/kept"] == report.metrics["sites/site-0/kept"] == 1.0
+        assert report.metrics["sites/site-0/loss"] == report.metrics["loss"]
+        assert report.metrics["sites/site-0/computed_s"] > 0 < report.metrics["sites/site-0/sent_bytes"]
 
 
 def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_folder: Path, tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
         SiteLearner.take_over(again, *words)
         back.set()
 
-    b.train, b.place.roster.leave = dies, lambda: None  # type: ignore[method-assign]
+    b.train, b.place.leave = dies, lambda: None  # type: ignore[method-assign]
     a.batch, again.take_over = waits, returns  # type: ignore[method-assign]
     other = threading.Thread(target=a.run, args=(stop,), daemon=True)
     other.start()
@@ -158,6 +154,36 @@ def test_a_step_that_nobody_could_report_any_more_is_reported_by_who_comes_back(
     assert site(tiny_folder, tmp_path, pool, meeting, of, "site-0").run(threading.Event()) == "finished"
     assert [report.step for report in pool.reports] == [0, 1]
     assert len(records(pool)[0].groups) == GROUPS and records(pool)[0].after == records(pool)[1].before
+
+
+def test_one_site_with_lora_is_the_plain_learner_with_lora(tiny_folder: Path, tmp_path: Path) -> None:
+    files, lora = [step_file(0)], {"lora": {"rank": 4}}
+    make_learner(tiny_folder, tmp_path / "plain", Pool(*files), steps=1, **lora).run(threading.Event())
+    of = config(1, 1, **lora)
+    meeting = meeting_of(tiny_folder, tmp_path / "meet", of)
+    assert sum(meeting.terms.fragments.sizes) < 60_000, "adapters alone travel"
+    assert site(tiny_folder, tmp_path, SitePool(*files), meeting, of, "site-0").run(threading.Event()) == "finished"
+    plain = versions(tmp_path / "plain")
+    assert plain == versions(tmp_path / "site-0") == versions(tmp_path / "meet")
+    assert plain["v000000"] != plain["v000001"]
+    adapter = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "plain" / adapter).read_bytes() == (tmp_path / "site-0" / adapter).read_bytes()
+    merged = "model/model.safetensors"
+    assert (tmp_path / "plain" / merged).read_bytes() == (tmp_path / "site-0" / merged).read_bytes()
+
+
+def test_the_step_says_of_every_site_how_it_fared() -> None:
+    figures = {"a": Figures(loss=0.5, computed_s=3.0, sent_bytes=7), "b": Figures(loss=None)}
+    outcome = Outcome(
+        round=0, kept=["a"], left_out={"b": "not finite"}, missing=["c"], dealt=["a", "b", "c"], figures=figures,
+        digest="0" * 64,
+    )  # fmt: skip
+    found = site_metrics(outcome)
+    assert (found["sites/kept"], found["sites/lost"]) == (1.0, 2.0)
+    assert (found["sites/a/kept"], found["sites/a/left_out"], found["sites/a/loss"]) == (1.0, 0.0, 0.5)
+    assert (found["sites/a/computed_s"], found["sites/a/sent_bytes"]) == (3.0, 7.0)
+    assert (found["sites/b/kept"], found["sites/b/left_out"]) == (0.0, 1.0) and "sites/b/loss" not in found
+    assert (found["sites/c/kept"], found["sites/c/left_out"]) == (0.0, 0.0) and "sites/c/computed_s" not in found
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])

@@ -89,7 +89,8 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     readmit_.add_argument("name", help="the worker's name, as `shoal status` shows it")
 
     status_ = commands.add_parser("status", help="show the state of any pool")
-    status_.add_argument("pool", metavar="URL|DIR", help="the coordinator's URL, or the folder of a run or coordinator")
+    watched = "the URL of a coordinator or of a sites' meeting, or the folder of a run or coordinator"
+    status_.add_argument("pool", metavar="URL|DIR", help=watched)
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
 
 
@@ -267,15 +268,23 @@ def status(arguments: argparse.Namespace) -> None:
     import httpx
     from rich.console import Console
 
+    from shoal.cli.sites import meeting_at, screen, watch_meeting
     from shoal.protocol.address import find_coordinator
     from shoal.protocol.watch import PoolWatch, UnreachableError
     from shoal.tracking.report import SUMMARY
     from shoal.view.pool import show, watch
 
     with httpx.Client(timeout=5) as client:
+        url = find_coordinator(arguments.pool)
+        if (meeting := meeting_at(url, client)) is not None:
+            if arguments.watch:
+                watch_meeting(url, meeting, client, Console())
+            else:
+                Console().print(screen(meeting, Console().width))
+            return
         look = watch if arguments.watch else show
         try:
-            look(PoolWatch(find_coordinator(arguments.pool), client), Console())
+            look(PoolWatch(url, client), Console())
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise

@@ -4,11 +4,13 @@ Invariant: a curve of more than MOST points is cut into buckets of steps; a poin
 `high` are the bucket's extremes, so no spike disappears. Called by the feed and the report.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shoal.dashboard.queries import Queries
 from shoal.protocol.messages import Evaluation
+from shoal.view import clean
 
 MOST = 360  # points
 NAMES = {  # of metrics.jsonl, by what the page calls them
@@ -33,18 +35,25 @@ NAMES = {  # of metrics.jsonl, by what the page calls them
     "memory": "memory/rss_peak_bytes",
     "skipped": "optim/skipped",
 }
+SITE_LOSS = re.compile(r"^sites/(.+)/loss$")
 Curve = dict[str, Any]
+
+
+def names_in(keys: Collection[str]) -> dict[str, str]:
+    """Those of these metrics that the page draws, by what it calls them: NAMES, and the loss at each of several sites."""
+    losses = {f"loss {clean(site[1])}": key for key in sorted(keys) if (site := SITE_LOSS.match(key))}
+    return {name: key for name, key in NAMES.items() if key in keys} | losses
 
 
 def point(metrics: Mapping[str, float]) -> dict[str, float]:
     """One step as the page calls its figures; `x` counts trained steps from 1."""
-    found = {name: short(metrics[key]) for name, key in NAMES.items() if key in metrics}
+    found = {name: short(metrics[key]) for name, key in names_in(metrics).items()}
     return {"x": int(metrics["step"]) + 1, "t": round(metrics.get("time_s", 0.0), 2)} | found
 
 
 def curves(history: Sequence[Mapping[str, float]], most: int = MOST) -> Curve:
     """All curves: `x`, `t`, and for each name its values, with `low` and `high` where steps were put together."""
-    names = {name: key for name, key in NAMES.items() if any(key in step for step in history)}
+    names = names_in({key for step in history for key in step})
     spans = buckets(len(history), most)
     together = len(spans) < len(history)
     ends = [point(history[last - 1]) for _, last in spans]

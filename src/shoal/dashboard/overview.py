@@ -17,6 +17,7 @@ from shoal.protocol.messages import Evaluation, NodeStatus, Status
 from shoal.tracking.estimates import wilson
 from shoal.view import busy_frac, clean, count, duration, grader_errors, no_signal, number, percent, total
 from shoal.view.figures import SILENT_S, eta_s
+from shoal.view.sites import SiteRow, sites_of
 
 LEAST_STEPS = 6  # before a trend is worth a word
 CLEAR = 2.0  # standard errors between the two ends of the reward, before it counts as a trend
@@ -66,6 +67,7 @@ def overview(
         "slashed": [clean(name) for name in status.slashed],
         "exact": status.exact.model_dump(),
         "grading": {"recent": status.grading.recent, "errors": status.grading.errors},
+        "sites": [_site(site) for site in sites_of(history.metrics)],
         "notices": [said(notice) for notice in status.notices],
         "nodes": _counts(status, state),
         "queue": queries.states() if queries else {},
@@ -79,6 +81,19 @@ def overview(
         found["loss"] = config.learner.loss.kind
         found["sources"] = [clean(source.label) for source in config.tasks.sources]
     return found
+
+
+def _site(site: SiteRow) -> dict[str, Any]:
+    times_s = {"computing": site.computed_s, "waiting": site.waited_s, "syncing": site.synced_s}
+    return {
+        "name": said(site.name),
+        "state": site.state,
+        "tone": "good" if site.well else "warn",
+        "loss": site.loss,
+        "sent": site.sent_bytes,
+        "received": site.received_bytes,
+        **{name: site.share(seconds) for name, seconds in times_s.items()},
+    }
 
 
 def _about(seconds: float | None, grain_s: float) -> float | None:
@@ -135,6 +150,7 @@ def _healthy(status: Status, history: RunHistory, state: str) -> Answer:
     skipped = int(total(history.metrics, "optim/skipped"))
     if skipped:
         problems.append(f"{skipped} updates skipped by the guard")
+    problems += [f"{site.name} {site.state}" for site in sites_of(history.metrics) if not site.well]
     suspended = [node for node in status.nodes if node.suspended_s]
     if suspended:
         problems.append(f"{len(suspended)} suspended: {', '.join(clean(node.name) for node in suspended[:STATED])}")

@@ -209,6 +209,7 @@ class Meeting:
             left_out=left_out,
             missing=missing,
             dealt=self.dealt,
+            figures={name: each.figures for name, each in sorted(self.offers.items())},
             digest=self.agreed.digests[number],
         )
         self.members.lost_shares += len(set(self.dealt) - set(kept))

@@ -18,6 +18,7 @@ DIGEST = r"^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Words = Annotated[str, Field(max_length=400)]
+Size = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,14 @@ class Welcome(Message):
 
 
 class Figures(Message):
-    """What a site says of itself with an offer, for people: nothing is decided by it. Seconds since it started."""
+    """What a site says of itself with an offer, for people: nothing is decided by it. Seconds and bytes since it started."""
 
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # of its last inner step
     computed_s: Seconds = 0.0
     waited_s: Seconds = 0.0  # for data
     synced_s: Seconds = 0.0  # for other sites
+    sent_bytes: Size = 0
+    received_bytes: Size = 0
 
 
 SILENT = Figures()
@@ -83,6 +86,7 @@ class Outcome(Message):
     left_out: dict[str, str]  # site and reason
     missing: list[str]
     dealt: list[str] = []  # the sites that shared the round's work, if it was shared
+    figures: dict[str, Figures] = {}  # of each site that offered
     digest: Digest  # of the fragment's agreed parameters afterwards
 
 

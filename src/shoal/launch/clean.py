@@ -1,11 +1,13 @@
 """Free the disk space that a stopped run no longer needs: `shoal clean DIR`, and the end of `shoal run`.
 
 Invariant: what resuming and the user need is never removed: `model/`, the newest checkpoint and those of
-`learner.keep_every`, the learner's newest `keep_versions`, the newest `relays.keep` versions at the origin with the deltas
-and anchors they need (a manifest is signed only once, and submissions of these versions may wait for a validator), the
-coordinator's folder, keys, invites, logs and metrics. Called by `cli` and `swarm`.
+`learner.keep_every`, the newest `learner.keep_versions`, for each site if the learner has several, what their meeting goes
+on from, the newest `relays.keep` versions at the origin with the deltas and anchors they need (a manifest is signed only
+once, and submissions of these versions may wait for a validator), the coordinator's folder, keys, invites, logs and metrics.
+Called by `cli` and `swarm`.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from shoal import config as config_module
 from shoal.config import Config
 from shoal.launch.disk import used_bytes
 from shoal.launch.folder import locked, stopped_run
+from shoal.launch.members import MEETING, members
 
 CACHES = ("weights", "store", "tasks")  # of every node except the origin: another node has the same bytes
 
@@ -30,21 +33,42 @@ def clean_run(folder: Path) -> int:
 
 def remove_caches(folder: Path, config: Config) -> int:
     """Remove weight caches, relay stores, older versions and older checkpoints. Returns the bytes freed."""
-    keep_every = config.learner.keep_every
     before = used_bytes(folder)
     for node in folder.iterdir():
         if (node / "invite").is_file() and node.name != "origin":
             for name in CACHES:
                 shutil.rmtree(node / name, ignore_errors=True)
-    learner = folder / "learner"
-    for old in sorted(learner.glob("versions/v*"))[: -config.learner.keep_versions]:
-        shutil.rmtree(old)
-    for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
-        if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
-            shutil.rmtree(old)
+    for learner in (folder / each.name for each in members(config) if each.role == "learner"):
+        _remove_versions(learner, config)
+        _remove_checkpoints(learner, config)
+    if config.learner.sites:
+        _remove_versions(folder / MEETING, config)
+        _remove_rounds(folder / MEETING)
     for old in _unneeded(sorted(folder.glob("origin/store/v*")), config.relays.keep):
         shutil.rmtree(old)
     return before - used_bytes(folder)
+
+
+def _remove_versions(node: Path, config: Config) -> None:
+    for old in sorted(node.glob("versions/v*"))[: -config.learner.keep_versions]:
+        shutil.rmtree(old)
+
+
+def _remove_checkpoints(learner: Path, config: Config) -> None:
+    every = config.learner.keep_every
+    for old in sorted(learner.glob("checkpoints/step-*"))[:-1]:
+        if not every or int(old.name.removeprefix("step-")) % every:
+            shutil.rmtree(old)
+
+
+def _remove_rounds(meeting: Path) -> None:
+    """What sites agreed on before the open round's state, which the meeting names, and the last average."""
+    held = meeting / "meeting.json"
+    open_round = json.loads(held.read_text())["round"] if held.exists() else 0
+    for name, oldest in (("state", open_round), ("rounding", open_round), ("average", open_round - 1)):
+        for path in meeting.glob(f"{name}-*.safetensors"):
+            if int(path.stem.removeprefix(f"{name}-")) < oldest:
+                path.unlink()
 
 
 def _unneeded(versions: list[Path], keep: int) -> list[Path]:

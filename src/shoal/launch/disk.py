@@ -14,6 +14,9 @@ from shoal.errors import ShoalError, disk_is_full
 
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
 CHECKPOINT_BYTES = 12  # per parameter: the fp32 master and two moments of AdamW
+STATE_BYTES = 12  # per parameter: what sites agree on and its velocity, and what rounding left over, in fp32
+WIRE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "int4": 1}  # of one number, rounded up
+ROUNDS = 3  # of the sites' meeting: two are kept, beside the one that is written
 DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
 RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
@@ -44,6 +47,11 @@ def needs(config: Config, parameters: int) -> Needs:
     workers = (config.workers.count + len(config.workers.cheat)) * versions(WORKER_KEEP)
     validators = config.validator.count * versions(config.coordinator.async_level + 2)
     evaluator = versions(EVALUATOR_KEEP)
+    sites, meeting_round, meeting = 1, 0, 0
+    if learner.sites:
+        sites = learner.sites.sites
+        meeting_round = version if learner.lora else (STATE_BYTES + WIRE_BYTES[learner.sites.kind]) * parameters
+        meeting = ROUNDS * meeting_round + versions(learner.keep_versions)
 
     def store(keep: int) -> int:
         """Kept versions are deltas of others, back to a version that is stored whole."""
@@ -52,9 +60,11 @@ def needs(config: Config, parameters: int) -> Needs:
         return int((whole + DELTA_FRAC * n) * version)
 
     stores = store(config.origin.keep) + config.relays.count * store(config.relays.keep)
-    caches = versions(learner.keep_versions) + workers + validators + evaluator + stores
-    kept = (1 + kept_for_good) * checkpoint + version + store(config.relays.keep)
-    return Needs(peak_bytes=checkpoints + caches, kept_bytes=min(kept, checkpoints + caches))
+    caches = sites * versions(learner.keep_versions) + meeting + workers + validators + evaluator + stores
+    kept = sites * ((1 + kept_for_good) * checkpoint + version) + store(config.relays.keep)
+    kept += meeting_round + version if learner.sites else 0
+    peak = sites * checkpoints + caches
+    return Needs(peak_bytes=peak, kept_bytes=min(kept, peak))
 
 
 def free_bytes(folder: Path) -> int:

@@ -141,6 +141,23 @@ class Ranks:
         dist.gather(own.contiguous().view(torch.uint8), parts, dst=0)  # as bytes, which every backend knows
         return None if found is None else found[: len(tensor)].cpu()
 
+    @torch.no_grad()
+    def spread_(self, tensor: Tensor, value: Tensor | None) -> None:
+        """Set a sharded tensor to the leader's whole `value`; other ranks pass None. All ranks must call it."""
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(tensor, DTensor)
+        own, rows = local(tensor), shard_rows(tensor)
+        found = own.new_empty(rows, *own.shape[1:])
+        parts = None
+        if value is not None:
+            padded = found.new_zeros(rows * self.size, *own.shape[1:])
+            padded[: len(value)] = value
+            parts = list(torch.split(padded, rows))
+        dist.scatter(found, parts, src=0)
+        own.copy_(found[: len(own)])
+
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered on every rank; any other tensor unchanged. All ranks must call it."""

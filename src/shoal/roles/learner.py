@@ -38,7 +38,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
 
     ranks = Ranks.start(RANKS_TIMEOUT_S, LEADER_TIMEOUT_S)
     with _leading(invite, folder, threads, ranks, stop) as (node, config, dtype):
-        _check_site(config, site, ranks.size)
+        _check_site(config, site)
         torch.manual_seed(config.run.seed)
         model = resolve(config.model.name)
         device = config.model.device
@@ -53,7 +53,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
     return ended
 
 
-def _check_site(config: Config, site: Invite | None, ranks: int) -> None:
+def _check_site(config: Config, site: Invite | None) -> None:
     if config.learner.sites and site is None:
         raise ConfigError(
             "this run's learner is spread over several sites: add --site INVITE, which `shoal meet` writes"
@@ -62,17 +62,18 @@ def _check_site(config: Config, site: Invite | None, ranks: int) -> None:
         raise ConfigError(
             "this run's learner is at one site, because its config has no [learner.sites]: leave out --site"
         )
-    if site is not None and ranks > 1:
-        raise ConfigError("the learner of a site is one process: start it without torchrun")
 
 
 def _at_site(
     node: Node | None, config: Config, policy: Policy, folder: Path, site: Invite, stop: threading.Event
 ) -> Learner:
+    from shoal.diloco.invites import name_of
     from shoal.diloco.remote import Remote
-    from shoal.learner.sites import SiteLearner, settings_of, terms_of
+    from shoal.learner.site_policy import terms_of
+    from shoal.learner.sites import SiteLearner, settings_of
 
-    assert node is not None  # it leads, because it is alone
+    if node is None:
+        return SiteLearner(None, config, policy, folder, name_of(site), None, None)
     settings = settings_of(config)
     terms = terms_of(settings, config.run.steps, policy)
     authority = Path(settings.tls_ca) if settings.tls_ca else None

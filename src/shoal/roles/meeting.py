@@ -13,14 +13,18 @@ VERSIONS = "versions"  # in the meeting's folder; the origin watches it
 
 def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     """Raises MeetingError if the folder holds another run's meeting."""
+    import torch
+
     from shoal.diloco.agreed import Agreed
     from shoal.learner.policy import Policy
-    from shoal.learner.sites import Publisher, about_of, settings_of, terms_of
+    from shoal.learner.site_policy import about_of, terms_of
+    from shoal.learner.sites import Publisher, settings_of
     from shoal.model.sources import resolve
 
     section = config.learner
     no_reference = section.loss.model_copy(update={"beta": 0.0})
     section = section.model_copy(update={"loss": no_reference, "compile": False})
+    torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
     settings = settings_of(config)
     terms = terms_of(settings, config.run.steps, policy)

@@ -19,7 +19,7 @@ from shoal.diloco.about import about_model
 from shoal.diloco.messages import Exchange, Roster, Terms
 from shoal.learner.checkpoint import Progress
 from shoal.learner.policy import Policy
-from shoal.learner.sites import LATE, PolicySite, about_of, terms_of
+from shoal.learner.site_policy import LATE, PolicySite, about_of, terms_of
 from shoal.protocol.node import StoppedError
 from shoal.sft.batch import Data, fingerprint
 from shoal.sft.trainer import Sft, claim, drop_after
@@ -54,7 +54,7 @@ class SiteSft(Sft):
         try:
             round = self.place.enter(self.about, "it comes back" if round else "it joins")
             drop_after(self.metrics, round * self._updates)
-            while round < self.place.site.terms.rounds:
+            while round < self.place.terms.rounds:
                 try:
                     loss = self.train_share(round, self.place.deal(stop), stop)
                     outcome = self.place.meet(loss, stop)
@@ -63,20 +63,20 @@ class SiteSft(Sft):
                     round = self.place.enter(self.about, str(error))
                     continue
                 round += 1
-                log.info("round %d of %d: %s", round, self.place.site.terms.rounds, ", ".join(outcome.kept))
+                log.info("round %d of %d: %s", round, self.place.terms.rounds, ", ".join(outcome.kept))
                 self.evaluate(min(round * self._updates, len(self.plan)))
                 self.checkpoints.begin(Progress(step=round))
         except StoppedError:
             return None
         finally:
             self.checkpoints.finish()
-            self.place.roster.leave()
+            self.place.leave()
         return self.publish()
 
     def train_share(self, round: int, sites: Sequence[str], stop: threading.Event) -> float | None:
         """This site's updates of a round. Returns the last one's loss. Raises StoppedError."""
         started_s, loss = time.monotonic(), None
-        for number in shared(round, len(self.plan), self._updates, sites)[self.place.site.name]:
+        for number in shared(round, len(self.plan), self._updates, sites)[self.place.name]:
             if stop.is_set():
                 raise StoppedError(f"stopped before update {number + 1}")
             loss = self.train(number)

@@ -7,6 +7,7 @@ characters and cut to its column, and numbers are clamped before they are divide
     figures   numbers of a run, and how they are written
     pace      tokens per second of each node
     screen    the whole run
+    sites     the learner's sites, if it has several
     samples   what the model wrote
     events    what is new, line by line
     keys      keys pressed in the terminal

@@ -25,6 +25,7 @@ from shoal.view.figures import (
     useful_share,
 )
 from shoal.view.samples import sample_lines
+from shoal.view.sites import sites_of, summary
 
 PROGRESS_S = 60.0
 SHOWN_SAMPLES = 3
@@ -49,6 +50,7 @@ class Events:
         self._reasons: dict[str, int] = {}
         self._slashed: set[str] = set()
         self._noticed: set[str] = set()
+        self._sites: list[str] = []  # what was last said of them
         self._suspended: set[str] = set()
         self._flat = 0  # groups with equal rewards when that was last said
         self._grader_errors = 0  # when they were last said
@@ -61,6 +63,7 @@ class Events:
         return [
             *self._membership(status),
             *self._training(status, history),
+            *self._learner_sites(history),
             *self._evaluations(history),
             *self._rejections(status),
             *self._slashes(status),
@@ -114,6 +117,13 @@ class Events:
                 f"waiting {number(step.get('perf/waiting_s'), 1)} s"
             )
         self._steps = max(self._steps, len(history.metrics))
+
+    def _learner_sites(self, history: RunHistory) -> Iterator[str]:
+        """Who counts, when that changes."""
+        told, before = summary(sites) if (sites := sites_of(history.metrics)) else [], self._sites
+        if told != before:
+            self._sites = told
+            yield f"sites: {', '.join(told)}"
 
     def _evaluations(self, history: RunHistory) -> Iterator[str]:
         for found in history.evaluations:

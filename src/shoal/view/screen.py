@@ -2,8 +2,8 @@
 
 Invariant: no line is wider than the console, whatever a node reports, and progress, training and verdicts are shown on any
 terminal of at least 80x24. Called by `shoal run` and `shoal status`.
-Left out: scrolling. The tree of weights needs a taller terminal. Nodes that do not fit are counted; nodes with a problem
-are shown first.
+Left out: scrolling. The tables of sites and weights need a taller terminal. Nodes that do not fit are counted; nodes with
+a problem are shown first.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,7 @@ from shoal.view.figures import (
     useful_share,
 )
 from shoal.view.pace import Pace
+from shoal.view.sites import sites_of, sites_table, summary
 from shoal.view.tree import SERVERS, weights_tree
 
 MAX_WIDTH = 120  # more would only pull the columns apart
@@ -83,10 +84,18 @@ class Screen:
         weights = _panel("weights", _weights(self.status, width, takers))
         verdicts = Padding(_verdicts(self.status, width - 4), (0, 2))
         room -= sum(map(lines, (header, training, verdicts)))
+        sites = self._sites(width)
+        sites = sites if room - sum(map(lines, sites)) >= FRAME + FEW else []
+        room -= sum(map(lines, sites))
         tree = [weights] if room - lines(weights) >= FRAME + FEW else []
         room -= sum(map(lines, tree))
         nodes = _nodes_panel(self.status, self.pace, width, room)
-        yield from console.render(Group(header, training, *tree, nodes, verdicts), options.update(width=width))
+        yield from console.render(Group(header, training, *sites, *tree, nodes, verdicts), options.update(width=width))
+
+    def _sites(self, width: int) -> list[RenderableType]:
+        """The learner's sites, if it has several."""
+        sites = sites_of(self.history.metrics)
+        return [_panel("sites", sites_table(sites, width))] if sites else []
 
 
 def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
@@ -134,6 +143,9 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     rows.add_row("rollout age", _age(status, history, cells))
     rows.add_row("learner", _learner(history, cells))
     rows.add_row("next batch", _batch(status))
+    if sites := sites_of(history.metrics):
+        calm = all(site.well for site in sites)
+        rows.add_row("sites", _one_line(summary(sites), cells, style="" if calm else "yellow"))
     if words := no_signal(status.signal):
         rows.add_row("no signal", Text(words, style="yellow"))
     if words := grader_errors(status.grading):
@@ -147,12 +159,12 @@ def _source(name: str, reward: float, step: dict[str, float]) -> str:
     return f"{clean(name)} {number(reward)}" + (f" ({number(filtered, 0)} left out)" if filtered else "")
 
 
-def _one_line(items: Sequence[str], cells: int) -> Text:
+def _one_line(items: Sequence[str], cells: int, style: str = "") -> Text:
     """As many of the items as fit next to each other, and how many do not."""
     kept = list(items)
     while True:
         hidden = len(items) - len(kept)
-        text = Text("   ".join([*kept, *([f"and {hidden} more"] if hidden else [])]))
+        text = Text("   ".join([*kept, *([f"and {hidden} more"] if hidden else [])]), style=style)
         if text.cell_len <= cells or not kept:
             return text
         kept.pop()

@@ -98,6 +98,11 @@ export function linear([low, high], [from, to]) {
   return (value) => from + (value - low) * slope;
 }
 
+// The sites whose loss the curves hold, each with its values: curves are called "loss NAME".
+export function siteLosses(values) {
+  return Object.keys(values).filter((name) => name.startsWith("loss ")).sort().map((name) => [name.slice(5), values[name]]);
+}
+
 // A path through the known points; a gap where a value is missing.
 export function path(xs, ys, x, y) {
   let text = "";

@@ -6,10 +6,11 @@ import { Nodes } from "./nodes.js";
 import { Overview } from "./overview.js";
 import { Rollouts } from "./rollouts.js";
 import { ask, follow, Run } from "./run.js";
+import { Sites } from "./sites.js";
 import { Timeline } from "./timeline.js";
 import { Validation } from "./validation.js";
 
-const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["nodes", "Nodes", Nodes], ["validation", "Validation", Validation], ["rollouts", "Rollouts", Rollouts]];
+const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["nodes", "Nodes", Nodes], ["sites", "Sites", Sites], ["validation", "Validation", Validation], ["rollouts", "Rollouts", Rollouts]];
 const byId = (id) => document.getElementById(id);
 let shown = null;
 
@@ -35,7 +36,7 @@ async function open() {
   const kept = new Map();
   const show = () => {
     const [name, ...rest] = location.hash.slice(1).split("/");
-    const views = VIEWS.filter(([id]) => run.details || id === "overview" || id === "nodes");
+    const views = VIEWS.filter(([id]) => (id === "sites" ? run.overview.sites.length : run.details || id === "overview" || id === "nodes"));
     const [id, , View] = views.find(([one]) => one === name) || views[0];
     replace(byId("views"), views.map(([one, title]) => h("a", { href: `#${one}`, "aria-current": one === id ? "page" : null }, title)));
     shown?.stop();
