@@ -15,13 +15,15 @@ import pytest
 
 from shoal.config import Config
 from shoal.errors import restart_helps
+from shoal.protocol import calling
 from shoal.protocol import node as node_module
 from shoal.protocol.answers import sign_answer
+from shoal.protocol.calling import ASKING, NodeError, RefusedError, StoppedError, TooLargeError
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
-from shoal.protocol.node import ASKING, Node, NodeError, RefusedError, StoppedError, TooLargeError
+from shoal.protocol.node import Node
 from shoal.protocol.signing import split_target, verify_request
 from shoal.shardcast import Arrival
 
@@ -237,8 +239,8 @@ def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) ->
 
 def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()  # the clock goes on by a quarter of a second with each look at it
-    monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
-    monkeypatch.setattr(node_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
+    monkeypatch.setattr(calling, "LOOK_S", 0.001)
     stop, freed = threading.Event(), threading.Event()
     looks_before_stop = 0
 
@@ -254,7 +256,7 @@ def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, m
             Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
     finally:
         freed.set()
-    assert node_module.GRACE_S <= (next(looks) - looks_before_stop) / 4 <= node_module.GRACE_S + 1.5
+    assert calling.GRACE_S <= (next(looks) - looks_before_stop) / 4 <= calling.GRACE_S + 1.5
 
 
 def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None:

@@ -42,8 +42,9 @@ from shoal.learner.policy import Policy
 from shoal.learner.record import signed_record
 from shoal.learner.share import Share
 from shoal.model.load import WEIGHTS, save_model
+from shoal.protocol.calling import StoppedError
 from shoal.protocol.messages import Batch, BatchGroup, Ok, Status, StepReport
-from shoal.protocol.node import Node, StoppedError
+from shoal.protocol.node import Node
 from shoal.shardcast.format.names import version_name
 
 POLL_S = 0.2

@@ -7,6 +7,7 @@ characters and cut to its column, and numbers are clamped before they are divide
     figures   numbers of a run, and how they are written
     pace      tokens per second of each node
     screen    the whole run
+    tables    its tables: the tree of weights, and the nodes
     samples   what the model wrote
     events    what is new, line by line
     keys      keys pressed in the terminal

@@ -12,13 +12,15 @@ import httpx
 import pytest
 
 from shoal.config import dumps
-from shoal.config.sections import Config, StoreSection
+from shoal.config.config import Config
+from shoal.config.sections import StoreSection
 from shoal.coordinator.service import KEY
 from shoal.ledger.chain import verify_chain
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, Policy, Status
-from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.node import Node
 from shoal.protocol.signing import SignedAuth
 from shoal.protocol.transfer import fetch_file, send_file
 
