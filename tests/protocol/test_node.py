@@ -342,6 +342,25 @@ def test_a_node_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> None
     assert node.post("/v1/steps", None, Ok).ok and stop.pauses == pytest.approx([0.1, 0.2])
 
 
+def test_a_request_that_was_signed_before_the_coordinator_started_is_signed_again(tmp_path: Path) -> None:
+    """A coordinator that has just started refuses what may be a replay, and an honest node must not end of that."""
+    coordinator, stop = FakeCoordinator(), NoPauses()
+    node = join(coordinator, tmp_path, stop=stop)
+    coordinator.answers["/v1/steps"] = '{"ok": true}'
+    signatures: list[str] = []
+
+    def early_once(request: httpx.Request) -> httpx.Response:
+        signatures.append(request.headers["signature"])
+        return (
+            answered(request, httpx.Response(425, json={"error": "replayed"}))
+            if len(signatures) == 1
+            else coordinator(request)
+        )
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(early_once))
+    assert node.post("/v1/steps", None, Ok).ok and len(set(signatures)) == 2
+
+
 def test_the_longer_answers_take_the_less_often_a_node_asks_again(tmp_path: Path) -> None:
     """So that a coordinator with more members than it can answer at their pace is not asked ever more."""
     coordinator = FakeCoordinator()

@@ -26,7 +26,9 @@ GRACE_S = 1.0  # for a request in flight when this process is told to stop
 ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
 LOOK_S = 0.1  # between two looks at the stop event
 MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-BUSY, UNSIGNED = (429, 503), 401  # HTTP statuses; 503: another coordinator is taking over
+# HTTP statuses. 425: signed before the coordinator started, which cannot tell whether it served the request then. 503:
+# another coordinator is taking over.
+BUSY, UNSIGNED = (425, 429, 503), 401
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -125,7 +125,7 @@ def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Con
         assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
         assert machines[1].process.poll() is None
         with httpx.Client() as client:
-            assert client.send(signed).status_code == 401, "a request that the first one served is not served again"
+            assert client.send(signed).status_code == 425, "a request that the first one served is not served again"
         for number, (task, data) in enumerate(tasks):
             assert fetch_file(validator, f"/v1/submissions/{task.id}", most_bytes=1 << 20) == data
             stored = send_file(validator, f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))
