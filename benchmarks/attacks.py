@@ -130,7 +130,7 @@ def main() -> int:
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": numerics})})
     with Judge(settings, RUN, dtype) as judge:
         judge.load(folders[-1])
-        engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker loads its weights into it anew
+        engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker loads its weights into it again
         honest = None
         if arguments.exact:
             honest = Attack(settings, RUN, identity(0), TorchEngine(dtype, settings.model.device, numerics), lab)

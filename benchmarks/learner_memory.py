@@ -139,8 +139,7 @@ class Bytes(TorchDispatchMode):
 
     @contextmanager
     def besides(self) -> Any:
-        """FSDP frees what it gathered by resizing storages, which is no operation of a tensor, and DTensor works out whole
-        shapes on fake tensors of its own, which are no memory in a real run either."""
+        """Count what FSDP frees by resizing storages, and leave out DTensor's fake tensors, which take no memory."""
         resize, shapes = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:

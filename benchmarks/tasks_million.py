@@ -128,7 +128,7 @@ STAGES = {"write": write, "build": build, "open": open_, "join": join}
 
 
 def _section(folder: Path):  # type: ignore[no-untyped-def]
-    from shoal.config.recipe import SourceSection, TaskSection
+    from shoal.config.tasks import SourceSection, TaskSection
 
     return TaskSection(sources=[SourceSection(path=str(folder / "rows.parquet"))], heldout=1024)
 

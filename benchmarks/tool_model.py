@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from shoal import config, tasks
-from shoal.config.recipe import LearnerSection, LossSection, TaskSection
+from shoal.config.recipe import LearnerSection, LossSection
+from shoal.config.tasks import TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.load import load_model, load_tokenizer, save_model
 from shoal.model.sources import resolve

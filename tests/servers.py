@@ -40,7 +40,7 @@ def postgres_programs() -> Path:
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
-    """A new server of one's own; yields the URL of its database `postgres`. It syncs nothing to the disk."""
+    """A new server; yields the URL of its database `postgres`. It syncs nothing to the disk."""
     if url := os.environ.get("SHOAL_TEST_POSTGRES"):  # one that runs already
         yield url
         return

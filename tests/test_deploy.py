@@ -7,18 +7,22 @@ import shutil
 import ssl
 import subprocess
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from shoal.cli.main import command_line
+from shoal.coordinator.founding import Members
 from tests.coordinator.http.test_routes import served
 from tests.servers import free_port
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 METRIC = re.compile(r"\bshoal_[a-z_]+\b")
+EXTRAS = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 
@@ -66,9 +70,20 @@ def test_the_dashboard_is_one_that_grafana_loads() -> None:
     assert {panel["type"] for panel in board["panels"]} == {"timeseries"}
 
 
+def pods() -> dict[str, dict[str, Any]]:
+    """The pod of every StatefulSet for Kubernetes, by the set's name."""
+    files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    objects = [each for path in files for each in yaml.safe_load_all(path.read_text())]
+    return {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "StatefulSet"}
+
+
 def commands() -> list[tuple[str, str]]:
     """Every `shoal` command line in deploy/, by file."""
     found = []
+    for spec in pods().values():
+        for container in spec["template"]["spec"]["containers"]:
+            found.append(("kubernetes", shlex.join(container["args"]).replace("$(POD)", "worker-0")))
+    found.append(("kubernetes", init_of(pods()["coordinator"])))
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     found += [("compose.yaml", service["command"]) for service in services.values()]
     for path in [*DEPLOY.glob("systemd/*"), *DEPLOY.glob("slurm/*"), DEPLOY / "skypilot.yaml"]:
@@ -76,6 +91,12 @@ def commands() -> list[tuple[str, str]]:
             if not line.startswith("#") and (match := re.search(r"(?:bin/|exec |^ *|-m )shoal ([a-z%].*)", line)):
                 found.append((path.name, match[1]))
     return found
+
+
+def init_of(coordinator: dict[str, Any]) -> str:
+    """The command that makes the pool in Kubernetes."""
+    [script] = coordinator["template"]["spec"]["initContainers"][0]["args"]
+    return str(script.partition("exec shoal ")[2])
 
 
 @pytest.mark.parametrize(("file", "command"), commands())
@@ -87,7 +108,7 @@ def test_every_command_is_accepted(file: str, command: str) -> None:
 def test_every_kind_of_file_has_commands() -> None:
     assert {file for file, _ in commands()} >= {
         "compose.yaml", "shoal-coordinator.service", "shoal-origin.service", "shoal@.service", "workers.sbatch",
-        "learner.sbatch", "skypilot.yaml",
+        "learner.sbatch", "skypilot.yaml", "kubernetes",
     }  # fmt: skip
 
 
@@ -103,6 +124,32 @@ def test_the_composed_pool_is_whole() -> None:
     assert {"coordinator", "origin", "relay"} <= set(services)  # the names by which nodes reach them
 
 
+def test_the_kubernetes_pool_is_whole() -> None:
+    """Each pod's invite is one that `init` makes, addresses name pods, and volumes exist."""
+    sets = pods()
+    assert set(sets) == {"coordinator", "learner", "relay", "validator", "worker", "evaluator"}
+    init = command_line().parse_args(shlex.split(init_of(sets["coordinator"])))
+    made = set(Members(init.workers, init.relays, init.validators, init.evaluator).roles())
+    named = set()
+    for name, spec in sets.items():
+        pod = spec["template"]["spec"]
+        assert (
+            spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"] and spec["serviceName"] == "shoal"
+        )
+        volumes = {
+            volume["name"]
+            for volume in [*pod.get("volumes", []), *(c["metadata"] for c in spec["volumeClaimTemplates"])]
+        }
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+            for word in container["args"]:
+                invites = [word.replace("$(POD)", f"{name}-{number}") for number in range(spec["replicas"])]
+                named |= {Path(one).stem for one in invites if one.endswith(".invite")}
+    assert named == made
+    hosts = {match for word in init.overrides for match in re.findall(r"=([a-z]+)-0\.shoal$", word)} | {"coordinator"}
+    assert hosts == {"learner", "relay", "coordinator"} and init.url == "http://coordinator-0.shoal:8700"
+
+
 def test_images_install_what_the_lock_says() -> None:
     lock = (DEPLOY.parent / "constraints.txt").read_text()
     for name in ("cpu", "cuda"):
@@ -110,6 +157,8 @@ def test_images_install_what_the_lock_says() -> None:
         version = re.search(r"torch==([0-9.]+)", text)
         assert version and f"torch=={version[1]}\n" in lock
         assert text.count("--constraint constraints.txt") == text.count("pip install")
+        extras = re.search(r"'\.\[([a-z0-9,-]+)\]'", text)
+        assert extras and set(extras[1].split(",")) <= set(EXTRAS)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

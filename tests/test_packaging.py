@@ -1,6 +1,7 @@
 """The wheel and the sdist hold what an installed Shoal needs and nothing else; what is installed runs anywhere."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,31 @@ def test_the_wheel_states_versions_extras_and_the_command(dist: Path) -> None:
         assert f"Provides-Extra: {extra}\n" in metadata
     assert "shoal = shoal.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert f"{info}/licenses/LICENSE" in archive.namelist()
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Versions by name, without markers."""
+    lines = [line.partition(";")[0].strip() for line in path.read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines if line)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_locks_hold_every_dependency_at_the_constraints_version(kind: str) -> None:
+    path = ROOT / "deploy" / f"requirements-{kind}.txt"
+    locked, constraints = pins(path), pins(ROOT / "constraints.txt")
+    wanted = [
+        *PROJECT["dependencies"],
+        *(one for extra in ("s3", "postgres") for one in PROJECT["optional-dependencies"][extra]),
+    ]
+    named = {re.split(r"[\[<>=!~ ]", one)[0] for one in wanted}
+    assert named <= set(locked)
+    assert {name: locked[name].partition("+")[0] for name in locked if name in constraints} == {
+        name: constraints[name] for name in locked if name in constraints
+    }
+    assert [name for name in named if name not in constraints] == []
+    assert locked["torch"].endswith("+cpu") is (kind == "cpu")
+    assert bool([name for name in locked if name.startswith("nvidia-")]) is (kind == "cuda")
+    assert "://" not in path.read_text() and "--index" not in path.read_text()
 
 
 def test_the_sdist_can_be_built_again_and_brings_docs_and_deployment_files(dist: Path) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from shoal import tasks
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.tasks.budget import reward
 from shoal.tasks.prompt import completion_text
 

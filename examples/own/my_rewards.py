@@ -1,4 +1,4 @@
-"""Rewards of one's own: how good is a completion, from 0 to 1?"""
+"""Rewards of your own: how good is a completion, from 0 to 1?"""
 
 
 def exact(task, completion):

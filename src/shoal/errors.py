@@ -1,4 +1,4 @@
-"""The base of every error that its message explains, and which errors a restart may mend.
+"""The base of every error that its message explains, and which errors a restart may fix.
 
 `cli` prints a `ShoalError`, or an `OSError`, as one line. Any other exception is a bug and keeps its traceback.
 """

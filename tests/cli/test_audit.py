@@ -23,7 +23,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(recorded: Path, tmp_path: Path) -> Path:
-    """A copy of one's own."""
+    """A copy for one test."""
     return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import DONE, FAILED, USAGE, main
-from shoal.config.sections import RequirementsSection
+from shoal.config.checking import RequirementsSection
 from shoal.coordinator.http.board import OPEN_INVITE
 from shoal.coordinator.sharing import CLOSED
 from shoal.protocol.address import Address

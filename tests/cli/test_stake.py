@@ -12,9 +12,10 @@ import pytest
 from shoal.cli.main import DONE, FAILED, main
 from shoal.config import parse
 from shoal.coordinator.service import ADDRESS, KEY, serve_forever
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import read_invite, run_id
-from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.node import Node
 
 from ..ledger.stakes_support import anvil_node
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError, dumps, load, parse
-from shoal.config.recipe import SourceSection
+from shoal.config.tasks import SourceSection
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 

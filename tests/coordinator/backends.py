@@ -16,7 +16,7 @@ from shoal.coordinator.tables.postgres import open_postgres
 
 
 def schema_url(server: str, name: str) -> str:
-    """A database of one's own on this server; the same name, the same database."""
+    """A database for one test on this server; the same name, the same database."""
     schema = "t" + hashlib.sha256(name.encode()).hexdigest()[:16]
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())

@@ -209,6 +209,17 @@ def open_pool(path: Path | str = ":memory:", clock: Clock | None = None, **setti
     return Harness(Pool(connection, ledger, config(**settings), "r", clock, secret=b"secret"), clock)
 
 
+def staffed_pool(**settings: Any) -> Harness:
+    """Two workers, two validators, version 0."""
+    found = open_pool(**settings)
+    for key in (ALICE, BOB):
+        found.join(key)
+    for key in (VALIDATOR, OTHER_VALIDATOR):
+        found.join(key, "validator")
+    found.publish(0)
+    return found
+
+
 def advance(harness: Harness, steps: int, version: int = 0) -> None:
     """Fill the batches of `steps` steps with rollouts of one version."""
     for _ in range(steps):

@@ -14,8 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from shoal.cli.main import DONE, FAILED, main
 from shoal.config import Config, load
 from shoal.coordinator import served
 from shoal.coordinator.founding import CONFIG, Members, PoolFolderError, close_pool, found_pool, open_pool, reopen_pool
@@ -23,19 +25,31 @@ from shoal.coordinator.http import pace
 from shoal.coordinator.http.board import OPEN_INVITE
 from shoal.coordinator.http.front import Front
 from shoal.coordinator.http.pace import Strangers
+from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.service import invite_from
 from shoal.coordinator.sharing import BY_FAULT, BY_OPERATOR, Place, SharingError, serve_shared, shared_application
 from shoal.protocol.address import Address
+from shoal.protocol.calling import NodeError, RefusedError
 from shoal.protocol.discovery import DiscoveryError, FoundRuns, find_runs
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, InviteError, make_invite, read_invite
-from shoal.protocol.messages import Capability, Heartbeat, HeartbeatAnswer, Ok, Policy
-from shoal.protocol.node import Node, NodeError, RefusedError
-from shoal.protocol.signing import sign_request
+from shoal.protocol.messages import (
+    VERSION,
+    Capability,
+    ClosedRun,
+    Heartbeat,
+    HeartbeatAnswer,
+    Ok,
+    Policy,
+    Role,
+    RunOffer,
+)
+from shoal.protocol.node import Node
+from shoal.protocol.signing import SignedAuth, sign_request
 from shoal.shardcast.serve.rates import BURST_S
 
 from ..servers import free_port
-from .support import config
+from .support import config, payload
 
 PATIENCE_S = 60.0
 ANYONE = httpx.Client(timeout=PATIENCE_S)
@@ -94,6 +108,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert [str(error).rpartition(": ")[2] for error in ended] == ["damaged, second"]
+    assert last_words(folder / "words") == "sealed", "a stop seals every run"
 
 
 def answers(url: str) -> bool:
@@ -168,6 +183,54 @@ def test_an_invite_to_one_run_is_none_to_the_other(site: Site, tmp_path: Path) -
         Node.of(words.model_copy(update={"url": first.url}), Identity.generate(), patience_s=0.01).descriptor()
 
 
+def signed_routes(folder: Path) -> list[tuple[str, str]]:
+    """Method and path of every route that needs a signature."""
+    open_paths = {"/healthz", "/metrics", "/v1/run", "/v1/status", "/v1/history"}
+    routes = Coordinator(config(), "r", Identity.generate(), folder).routes().router.routes()
+    found = [(route.method, route.resource.canonical) for route in routes if route.resource]
+    return [(method, path) for method, path in found if path not in open_paths and method != "HEAD"]
+
+
+def test_no_member_of_one_run_may_ask_the_other_anything(site: Site, tmp_path: Path) -> None:
+    """Read, submit, beat, judge, publish, train: every signed route refuses the other run's members and writes nothing."""
+    roles: tuple[Role, ...] = ("worker", "validator")
+    members = []
+    for role in roles:
+        invite = invite_from(site.folder / "first", role, f"other-{role}", None, 1)
+        members.append(Node.join(invite, tmp_path / role, patience_s=PATIENCE_S, capability=MACHINE).identity)
+    audience, entries = site.invite("words").run, count_entries(site.folder / "words")
+    routes = signed_routes(tmp_path / "r")
+    assert len(routes) >= 18 and {("POST", "/v1/verdicts"), ("PUT", "/v1/submissions/{id}")} <= set(routes)
+    for identity in members:
+        auth = SignedAuth(identity, audience)
+        with httpx.Client(base_url=f"{site.url}/runs/words", auth=auth, timeout=PATIENCE_S) as client:
+            statuses = {
+                (method, path): client.request(method, path.replace("{", "").replace("}", ""))
+                for method, path in routes
+            }
+        others = {route: answer.status_code for route, answer in statuses.items() if answer.status_code != 403}
+        assert others == {("POST", "/v1/register"): 400}, "there a stranger shows an invite, and here none came"
+    assert count_entries(site.folder / "words") == entries
+
+
+def count_entries(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "pool.sqlite")) as connection:
+        return int(connection.execute("SELECT count(*) FROM ledger").fetchone()[0])
+
+
+def test_an_operator_books_no_stakes_in_another_run(site: Site) -> None:
+    operator = Identity.load(site.folder / "first" / "identity.pem")
+    for place, status in (("words", 403), ("first", 200)):
+        assert book(site, place, operator, "c" * 64).status_code == status
+
+
+def book(site: Site, place: str, operator: Identity, key: str) -> httpx.Response:
+    """A stake of 1, as `shoal stake book` sends it."""
+    body = {"kind": "stake", "key": key, "amount": 1}
+    auth = SignedAuth(operator, site.invite(place).run)
+    return httpx.post(f"{site.url}/runs/{place}/v1/bookings", json=body, auth=auth, timeout=PATIENCE_S)
+
+
 # --- discovery -------------------------------------------------------------------------------------------------------
 
 
@@ -209,12 +272,12 @@ def test_a_list_that_somebody_changed_or_kept_is_not_believed(site: Site) -> Non
     assert site.find(client=changing(lambda body: body)).runs.runs
     for before, after in ((b"first", b"worst"), (b'\\"step\\":0', b'\\"step\\":1')):
         assert before in kept[0].content
-        with pytest.raises(DiscoveryError, match="not to be believed"):
+        with pytest.raises(DiscoveryError, match="cannot be trusted"):
             site.find(client=changing(lambda body, pair=(before, after): body.replace(*pair)))
     old = httpx.MockTransport(lambda request: httpx.Response(200, headers=kept[0].headers, content=kept[0].content))
     with pytest.raises(DiscoveryError, match="not over this answer to this request"):
         site.find(client=httpx.Client(transport=old))
-    with pytest.raises(DiscoveryError, match="not to be believed"):
+    with pytest.raises(DiscoveryError, match="cannot be trusted"):
         site.find(Identity.generate().public)
 
 
@@ -234,6 +297,34 @@ def test_an_invite_in_the_list_that_is_not_the_runs_own_is_refused(site: Site) -
         runs = listed.runs.model_copy(update={"runs": [changed]})
         with pytest.raises((DiscoveryError, InviteError), match=words):
             FoundRuns(listed.url, listed.key, runs).invite(offer.place)
+
+
+def test_discover_at_a_shell(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command against the real listener: the list, an invite that works, and another key than the listener's."""
+    key = Identity.load(site.folder / "identity.pem").public
+    assert main(["discover", site.url]) == DONE
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{site.url}, key {key}\n") and "lacks 1000 GiB" in printed
+    assert "damaged: closed, its coordinator failed" in printed and "\nwords: " in printed
+    published, taken = site.folder / "words" / OPEN_INVITE, tmp_path / "words.invite"
+    invite_from(site.folder / "words", "worker", "guest", None, 1, open=True).save(published)
+    wait_for(lambda: any(offer.invite for offer in site.find().runs.runs))
+    assert main(["discover", f"{site.url}/runs/words", "--key", key, "--join", "words", "--out", str(taken)]) == DONE
+    stranger = Identity.load_or_create(tmp_path / "stranger" / "identity.pem")
+
+    def join() -> Node:
+        return Node.join(read_invite(str(taken)), tmp_path / "stranger", patience_s=PATIENCE_S, capability=MACHINE)
+
+    with pytest.raises(RefusedError, match="an open invite needs 1"):
+        join()
+    assert (
+        book(site, "words", Identity.load(site.folder / "words" / "identity.pem"), stranger.public).status_code == 200
+    )
+    assert join().name == f"guest-{stranger.public[:8]}"
+    published.unlink()
+    capsys.readouterr()
+    assert main(["discover", site.url, "--key", "0" * 64]) == FAILED
+    assert "cannot be trusted" in capsys.readouterr().err
 
 
 def test_a_run_is_full_once_its_places_are_taken(site: Site, tmp_path: Path) -> None:
@@ -286,6 +377,88 @@ def places(folder: Path, *names: str, front: Front | None = None) -> list[Place]
     return opened
 
 
+@pytest.mark.parametrize(
+    ("settings", "url", "words"),
+    [
+        ({}, "http://h:1/runs/elsewhere", "the two must agree"),
+        ({"database": "postgresql://u@h/n"}, "http://h:1/runs/a", "start it alone, with `shoal coordinator --dir`"),
+        ({"run": {"steps": 6, "tracker": "wandb"}}, "http://h:1/runs/a", "wandb knows one run in a process"),
+    ],
+)
+def test_a_run_that_cannot_share_a_listener_is_not_served(
+    settings: dict[str, Any], url: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(tmp_path / "a")
+    place.open(lambda folder: (config(**settings), Address(url=url, run="r")), Front(), {})
+    assert place.run is None and place.failed and words in caplog.text
+
+
+def test_requests_under_way_end_before_their_run_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [place] = places(tmp_path, "a")
+    order: list[str] = []
+    assert place.run is not None
+    close = place.run.close
+    monkeypatch.setattr(place.run, "close", lambda: (order.append("sealed"), close()))
+
+    async def slow(request: web.Request) -> web.Response:
+        close_pool(place.folder)
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError:
+            order.append("request ended")
+            raise
+        return web.Response()
+
+    async def both() -> None:
+        application = place.application()
+        application.router.add_get("/slow", slow)
+        async with TestClient(TestServer(application)) as client:
+            asked = asyncio.create_task(client.get("/slow"))
+            await place.live(threading.Event())
+            assert (await client.get("/v1/run")).status == 503
+            asked.cancel()
+
+    asyncio.run(both())
+    assert order == ["request ended", "sealed"]
+
+
+def test_a_listener_whose_runs_are_all_closed_is_not_healthy(tmp_path: Path) -> None:
+    front, opened = Front(), [Place(tmp_path / "a")]
+    (tmp_path / "a").mkdir()
+    Address(url="http://h:1/runs/a", run="r").write(tmp_path / "a")
+    close_pool(tmp_path / "a")
+    opened[0].open(open_pool, front, {})
+
+    async def ask() -> tuple[int, dict[str, Any]]:
+        async with TestClient(TestServer(shared_application(opened, front, Identity.generate()))) as client:
+            answer = await client.get("/healthz")
+            return answer.status, await answer.json()
+
+    assert asyncio.run(ask()) == (503, {"runs": [], "protocol": VERSION})
+
+
+def test_lines_of_the_log_begin_with_the_run_that_they_are_about(
+    site: Site, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level("INFO"):
+        Node.join(invite_from(site.folder / "words", "worker", "logged", None, 1), tmp_path / "n", capability=MACHINE)
+    assert any(line.startswith("words: logged joined as worker") for line in caplog.messages)
+
+
+def test_only_a_published_invite_that_is_open_and_valid_is_listed(tmp_path: Path) -> None:
+    [place] = places(tmp_path, "a")
+    path = place.folder / OPEN_INVITE
+    for days, listed in ((1, True), (-1, False)):
+        invite = invite_from(place.folder, "worker", "guest", None, days, open=True)
+        invite.save(path)
+        found = place.listed()
+        assert isinstance(found, RunOffer) and (found.invite == invite.encode()) is listed
+        path.unlink()
+    invite_from(place.folder, "worker", "one", None, 1).save(path)
+    assert place.listed() == ClosedRun(place="a", why=BY_FAULT), "an invite for one node is not for the public"
+    place.close()
+
+
 def test_a_full_disk_ends_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "RECORD_S", 0.01)
     full, sound = places(tmp_path, "full", "sound")
@@ -323,5 +496,45 @@ def test_strangers_have_one_allowance_for_all_runs(tmp_path: Path, monkeypatch: 
 
     *allowed, a, b, listed = asyncio.run(ask())
     assert set(allowed) == {200} and (a, b, listed) == (429, 429, 429)
+    for place in opened:
+        place.close()
+
+
+def test_a_flood_of_strangers_at_one_run_does_not_delay_the_members_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the member's own address, the worst case: open routes and refusals are slowed, the member is not."""
+    for name, value in {"OPEN_RATE": 1.0, "REFUSED_RATE": 1.0, "LONGEST_HOLD_S": 600.0}.items():
+        monkeypatch.setattr(pace, name, value)
+    front = Front(Strangers(lambda: 0.0))
+    opened = places(tmp_path, "a", "b", front=front)
+    member, calm = Identity.generate(), opened[1].run
+    assert calm is not None
+    calm.coordinator.pool.members.register(member.public, payload("w", expires_s=2**40), None)
+    signed = {
+        "method": "POST",
+        "path": "/runs/b/v1/heartbeat",
+        "query": "",
+        "body": b"{}",
+        "audience": calm.coordinator.run,
+    }
+
+    async def attack() -> None:
+        application = shared_application(opened, front, Identity.generate())
+        server = TestServer(application)
+        async with TestClient(server) as client, ClientSession() as calm_client:
+            reads = [await client.get("/runs/a/healthz") for _ in range(int(BURST_S) + 2)]
+            assert reads[-1].status == 429
+            flood = [asyncio.create_task(client.post("/runs/a/v1/heartbeat")) for _ in range(80)]
+            while sum(task.done() for task in flood) < BURST_S / 2:
+                await asyncio.sleep(0.01)
+            headers = sign_request(member, **signed, created_s=int(time.time()), nonce="0" * 32)
+            answer = await calm_client.post(server.make_url("/runs/b/v1/heartbeat"), data=b"{}", headers=headers)
+            assert answer.status == 200, await answer.text()
+            assert not all(task.done() for task in flood), "they are held back for seconds, the member is not"
+            for task in flood:
+                task.cancel()
+
+    asyncio.run(attack())
     for place in opened:
         place.close()

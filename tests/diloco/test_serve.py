@@ -21,9 +21,9 @@ from shoal.diloco.messages import BadOfferError, ClosedError, Greeting, MeetingE
 from shoal.diloco.remote import Remote
 from shoal.diloco.serve import Server, serve
 from shoal.diloco.site import Site, meet
+from shoal.protocol.calling import NodeError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
-from shoal.protocol.node import NodeError
 from shoal.protocol.signing import SignedAuth
 from tests.diloco.test_meeting import ABOUT, start, terms
 from tests.shardcast.test_server import certificate

@@ -1,4 +1,4 @@
-"""Test doubles: an engine whose completions follow from prompt and seed, tasks in a file, a console that is no terminal."""
+"""Test doubles: an engine whose completions follow from prompt and seed, tasks in a file, a console without a terminal."""
 
 import json
 from collections.abc import Container, Sequence

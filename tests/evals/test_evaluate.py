@@ -62,7 +62,7 @@ def test_a_damaged_completion_is_an_error_that_names_the_line(tmp_path: Path) ->
     file = tmp_path / COMPLETIONS
     kept = file.read_text().splitlines()
     file.write_text("\n".join([kept[0], "{}", *kept[2:]]) + "\n")
-    with pytest.raises(EvalError, match="line 2, is no completion"):
+    with pytest.raises(EvalError, match="line 2, is not a completion"):
         run(tmp_path, FakeSampler())
 
 

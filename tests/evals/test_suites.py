@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.evals import suites
 from shoal.evals.completions import EvalError
 from shoal.evals.evaluate import Entry, asked_of

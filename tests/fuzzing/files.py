@@ -1,7 +1,7 @@
-"""Damaged rollout files: flipped, cut, spliced, with huge counts, or signed anew with another header or other columns.
+"""Damaged rollout files: flipped, cut, spliced, with huge counts, or signed again with another header or other columns.
 
 Each is read in quarantine, as the validator reads it; see `damage` for how a case ends. In addition, a file that was not
-signed anew must not come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
+signed again must not come out changed. Left out: accepted files, which trusted validators sign and the same code reads.
 """
 
 import io
@@ -196,7 +196,7 @@ def _with_number(random: Random, file: _File) -> bytes:
 
 
 def _read(quarantine: Quarantine, data: bytes, rows: list[Rollout] | None) -> str:
-    """`rows`: the signed rows, the only ones that a file may yield unless it was signed anew (None)."""
+    """`rows`: the signed rows, the only ones that a file may yield unless it was signed again (None)."""
     try:
         found = quarantine.read(data).rows
     except BadSignatureError:

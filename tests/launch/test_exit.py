@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cli.main import COMMANDS, FAILED, LASTING, main
 from shoal.errors import ShoalError
-from shoal.protocol.node import NodeError
+from shoal.protocol.calling import NodeError
 
 WORKER = ["worker", "--join", "x", "--dir", "y"]
 

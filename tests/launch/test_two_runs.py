@@ -63,8 +63,8 @@ def test_two_runs_train_at_once_on_one_coordinator(tmp_path: Path) -> None:
     nodes = {}
     try:
         with httpx.Client(timeout=60) as client:
-            while not _answers(client, url):
-                assert coordinator.poll() is None, _logs(tmp_path)
+            while not answers(client, url):
+                assert coordinator.poll() is None, logs(tmp_path)
                 time.sleep(0.1)
             for name in STEPS:
                 for invite in sorted((tmp_path / "runs" / name / "invites").glob("*.invite")):
@@ -74,11 +74,11 @@ def test_two_runs_train_at_once_on_one_coordinator(tmp_path: Path) -> None:
                     words = (role, "--dir", node, "--threads", "1", "--join", str(invite), *watch)
                     nodes[node] = start(tmp_path, *words)
             for node, process in nodes.items():
-                assert process.wait(PATIENCE_S) == 0, f"{node}: {_logs(tmp_path)}"
+                assert process.wait(PATIENCE_S) == 0, f"{node}: {logs(tmp_path)}"
             states = {offer.place: offer.state for offer in find_runs(url, client).runs.runs}
         assert states == dict.fromkeys(STEPS, "finished")
         coordinator.send_signal(signal.SIGTERM)
-        assert coordinator.wait(60) == 0, _logs(tmp_path)
+        assert coordinator.wait(60) == 0, logs(tmp_path)
     finally:
         for process in (*nodes.values(), coordinator):
             process.kill()
@@ -91,12 +91,13 @@ def test_two_runs_train_at_once_on_one_coordinator(tmp_path: Path) -> None:
     assert "first: batch of step" in said and "second: batch of step" in said
 
 
-def _answers(client: httpx.Client, url: str) -> bool:
+def answers(client: httpx.Client, url: str) -> bool:
     try:
         return client.get(f"{url}/healthz").status_code == 200
     except httpx.TransportError:
         return False
 
 
-def _logs(folder: Path) -> str:
+def logs(folder: Path) -> str:
+    """The end of every log there."""
     return "".join(f"\n{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.log")))

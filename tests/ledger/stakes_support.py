@@ -89,7 +89,7 @@ def anvil_binary() -> str | None:
 
 @contextmanager
 def anvil_node() -> Iterator[str]:
-    """A chain of one's own; yields the URL of its node. Skips the test if there is no anvil."""
+    """A chain for one test; yields the URL of its node. Skips the test if there is no anvil."""
     binary = anvil_binary()
     if binary is None or not Path(binary).exists():
         pytest.skip("no anvil: npm install @foundry-rs/anvil, and name its binary in SHOAL_ANVIL")

@@ -14,7 +14,7 @@ A = "a1" * 32
 def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
     vyper = pytest.importorskip("vyper", reason="the compiler is not installed: pip install 'shoal[evm]'")
     found = artifact()
-    assert vyper.__version__.startswith(found["vyper"]), "compile the contract anew with this compiler"
+    assert vyper.__version__.startswith(found["vyper"]), "compile the contract again with this compiler"
     source = files("shoal.ledger.evm").joinpath("stakes.vy").read_text()
     made = vyper.compile_code(source, output_formats=["abi", "bytecode"])
     assert (made["abi"], made["bytecode"]) == (found["abi"], found["bytecode"])

@@ -30,6 +30,11 @@ FIELD, PROOF, CHUNK, VERIFY = "toploc/field.py", "toploc/proof.py", "toploc/chun
 UPDATES, LOSSES, TREES = "learner/test_updates.py", "learner/test_loss.py", "model/test_tree.py"
 STREAMED = "learner/test_stream.py"
 SAMPLED, JUDGED, DELTAS = "model/test_sampling.py", "validator/test_checks.py", "shardcast/test_delta.py"
+SHARING, SERVED, BOARD = "coordinator/sharing.py", "coordinator/served.py", "coordinator/http/board.py"
+DISCOVERY, MEMBERS = "protocol/discovery.py", "coordinator/membership/members.py"
+NODES, ESCROW = "coordinator/tables/nodes.py", "coordinator/credit/escrow.py"
+SHARED, FOUND = "coordinator/test_sharing.py", "protocol/test_discovery.py"
+PLACES = "coordinator/membership/test_places.py"
 TOPLOC, MALFORMED = "toploc/test_toploc_verify.py", "toploc/test_toploc_malformed.py"
 
 FAULTS = [
@@ -291,4 +296,68 @@ FAULTS = [
     Fault(FORMAT, "if places_K[-1] >= words:", "if places_K[-1] > words:", DELTAS),
     Fault(FORMAT, "if zstandard.frame_content_size(data) != raw_bytes:", "if False:", DELTAS),
     Fault(FORMAT, 'raise DeltaError("the delta has extra bytes after its last file")', "pass", DELTAS),
+    # --- several runs at one listener, discovery, places, late work
+    Fault(SHARING, 'self._fail("is not served", error)', "raise", SHARED, "cannot_be_served"),
+    Fault(SHARING, "taken[address.run] = self.name", "pass", SHARED, "cannot_be_served"),
+    Fault(SHARING, "if split_url(address.url)[1] != name:", "if False:", SHARED, "cannot_share"),
+    Fault(SHARING, "if config.coordinator.database:", "if False:", SHARED, "cannot_share"),
+    Fault(SHARING, "if config.run.tracker in PROCESS_WIDE:", "if False:", SHARED, "cannot_share"),
+    Fault(SHARING, "await self._end_requests()", "pass", SHARED, "under_way"),
+    Fault(SHARING, "            self.close()\n\n    def close", "            pass\n\n    def close", SHARED, "sealed"),
+    Fault(SHARING, "status=200 if served else 503", "status=200", SHARED, "not_healthy"),
+    Fault(SHARING, 'record.msg = f"{place}: {record.msg}"', "pass", SHARED, "lines_of_the_log"),
+    Fault(
+        SHARING,
+        "        if self.run is None or self.why:\n            return ClosedRun",
+        "        if self.run is None:\n            return ClosedRun",
+        SHARED,
+        "one_run_is_closed",
+    ),
+    Fault(SHARING, "self.run.coordinator.routes() if", "self.run.coordinator.app() if", SHARED, "allowance"),
+    Fault(SERVED, "seal(self.coordinator.pool.db)", "pass", SHARED, "sealed"),
+    Fault(
+        SERVED,
+        "if self._report_is_due():  # it was stopped",
+        "if False:  # it was stopped",
+        "coordinator/test_report.py",
+    ),
+    Fault(
+        BOARD,
+        "invite.encode() if time.time() < payload.expires_s else",
+        "invite.encode() if True else",
+        SHARED,
+        "published_invite",
+    ),
+    Fault(BOARD, "if not payload.open:", "if False:", SHARED, "published_invite"),
+    Fault(DISCOVERY, "expected = key or signed.key", "expected = signed.key", FOUND),
+    Fault(DISCOVERY, "signed.open(expected, domain=DOMAIN)", "signed.payload", FOUND),
+    Fault(DISCOVERY, "if found.protocol != VERSION:", "if False:", FOUND),
+    Fault(DISCOVERY, "RequirementsSection.model_validate(offer.requirements)", "pass", FOUND),
+    Fault(DISCOVERY, "if len(body) > MOST_BYTES:", "if False:", FOUND),
+    Fault(DISCOVERY, 'if "content-encoding" in response.headers:', "if False:", FOUND),
+    Fault(DISCOVERY, 'invite.check("worker", None)', "pass", SHARED, "not_the_runs_own"),
+    Fault(MEMBERS, 'if node.state == "left":\n                self', "if False:\n                self", PLACES),
+    Fault(MEMBERS, "self.count_workers(but=key) >= places", "self.count_workers() >= places", PLACES),
+    Fault(NODES, "state NOT IN ('left', 'dismissed', 'banned')", "state NOT IN ('left', 'dismissed')", PLACES),
+    Fault(NODES, '" AND seen_s >= ? AND key <> ?"', '" AND seen_s >= ? - 100 AND key <> ?"', PLACES),
+    Fault(
+        ESCROW,
+        "if self.db.is_trained(self.config.run.steps):",
+        "if False:",
+        "coordinator/credit/test_escrow.py",
+        "after_the_last_step",
+    ),
+    Fault(
+        ESCROW,
+        "self._credit(worker, self.db.submissions.pending_of(worker))\n        else",
+        "self._credit(worker, [(submission, tokens)])\n        else",
+        "coordinator/credit/test_escrow.py",
+        "after_the_last_step",
+    ),
+    Fault(
+        "coordinator/state/database.py",
+        'has("step", str(steps - 1))',
+        'has("step", str(steps - 2))',
+        "coordinator/credit/test_escrow.py",
+    ),
 ]

@@ -15,13 +15,16 @@ import pytest
 
 from shoal.config import Config
 from shoal.errors import restart_helps
+from shoal.protocol import calling
+from shoal.protocol import calling as calling_module
 from shoal.protocol import node as node_module
 from shoal.protocol.answers import sign_answer
+from shoal.protocol.calling import ASKING, NodeError, RefusedError, StoppedError, TooLargeError
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite, open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION, Heartbeat, HeartbeatAnswer, Ok, RunDescriptor
-from shoal.protocol.node import ASKING, Node, NodeError, RefusedError, StoppedError, TooLargeError
+from shoal.protocol.node import Node
 from shoal.protocol.signing import split_target, verify_request
 from shoal.shardcast import Arrival
 
@@ -222,7 +225,7 @@ def test_each_attempt_is_signed_anew(tmp_path: Path) -> None:
 
 def test_a_large_body_goes_out_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """httpcore copies what is left of a piece after each part that is sent: 270 MB in one piece took 15 s on loopback."""
-    monkeypatch.setattr(node_module, "SEND_BYTES", 1000)
+    monkeypatch.setattr(calling_module, "SEND_BYTES", 1000)
     coordinator = FakeCoordinator()
     node, data = join(coordinator, tmp_path), bytes(range(250)) * 10
     coordinator.answers["/v1/x"] = "{}"
@@ -249,8 +252,8 @@ def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) ->
 
 def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()  # the clock goes on by a quarter of a second with each look at it
-    monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
-    monkeypatch.setattr(node_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
+    monkeypatch.setattr(calling, "LOOK_S", 0.001)
     stop, freed = threading.Event(), threading.Event()
     looks_before_stop = 0
 
@@ -266,7 +269,7 @@ def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, m
             Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
     finally:
         freed.set()
-    assert node_module.GRACE_S <= (next(looks) - looks_before_stop) / 4 <= node_module.GRACE_S + 1.5
+    assert calling.GRACE_S <= (next(looks) - looks_before_stop) / 4 <= calling.GRACE_S + 1.5
 
 
 def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None:
@@ -350,6 +353,25 @@ def test_a_node_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> None
 
     node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(first_busy))
     assert node.post("/v1/steps", None, Ok).ok and stop.pauses == pytest.approx([0.1, 0.2])
+
+
+def test_a_request_that_was_signed_before_the_coordinator_started_is_signed_again(tmp_path: Path) -> None:
+    """A coordinator that has just started refuses what may be a replay, and an honest node must not end of that."""
+    coordinator, stop = FakeCoordinator(), NoPauses()
+    node = join(coordinator, tmp_path, stop=stop)
+    coordinator.answers["/v1/steps"] = '{"ok": true}'
+    signatures: list[str] = []
+
+    def early_once(request: httpx.Request) -> httpx.Response:
+        signatures.append(request.headers["signature"])
+        return (
+            answered(request, httpx.Response(425, json={"error": "replayed"}))
+            if len(signatures) == 1
+            else coordinator(request)
+        )
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(early_once))
+    assert node.post("/v1/steps", None, Ok).ok and len(set(signatures)) == 2
 
 
 def test_the_longer_answers_take_the_less_often_a_node_asks_again(tmp_path: Path) -> None:

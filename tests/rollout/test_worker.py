@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.engine.torch_engine import TorchEngine
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, HeartbeatAnswer, Stored
-from shoal.protocol.node import RefusedError
 from shoal.rollout.produce import Producer
 from shoal.rollout.worker import Worker, follow
 from shoal.store.rollouts import read_submission

@@ -402,7 +402,7 @@ def test_leaving_a_daemon_behind(box: Sandbox) -> None:
 def test_os_exit_tells_only_its_own_code(box: Sandbox) -> None:
     with box.open(Program("import os; os._exit(0)"), ROOM) as talk:
         talk.send(b"question")
-        assert talk.receive(30) is None  # no answer is no answer, whatever the exit code
+        assert talk.receive(30) is None  # no answer counts as none, whatever the exit code
         assert talk.close().exit_code == 0
     assert_works(box)
 

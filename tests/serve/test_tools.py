@@ -71,7 +71,7 @@ def caller(make_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets the model write a text of one's own, and then end."""
+    """Lets the model write a given text, and then end."""
 
     def write(text: str) -> None:
         ids = [*tokenizer().encode(text, add_special_tokens=False), 1]

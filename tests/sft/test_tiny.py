@@ -7,7 +7,7 @@ import torch
 
 from shoal import tasks
 from shoal.config import load
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.tree import pack
 from shoal.sft.tiny import TINY_TASKS, _example, _tiny_tokenizer, train

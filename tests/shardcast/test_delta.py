@@ -1,4 +1,4 @@
-"""Deltas: the new version comes out bit for bit, and what is no delta of the old version ends in DeltaError."""
+"""Deltas: the new version comes out bit for bit, and what is not a delta of the old version ends in DeltaError."""
 
 import json
 import random
@@ -426,7 +426,7 @@ def test_a_chain_with_a_malformed_delta_is_refused(tmp_path, broken) -> None:
 
 
 def test_a_chain_is_cut_where_one_pass_cannot_follow(tmp_path) -> None:
-    """Version 2 has one file more; in version 4 the tensors are laid out anew, in a file of the same size."""
+    """Version 2 has one file more; in version 4 the tensors are laid out in another order, in a file of the same size."""
     folders = chain_of(tmp_path, 6)
     for folder in folders[2:]:
         (folder / "more.json").write_bytes(b"{}")

@@ -272,7 +272,7 @@ def test_what_is_not_as_it_was_read_is_given_up(tmp_path, harm, monkeypatch):
     assert came == [None]
     assert writer.given_up and source.published() == [0]
     assert writer.begun() is None
-    if harm != "longer":  # which is no safetensors file
+    if harm != "longer":  # which is not a safetensors file
         assert contents(learner.final)[WEIGHTS] != b""
         manifest = source.publish(learner.final, 1)  # as it is now
         assert source.store.missing(manifest) == []

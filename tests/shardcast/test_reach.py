@@ -9,6 +9,7 @@ import pytest
 from shoal.shardcast import Access
 from shoal.shardcast.fetch import reach as reach_module
 from shoal.shardcast.fetch.reach import ORDER, OutOfReach, Resolver, check_host, narrowest
+from shoal.shardcast.fetch.sources import Sources
 
 from .support import PUBLIC_KEY
 
@@ -72,7 +73,7 @@ def test_a_name_is_refused_by_the_addresses_it_has_when_it_is_connected_to(
 def test_no_connection_is_made_to_this_machine_for_a_public_pool(host: str) -> None:
     async def ask(port: int) -> dict[str, str]:
         access = Access(PUBLIC_KEY, reach="public")
-        async with access.open([f"http://{host}:{port}"]) as sources:
+        async with Sources.open(access, [f"http://{host}:{port}"]) as sources:
             _, reasons = await sources.ask(lambda source: source.listing())
             return reasons
 

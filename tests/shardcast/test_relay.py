@@ -589,7 +589,7 @@ def test_relays_spread_over_their_parents_and_keep_to_the_one_they_chose():
 
     alike = firsts(sources(None, None, None))
     assert all(70 <= alike.count(name) <= 130 for name in "abc")
-    assert firsts(sources(None, None, None)[::-1]) == alike  # in whatever order they are known
+    assert firsts(sources(None, None, None)[::-1]) == alike  # in any order they are known
     unlike = firsts(sources(3e6, 1e6, None))  # what is not known may be as good as the best
     assert 20 <= unlike.count("b") <= 70 < min(unlike.count("a"), unlike.count("c"))
     left = [name for name, before in zip(unlike, alike, strict=True) if before != "b"]

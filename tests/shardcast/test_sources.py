@@ -12,6 +12,7 @@ from shoal.shardcast import FetchError
 from shoal.shardcast.fetch import source as source_module
 from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Incoming
+from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.fetch.standing import Standing
 
 from . import virtual
@@ -202,7 +203,7 @@ def test_a_rest_is_bounded(header, rest_s):
         return web.Response(status=503, headers={"Retry-After": header})
 
     async def run():
-        async with answering(busy) as url, access().open([url]) as sources:
+        async with answering(busy) as url, Sources.open(access(), [url]) as sources:
             with pytest.raises(SourceError, match="answered 503") as error:
                 await sources.sources[0].shard(7, "full", Incoming(shard(0), Memory()))
             return error.value.retry_after_s
@@ -373,7 +374,7 @@ def asked_of(shelf: Shelf, incoming: Incoming, **settings) -> tuple[Middle, Exce
         async with (
             serving(shelf.store) as up,
             between(up, **settings) as middle,
-            access().open([middle.url]) as sources,
+            Sources.open(access(), [middle.url]) as sources,
         ):
             try:
                 await sources.sources[0].shard(7, "full", incoming)
@@ -452,7 +453,7 @@ def test_a_list_that_makes_no_sense_is_wrong_data(body, reason, monkeypatch):
         return web.Response(body=body)
 
     async def run():
-        async with answering(answer) as url, access().open([url]) as sources:
+        async with answering(answer) as url, Sources.open(access(), [url]) as sources:
             with pytest.raises(BadData, match=reason):
                 await sources.sources[0].listing()
 
@@ -471,7 +472,7 @@ def test_a_token_is_asked_for_with_each_request():
         mine = access()
         tokens = iter(["one", "two"])
         mine.token = lambda url: next(tokens)
-        async with answering(answer) as url, mine.open([url]) as sources:
+        async with answering(answer) as url, Sources.open(mine, [url]) as sources:
             for _ in range(2):
                 await sources.sources[0].listing()
 
@@ -485,7 +486,7 @@ def test_a_token_is_asked_for_with_each_request():
 def test_a_source_that_is_added_during_a_fetch_is_used(shelf):
     async def run():
         incoming, sink = shelf.incoming()
-        async with serving(shelf.store) as up, access().open([dead_url()]) as sources:
+        async with serving(shelf.store) as up, Sources.open(access(), [dead_url()]) as sources:
             fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
             await asyncio.sleep(0.2)
             sources.use([up])
@@ -502,7 +503,7 @@ def test_a_source_that_is_dropped_finishes_what_it_sends_and_is_asked_no_more(sh
             serving(shelf.store) as up,
             between(up, rate_Bps=30_000) as old,
             between(up) as new,
-            access().open([old.url]) as sources,
+            Sources.open(access(), [old.url]) as sources,
         ):
             fetching = asyncio.create_task(sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10))
             await until(lambda: old.sent_bytes)
@@ -525,7 +526,7 @@ def test_what_is_known_of_a_server_outlives_a_download(shelf):
         mine = access()
         async with serving(shelf.store) as up:
             for _ in range(2):
-                async with mine.open([up]) as sources:
+                async with Sources.open(mine, [up]) as sources:
                     incoming, _ = shelf.incoming()
                     await sources.shard(7, "full", incoming, deadline_s=time.monotonic() + 10)
             return list(mine.standings) == [up], mine.standings[up].speed_Bps()

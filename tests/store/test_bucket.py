@@ -84,7 +84,7 @@ def test_kinds_are_apart_and_a_missing_file_is_named(store: Store) -> None:
 
 @pytest.mark.parametrize("name", ["", "../" + "a" * 61, "A" * 64])
 def test_a_name_that_is_no_hash_is_refused(store: Store, name: str) -> None:
-    with pytest.raises(StoreError, match="is no content hash"):
+    with pytest.raises(StoreError, match="is not a content hash"):
         store.get("accepted", name)
 
 

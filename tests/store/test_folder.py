@@ -58,7 +58,7 @@ def test_a_file_changed_on_disk_is_refused_by_name(tmp_path: Path, damage: bytes
 
 @pytest.mark.parametrize("name", ["", "ab", "AB" * 32, "../" + "a" * 61, "a" * 63 + "/", "a" * 64 + "\n"])
 def test_a_name_that_is_no_hash_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(StoreError, match="is no content hash"):
+    with pytest.raises(StoreError, match="is not a content hash"):
         Folder(tmp_path).get("accepted", name)
 
 

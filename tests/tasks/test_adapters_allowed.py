@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import Graders
 from shoal.tasks.adapters import verifiers
 from shoal.tasks.adapters.library import Library, Scored

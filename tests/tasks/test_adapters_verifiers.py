@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks import Graders, load
 from shoal.tasks.adapters import verifiers
 from shoal.tasks.task import Grade, Task

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.config import ConfigError, parse
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.tasks import Task
 from shoal.tasks.budget import reward
 from shoal.tasks.prompt import prompt_tokens

@@ -55,7 +55,7 @@ def test_another_letter_is_wrong_and_not_a_wrong_format() -> None:
 def test_a_task_whose_answer_is_no_letter_is_a_grader_error(answer: str) -> None:
     [grade] = Choice().grade([replace(TASK, answer=answer)], ["Answer: B"])
     assert (grade.score, grade.outcome) == (0.0, "grader_error")
-    assert grade.detail == f"the task's answer {answer!r} is no letter of a choice"
+    assert grade.detail == f"the task's answer {answer!r} is not a letter of a choice"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from shoal import tasks
 from shoal.config import parse
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.protocol.messages import MILLION, CurriculumPage
 from shoal.tasks.curriculum import FLOOR, MEMORY, Curriculum, CurriculumError, Rate, after, draw, weight
 from shoal.tasks.derive import plan_submission

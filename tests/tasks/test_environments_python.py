@@ -1,4 +1,4 @@
-"""The environment `python`: what counts as a program, what the model reads, and which differences are no lies."""
+"""The environment `python`: what counts as a program, what the model reads, and which differences are not lies."""
 
 import doctest
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.config import ConfigError
-from shoal.config.recipe import SandboxSection
+from shoal.config.tasks import SandboxSection
 from shoal.sandbox import Limits
 from shoal.tasks import Task
 from shoal.tasks.environments import ENVIRONMENTS, close, environments_of, python

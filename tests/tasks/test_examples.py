@@ -1,4 +1,4 @@
-"""What a newcomer copies: the example of one's own problems and rewards works, and every config in the docs is one."""
+"""What a newcomer copies: the example of your own problems and rewards works, and every config in the docs is one."""
 
 import re
 import tomllib

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal import tasks
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks.rewards import graders
 from shoal.tasks.rewards.graders import GradeError, Graders
 from shoal.tasks.rewards.weighted import combine

@@ -1,4 +1,4 @@
-"""Rewards of one's own: what they see, and that nothing they do ends more than their own call."""
+"""Rewards of your own: what they see, and that nothing they do ends more than their own call."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.config import ConfigError
-from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
+from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.sandbox import Limits, SandboxError, best_tier
 from shoal.tasks import Grade, Graders, Task
 from shoal.tasks.rewards.graders import TRUST, GradeError
@@ -76,7 +76,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.usefixtures("place")
 def test_no_two_machines_need_agree_on_a_score() -> None:
-    """A worker that claims what the validator's machine does not give is no liar: a plain process sees its machine."""
+    """A worker that claims what the validator's machine does not give is not a liar: a plain process sees its machine."""
     assert not any(one.certain for one in grade("mine.py:exact", " 4", "5"))
 
 
@@ -271,7 +271,7 @@ def test_what_cannot_start_here_is_known_before_the_run(monkeypatch: pytest.Monk
 def test_a_reward_that_cannot_grade_is_known_before_the_run(name: str) -> None:
     with (
         graders(f"mine.py:{name}") as graded,
-        pytest.raises(GradeError, match="source s: its reward fails on a trial, task s/1 .*; mend the reward"),
+        pytest.raises(GradeError, match="source s: its reward fails on a trial, task s/1 .*; fix the reward"),
     ):
         graded.try_out([TASK])
 

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from shoal import tasks
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks.sources import schemas
 from shoal.tasks.sources.fields import Fields, LeftOutError, RowError
 

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from shoal import tasks
 from shoal.config import ConfigError, load, parse
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks.sources.locate import of_split
 from shoal.tasks.task import TasksNotFoundError
 
@@ -195,7 +195,7 @@ GOOD = '{"question": "?", "answer": "#### 5"}\n'
         (GOOD.encode(), r"0 tasks to train on and 1 held out; 16 and 4 are needed: lower tasks.heldout or add tasks"),
         (
             b'{"question": "Capital?", "answer": "Paris"}',
-            r"'Paris' is no number; name the source's reward, for example",
+            r"'Paris' is not a number; name the source's reward, for example",
         ),
         (
             GOOD.encode() + json.dumps({"question": "?" * 10_000_000, "answer": "#### 5"}).encode(),

@@ -10,7 +10,7 @@ import pytest
 
 from shoal import tasks
 from shoal.config import parse
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.tasks.curriculum import Curriculum
 from shoal.tasks.derive import GroupPlan, max_rollouts, plan_groups, plan_submission

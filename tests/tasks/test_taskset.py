@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from shoal import tasks
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.tasks.compiled import compiling, table
 from shoal.tasks.compiled.spool import Spool, content_id
 from shoal.tasks.sources.fields import Fields

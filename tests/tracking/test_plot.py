@@ -87,7 +87,7 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_one_line_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path), "--out", str(tmp_path / "plot.png")]) == FAILED
-    assert "is no run: it holds no metrics.jsonl" in capsys.readouterr().err
+    assert "is not a run: it holds no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_every_measured_value_is_a_point_and_axes_have_units(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def test_honest_work_is_accepted_with_a_line_for_each_check(verify, worker: Prod
     assert (status, lines[-1]) == (ACCEPTED, "accepted")
     found = answers(lines)
     assert {check.__name__: found.pop(check.__name__) for check in ALL} == {check.__name__: "yes" for check in ALL}
-    same = set(found) == {check.__name__ for check in EXACT}  # compared bit for bit as well; a difference is no fault
+    same = set(found) == {
+        check.__name__ for check in EXACT
+    }  # compared bit for bit as well; a difference is not a fault
     assert lines[-2] == (EQUAL if same else UNEQUAL)
     for check in [*ALL, *EXACT]:
         assert any((check.__doc__ or "?").splitlines()[0] in line for line in lines), "in words"

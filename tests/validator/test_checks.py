@@ -201,7 +201,7 @@ def test_a_check_that_needs_the_prefill_says_so(validator: Validator, worker: Pr
 
 
 class Perturbed(Producer):
-    """Weights that are off by one part in twenty, as after some fine-tuning of one's own."""
+    """Weights that are off by one part in twenty, as after a little fine-tuning."""
 
     def load(self, folder: Path, version: int) -> int | None:
         super().load(folder, version)

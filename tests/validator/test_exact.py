@@ -251,7 +251,7 @@ def test_a_flipped_bit_in_a_validators_weight_hurts_nobody(
     found = validator.judge.examine([replace(case, exact=True)])[0].finding  # type: ignore[type-var]
     assert found is not None and (found.reason in HARD) == (bit == 30)
     verdict = judged(validator, worker, rows)
-    assert verdict.reason is None, "it loaded its weights anew before it held anything against the worker"
+    assert verdict.reason is None, "it loaded its weights again before it held anything against the worker"
     assert "this machine's memory" in caplog.text
 
 

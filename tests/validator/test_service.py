@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import (
     Claim,
     ClaimRequest,
@@ -22,7 +23,6 @@ from shoal.protocol.messages import (
     Stored,
     Verdict,
 )
-from shoal.protocol.node import RefusedError
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted
 from shoal.validator.service import Validator
@@ -315,7 +315,7 @@ def test_only_those_drawn_for_it_are_prefilled(tiny_folder: Path, worker: Produc
     believed = read_accepted(node.uploads[f"/v1/accepted/{asked[2].id}"], max_rows=8, max_tokens=4096).rows
     assert [row.logprobs for row in believed] == [row.logprobs for row in produced(worker, asked[2])]
     assert node.said[2].evidence == {} and [group.tokens for group in node.said[2].groups] != []
-    assert node.said[2].spent is None, "what was not prefilled whole is no observation"
+    assert node.said[2].spent is None, "what was not prefilled whole is not an observation"
 
 
 def test_a_rejection_stores_no_file(tiny_folder: Path) -> None:

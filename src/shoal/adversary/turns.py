@@ -1,6 +1,6 @@
 """Lies about what an environment answered. The model's own tokens, their proofs and logprobs are honest.
 
-An environment's tokens are neither sampled nor proven, so whoever chooses them chooses what the model reads.
+An environment's tokens are neither sampled nor proven, so to choose them is to choose what the model reads.
 Called by `attacks`, for configs whose tasks have an environment.
 """
 

@@ -71,7 +71,7 @@ def _lines(found: FoundRuns, machine: Capability) -> list[str]:
 
 def _about(offer: RunOffer, machine: Capability) -> list[str]:
     """What this machine lacks for the run, and what only its work and its stake will show."""
-    from shoal.config.sections import RequirementsSection
+    from shoal.config.checking import RequirementsSection
     from shoal.coordinator.jobs.fitness import lacks
 
     wants = RequirementsSection.model_validate(offer.requirements)
@@ -81,7 +81,7 @@ def _about(offer: RunOffer, machine: Capability) -> list[str]:
         lines.append(f"at least {wants.tokens_per_s:g} tokens/s, measured by its work")
     if offer.invite:
         name, stake = offer.place or offer.run, max(1, wants.stake)
-        lines.append(f"open to whoever stakes {stake}: shoal discover {offer.url} --join {name} --out {name}.invite")
+        lines.append(f"open to anyone who stakes {stake}: shoal discover {offer.url} --join {name} --out {name}.invite")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`shoal doctor [ROLE]`: will this machine do, and if not, what is to be done? One line for each thing that matters.
+"""`shoal doctor [ROLE]`: will this machine do, and if not, what to do? One line for each thing that matters.
 
 Invariant: nothing is joined and no invite is used up. Exit status 0: nothing fails, 1: something does.
 """
@@ -22,7 +22,7 @@ WHOLE: Role = "run"  # what `shoal run` starts: everything on one machine
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("doctor", help="is this machine fit for a role, and what is to be done if not?")
+    parser = commands.add_parser("doctor", help="is this machine fit for a role, and what to do if not?")
     parser.add_argument(
         "role", nargs="?", choices=[WHOLE, "coordinator", *ROLES], help="(default: the invite's, else everything)"
     )

@@ -22,7 +22,7 @@
     shoal meet CONFIG --dir DIR          where these sites meet
 
 Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
-unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not mend, 130 interrupted.
+unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix, 130 interrupted.
 """
 
 from __future__ import annotations

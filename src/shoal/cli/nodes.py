@@ -56,7 +56,7 @@ def node(arguments: argparse.Namespace) -> int:
     need(arguments, ["dir", "watch"] if role == "origin" else ["dir"], "--join")
     invite = _checked_invite(role, arguments)
     stop = begin(role, arguments)
-    from shoal.protocol.node import StoppedError
+    from shoal.protocol.calling import StoppedError
 
     try:
         ended = _work(role, invite, arguments, stop)

@@ -109,7 +109,7 @@ def reopen_pool(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.founding import reopen_pool
 
     reopen_pool(arguments.dir)
-    sys.stdout.write("it is served again once its coordinator is started anew\n")
+    sys.stdout.write("it is served again once its coordinator is restarted\n")
 
 
 def init_pool(arguments: argparse.Namespace) -> None:

@@ -76,7 +76,11 @@ def _finetune(arguments: argparse.Namespace) -> Path:
     model = training.run(stop)
     if model is None:
         resumable = config.sft.checkpoint_every or arguments.join
-        next_step = f"add --out {out} to resume" if resumable else "there is no checkpoint to resume from"
+        next_step = (
+            f"add --out {out} to resume"
+            if resumable
+            else "no checkpoint was written: set sft.checkpoint_every above 0 and run it again"
+        )
         raise StoppedError(f"stopped before the end of the last epoch; {next_step}")
     return model
 

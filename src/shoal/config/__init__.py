@@ -1,13 +1,17 @@
 """The configuration of a run. Only the coordinator reads the file; every other process gets the resolved config from it.
 
-    recipe     tasks, sampling, loss, optimizer      sections   each process's own settings, and `Config`
+    config     `Config`: all sections, checked against each other
+    sections   the settings of each process               checking   what work and machines must meet
+    tasks      problems, prompts, rewards, the sandbox     recipe     model, sampling, loss, optimizer, fine-tuning
+    sites      pretraining, and several sites              section    what all sections share
     loading    TOML files and overrides to a `Config` and back
     explain    every field with its description, type, default and source
 
 Every room may import this one; it imports only `shoal.errors`.
 """
 
+from shoal.config.config import Config
 from shoal.config.loading import ConfigError, dumps, load, parse
-from shoal.config.sections import Cheat, Config, TrackerName
+from shoal.config.sections import Cheat, TrackerName
 
 __all__ = ["Cheat", "Config", "ConfigError", "TrackerName", "dumps", "load", "parse"]

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from shoal.config.config import Config
 from shoal.config.loading import ConfigError, nearest, section_of
 from shoal.config.section import Section
-from shoal.config.sections import Config
 
 OWN = "Shoal"
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}

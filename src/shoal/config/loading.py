@@ -16,8 +16,8 @@ from typing import Any, cast
 import tomli_w
 from pydantic import ValidationError
 
+from shoal.config.config import Config
 from shoal.config.section import Section
-from shoal.config.sections import Config
 from shoal.errors import ShoalError
 
 PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout: a link to the folder of that name

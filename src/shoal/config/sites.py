@@ -3,12 +3,10 @@
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic.config import JsonDict
 
-from shoal.config.section import Decay, Section
+from shoal.config.section import DILOCO, OPENDILOCO, Decay, Section
 
-DILOCO: JsonDict = {"source": "DiLoCo (arXiv 2311.08105)"}
-OPENDILOCO: JsonDict = {"source": "OpenDiLoCo (arXiv 2407.07852)"}
+Numbers = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]  # on the wire
 
 
 class PretrainSection(Section):
@@ -43,9 +41,7 @@ class MeetingSection(Section):
     """How several sites meet: the outer step, how long a round waits, where the meeting listens."""
 
     sites: int = Field(default=2, ge=1, description="sites that the first round waits for, and invites that are made")
-    kind: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"] = Field(
-        default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO
-    )
+    kind: Numbers = Field(default="fp16", description="numbers on the wire", json_schema_extra=OPENDILOCO)
     lr: float = Field(default=0.7, gt=0, description="learning rate of the outer step", json_schema_extra=DILOCO)
     momentum: float = Field(
         default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step", json_schema_extra=DILOCO
@@ -86,7 +82,7 @@ class MeetingSection(Section):
 class LearnerSitesSection(MeetingSection):
     """The learner at several sites. A round is a step: each site's updates, then one outer step."""
 
-    kind: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"] = Field(
+    kind: Numbers = Field(
         default="bf16", description="numbers on the wire; the changes of a step at a small rate are below fp16's range"
     )
     lr: float = Field(default=1.0, gt=0, description="learning rate of the outer step; 1 without momentum: the average")

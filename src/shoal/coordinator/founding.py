@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.config.sections import LOOPBACK
+from shoal.config.config import LOOPBACK
 from shoal.coordinator.http.routes import TASKS
 from shoal.coordinator.served import KEY
 from shoal.coordinator.sharing import CLOSED
@@ -113,7 +113,7 @@ def close_pool(folder: Path) -> None:
 
 
 def reopen_pool(folder: Path) -> None:
-    """It is served again once its coordinator is started anew. Raises PoolFolderError."""
+    """It is served again once its coordinator is restarted. Raises PoolFolderError."""
     if not (folder / CLOSED).exists():
         raise PoolFolderError(f"the pool in {folder} is not closed")
     (folder / CLOSED).unlink()

@@ -1,6 +1,6 @@
 """One run in a coordinator's process: opened from its folder, kept on record while it is served, sealed at its end.
 
-Invariant: it is the one owner of the run's metrics: it writes their files and feeds the tracker. Nothing of it touches
+Invariant: it is the one owner of the run's metrics: it writes their files and feeds the tracker. It shares nothing with
 another run of the same process. Called by `service` for one run and by `sharing` for several.
 """
 

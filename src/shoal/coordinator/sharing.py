@@ -2,12 +2,13 @@
 
     FOLDER/identity.pem   the listener's key: signs the list of runs
     FOLDER/PLACE/         a pool's folder (`shoal pool init --dir FOLDER/PLACE --url URL/runs/PLACE`), served at /runs/PLACE;
-                          PLACE is of a to z, 0 to 9 and -: a folder of any other name is no run's
+                          PLACE has only a to z, 0 to 9 and -; folders with other names are ignored
     FOLDER/PLACE/closed   its operator closed it (`shoal pool close`)
 
-Invariant: a run that cannot be opened, fails, or is closed takes no other with it: its place answers 503 from then on, which
-nodes take for a coordinator that is away. What is signed for one run is refused by every other, because path and audience
-are signed, and no two runs of a listener have one audience. The limits of strangers hold for the listener as a whole.
+Invariant: a run that cannot be opened, fails, or is closed does not affect the others: its place answers 503 from then on,
+which nodes take for a coordinator that is away. What is signed for one run is refused by every other, because path and
+audience are signed, and no two runs of a listener have one audience. The limits of strangers hold for the listener as a
+whole.
 Called by `shoal coordinator --runs`. Left out: `coordinator.database` and remote trackers, which take a process of their
 own; opening a run while others are served (nodes outlast the restart); a run whose disk hangs, which holds up all of them.
 """
@@ -62,7 +63,7 @@ class Place:
         self._under_way: set[asyncio.Task[object]] = set()
 
     def open(self, load: Load, front: Front, taken: dict[str, str]) -> None:
-        """Open the run, or close the place, whatever is wrong. `taken`: places by the ids of their runs."""
+        """Open the run; on any error close the place. `taken`: places by the ids of their runs."""
         speaking.set(self.name)
         if (self.folder / CLOSED).exists():
             self.why = BY_OPERATOR
@@ -72,7 +73,7 @@ class Place:
             _check(config, address, self.name, taken)
             self.run, self.url = ServedRun(config, address.run, self.folder, front=front), address.url
             offer(self.run.coordinator, self.folder, self.name, self.url)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one run, the others are served
+        except Exception as error:  # noqa: BLE001 - a fault of one run must not stop the others
             self._fail("is not served", error)
         else:
             taken[address.run] = self.name
@@ -97,7 +98,7 @@ class Place:
             await living
         except asyncio.CancelledError:
             log.info("closed by its operator")
-        except Exception as error:  # noqa: BLE001 - whatever ends one run, the others go on
+        except Exception as error:  # noqa: BLE001 - a fault of one run must not stop the others
             self._fail("is served no longer", error)
         if self.why:
             await self._end_requests()

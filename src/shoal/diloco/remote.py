@@ -33,9 +33,10 @@ from shoal.diloco.messages import (
     Welcome,
     Why,
 )
+from shoal.protocol.calling import NodeError, RefusedError
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite
-from shoal.protocol.node import KEY, Node, NodeError, RefusedError
+from shoal.protocol.node import KEY, Node
 from shoal.shardcast.tls import client_context
 
 ERRORS: dict[int, type[MeetingError]] = {404: ForgottenError, 409: ClosedError}

@@ -1,6 +1,6 @@
 """Whether this machine will do, before anything is started: `facts` and `network` measure it, `examine` judges.
 
-Invariant: nothing is changed, joined or left behind; whatever is wrong is said with what to do about it.
+Invariant: nothing is changed, joined or left behind; each problem comes with its remedy.
 Called by `shoal doctor`.
 """
 

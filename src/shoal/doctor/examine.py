@@ -28,7 +28,7 @@ SERVING = ("run", "coordinator", "origin", "relay")
 def examine(
     role: Role, facts: Facts, reached: list[Reach] | None = None, config: Config | None = None
 ) -> list[Finding]:
-    """Everything that matters to `role`, in the order in which to mend it."""
+    """Everything that matters to `role`, in the order in which to fix it."""
     return [
         _python(facts),
         *_system(facts),

@@ -1,6 +1,6 @@
 """One line of the doctor's report: what was looked at, how it stands, and what to do about it.
 
-Invariant: whatever is not "ok" has a remedy. Made by `examine`, printed by `cli`.
+Invariant: every finding that is not "ok" has a remedy. Made by `examine`, printed by `cli`.
 """
 
 from dataclasses import dataclass

@@ -74,7 +74,7 @@ def _ask(url: str, what: str, client: httpx.Client, clock: Callable[[], float]) 
                 pool_clock.heard(created_s, asked_s, clock())
         said = answer.json()
         if what == "coordinator" and said.get("protocol") != VERSION:
-            return Reach(url, what, f"it is no Shoal coordinator of protocol {VERSION}: {str(said)[:80]}")
+            return Reach(url, what, f"it is not a Shoal coordinator of protocol {VERSION}: {str(said)[:80]}")
         run = str(said.get("run", "")) if isinstance(said, dict) else ""
         return Reach(url, what, "", took_s, pool_clock.offset_s, run)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
@@ -91,7 +91,7 @@ def _config(url: str, invite: Invite, client: httpx.Client) -> tuple[Config | No
             return None, f"it serves the run {descriptor.run}, and the invite is for {invite.run}"
         return config_module.parse(descriptor.config, source="run descriptor"), ""
     except (httpx.HTTPError, IdentityError, ValidationError, ConfigError) as error:
-        return None, f"its description of the run is not to be believed: {error}"
+        return None, f"its description of the run cannot be trusted: {error}"
 
 
 def _announced(url: str, client: httpx.Client) -> list[str]:

@@ -107,7 +107,7 @@ class CompletionLog:
                 self.of(found["model"])[key] = answer
             except (ValueError, KeyError, TypeError) as error:
                 raise EvalError(
-                    f"{self.path}, line {number}, is no completion ({error!r}); remove that line to have it made again"
+                    f"{self.path}, line {number}, is not a completion ({error!r}); remove that line to have it made again"
                 ) from error
 
 

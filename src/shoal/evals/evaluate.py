@@ -4,7 +4,7 @@
     -> grade everything -> results
 
 Invariant: the folder's `eval.json` says what is evaluated, and no completion made under other settings is ever mixed in.
-Grading starts anew each time, from `completions.jsonl` alone. So a killed evaluation continues where it was, with the same
+Grading starts over each time, from `completions.jsonl` alone. So a killed evaluation continues where it was, with the same
 result.
 Called by `shoal eval`. Left out: several processes on one evaluation.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.evals import suites as suites_module
 from shoal.evals.completions import Answer, Asked, CompletionLog, EvalError
 from shoal.evals.results import Difference, Graded, Result, compare, summarise

@@ -213,7 +213,7 @@ class PassRates:
         if n >= LEAST_GRADED and errors > limit * n:
             raise FilterError(
                 f"the grader failed for {errors} of {n} completions, more than tasks.grader_error_limit = {limit:g} (last: "
-                f"{self.error[:200]}): mend the reward or the tasks, then choose another --out"
+                f"{self.error[:200]}): fix the reward or the tasks, then choose another --out"
             )
 
 
@@ -249,7 +249,7 @@ def _result(task: tasks.Task, group: Sequence[Completion], grades: Sequence[task
 
 
 def _all_of(section: Any) -> Any:
-    """The section without earlier filters: the results are of all tasks, so that a filter can be drawn anew."""
+    """The section without earlier filters: the results are of all tasks, so that a filter can be drawn again."""
     if not any(source.keep for source in section.sources):
         return section
     sources = [source.model_copy(update={"keep": ""}) for source in section.sources]

@@ -35,7 +35,7 @@ class Address:
 
 
 class RetryableError(Exception):
-    """A failed attempt that another one may mend."""
+    """A failed attempt that another one may fix."""
 
     def __init__(self, why: str, wait_s: float | None = None) -> None:
         super().__init__(why)
@@ -101,9 +101,9 @@ class RemoteSampler:
         try:
             response = await client.post(self.route, json=body, timeout=self.address.deadline_s)
         except httpx.InvalidURL as error:
-            raise EvalError(f"{self.route} is no URL ({error}); give --url http://HOST:PORT/v1") from error
+            raise EvalError(f"{self.route} is not a URL ({error}); give --url http://HOST:PORT/v1") from error
         except httpx.UnsupportedProtocol as error:
-            raise EvalError(f"{self.route} is no http or https URL; give --url http://HOST:PORT/v1") from error
+            raise EvalError(f"{self.route} is not an http or https URL; give --url http://HOST:PORT/v1") from error
         except httpx.TransportError as error:
             raise RetryableError(f"{type(error).__name__}: {error}") from error
         excerpt = " ".join(response.text[:EXCERPT].split())

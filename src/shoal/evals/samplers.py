@@ -75,7 +75,7 @@ class EngineSampler:
 
 def prompt_of(tokenizer: Any, message: str) -> list[int]:
     """The chat template around one user message, as in training. Raises ChatTemplateError."""
-    from shoal.config.recipe import TaskSection
+    from shoal.config.tasks import TaskSection
     from shoal.tasks.prompt import prompt_tokens
     from shoal.tasks.task import Task
 

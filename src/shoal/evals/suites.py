@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.config.recipe import SourceSection
+from shoal.config.tasks import SourceSection
 from shoal.evals.completions import EvalError
 from shoal.tasks.compiled.spool import content_id
 from shoal.tasks.sources.reading import Reading

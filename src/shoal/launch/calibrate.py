@@ -10,7 +10,7 @@ is tolerated; whether this machine may claim one, its self-test tells, for each 
     measured.json   every submission's figures, by condition; and by pair of dtypes what the bounds follow from
 
 The bounds are of averages, over all of a worker's submissions, so they are far below the limits. Each is of the noisiest
-pair. A worker's word that it is of a quieter kind is no reason for tighter ones: to let only such workers in, fix
+pair. A worker's word that it is of a quieter kind is not a reason for tighter ones: to let only such workers in, fix
 `model.dtype` and calibrate again.
 
 Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.

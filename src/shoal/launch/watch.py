@@ -80,7 +80,7 @@ class Watch:
         if words := self._grader_fails(self.status.grading):
             raise GraderFailsError(
                 f"{words}; grade some completions by hand with `shoal grade CONFIG {self.folder / 'rollouts.jsonl'}`. A run "
-                "keeps the tasks and rewards it began with: mend them and start a new run, or raise "
+                "keeps the tasks and rewards it began with: fix them and start a new run, or raise "
                 "tasks.grader_error_limit and go on with this one"
             )
 

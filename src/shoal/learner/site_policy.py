@@ -25,7 +25,7 @@ from shoal.diloco.messages import ClosedError, Exchange, Figures, Greeting, Outc
 from shoal.diloco.site import DifferentError, SilenceError, Site, meet
 from shoal.errors import ShoalError
 from shoal.learner.policy import Policy
-from shoal.protocol.node import StoppedError
+from shoal.protocol.calling import StoppedError
 
 POLL_S = 0.2
 LATE = (ClosedError, DifferentError)  # this site has to take over what the others agreed on

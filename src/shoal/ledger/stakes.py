@@ -259,7 +259,7 @@ class LedgerStakes:
         self.ledger.append(kind, body)
 
     def _book(self) -> Book:
-        """Kept between calls. Made anew if its last entry is gone: the transaction that wrote it was undone."""
+        """Kept between calls. Made again if its last entry is gone: the transaction that wrote it was undone."""
         news = self.ledger.entries(self._last.seq - 1 if self._last else 0)
         if self._last is not None and next(news, None) != self._last:
             self._kept, news = Book(), self.ledger.entries()
@@ -299,4 +299,4 @@ def _event(seq: int, kind: str, body: Mapping[str, Any]) -> Event:
 
 def _positive(amount: int) -> None:
     if amount <= 0:
-        raise LedgerError(f"{amount} is no amount")
+        raise LedgerError(f"{amount} is not an amount")

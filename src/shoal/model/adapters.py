@@ -9,7 +9,8 @@ other bf16 number.
 
 Invariant: with B = 0, its first value, the output has the bits of the layer alone. With exact numerics the output's bits
 depend on its row alone, as those of `products.linear` do.
-Called by `load`, for whoever loads a version, and by the learner. Left out: adapters of the embeddings and the output head.
+Called by `load`, for everything that loads a version, and by the learner.
+Left out: adapters of the embeddings and the output head.
 """
 
 import math

@@ -4,7 +4,7 @@
 
 Invariant: engine, validator and learner take logits from here, so they agree. A plain head's logits are its output,
 unchanged; others are float32.
-`support` finds scale and cap when a model is loaded, by comparing with transformers. Called by whoever needs logits.
+`support` finds scale and cap when a model is loaded, by comparing with transformers. Called by everything that needs logits.
 """
 
 from typing import Any, NamedTuple

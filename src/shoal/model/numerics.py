@@ -1,10 +1,10 @@
-"""Exact or fast: whether a token's results have the same bits wherever and beside whatever they are computed.
+"""Exact or fast: whether a token's results have the same bits in every batch and process.
 
     exact   a token's hidden state, logits and logprob depend on its own prefix and the weights alone: products and attention
             sum in a fixed order (`products`, `exact`). Machines that compute alike agree to the last bit.
     fast    whichever kernels are fastest (`attention`); results differ by rounding with batch and packing.
 
-Invariant: a model keeps the numerics it was loaded with. Called by `load`, `tree`, the engine, and whoever loads a model.
+Invariant: a model keeps the numerics it was loaded with. Called by `load`, `tree`, the engine, and all that load a model.
 Left out: devices other than the CPU. A GPU needs products and attention that do not depend on the batch, and a test of them.
 """
 

@@ -2,7 +2,7 @@
 
 State spaces, linear attention, convolutions, position biases, sinks, windows and soft-capped attention pass something
 between positions, or limit it, in ways that Shoal's attention does not know. Here a completion is computed behind its own
-copy of the prompt, alone, so whatever a model does inside of a sequence is right.
+copy of the prompt, alone, so every model computes its sequences correctly.
 Invariant: results are those of transformers' eager forward of each sequence. Called by `tree.forward_row`, for models that
 `support` put on this path. Left out: sharing the prompt, batches, caches.
 """

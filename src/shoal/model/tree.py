@@ -3,7 +3,7 @@
 Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
 of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
 equal. `predictor` is the position of the row that predicts each target: a completion token that the model wrote. Tokens of
-an environment (`turns`) are attended to, but are no targets.
+an environment (`turns`) are attended to, but are not targets.
 
     row:   p0 p1 p2 | a0 a1 a2 | b0 b1 || q0 q1 | c0 c1
     pos:    0  1  2    3  4  5    3  4     0  1    2  3       a and b are completions of prompt p, c of prompt q

@@ -2,7 +2,7 @@
 
 An answer to a request that left at t0 and came back at t1 was signed in between, so the coordinator's clock is ahead of ours
 by at least `created - t1` and at most `created + 1 - t0` (it is signed in whole seconds). An offset outside of these bounds
-moves to the nearer one. Whoever delays a request or an answer can only widen them.
+moves to the nearer one. Anyone who delays a request or an answer can only widen them.
 
 Invariant: no answer takes the offset further from the truth, which lies within the bounds.
 Called by `node`, which dates its requests and passes with it.

@@ -14,7 +14,7 @@ from hashlib import sha256
 import httpx
 from pydantic import ValidationError
 
-from shoal.config.sections import RequirementsSection
+from shoal.config.checking import RequirementsSection
 from shoal.errors import ShoalError
 from shoal.protocol.address import coordinator_url, split_url
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
@@ -70,9 +70,9 @@ def find_runs(url: str, client: httpx.Client, key: str = "") -> FoundRuns:
         for offer in found.runs:
             RequirementsSection.model_validate(offer.requirements)
     except (UnsignedAnswerError, IdentityError) as error:
-        raise DiscoveryError(f"the list of runs at {listener} is not to be believed: {error}") from error
+        raise DiscoveryError(f"the list of runs at {listener} cannot be trusted: {error}") from error
     except ValidationError as error:
-        raise DiscoveryError(f"what {listener}/runs answers is no list of runs of this version of Shoal") from error
+        raise DiscoveryError(f"what {listener}/runs answers is not a list of runs of this version of Shoal") from error
     if found.protocol != VERSION:
         raise DiscoveryError(
             f"{listener} speaks protocol {found.protocol}, this machine {VERSION}: install its version"

@@ -1,12 +1,10 @@
-"""A member of the pool: every process except the coordinator. It joins, sends heartbeats, and makes requests.
+"""A member of the pool: every process except the coordinator. It joins, reads the run, and sends heartbeats.
 
     node = Node.join(invite, folder, stop=stop)   loads or makes the key, registers with the invite
     with node.heart(): ...                        a heartbeat a second in the background; `node.answer` is the newest reply
-    node.post("/v1/claims", ...)                  a signed request, repeated while the coordinator is away, until a deadline
+    node.post("/v1/claims", ...)                  a signed request (`calling`), repeated until a deadline
 
-Invariants: a node believes no answer that the coordinator's key, which is in the invite, has not signed for this very
-request (`answers`): another counts as none, and the request is repeated. No answer takes more memory than its caller allows.
-Once `stop` is set, no request takes longer than GRACE_S.
+Invariant: a run's description counts only with the signature of the coordinator's key, for this run and this protocol.
 Called by worker, validator, learner, origin, relay and evaluator. It knows no other process.
 """
 
@@ -16,21 +14,16 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import closing, contextmanager
-from datetime import timedelta
-from hashlib import sha256
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.errors import ShoalError
 from shoal.files import write_file
-from shoal.protocol.answers import UnsignedAnswerError, check_answer
+from shoal.protocol.calling import PATIENCE_S, Caller, NodeError, ProtocolError, RefusedError, StoppedError
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite
@@ -56,68 +49,14 @@ from shoal.shardcast.serve.passes import Passes
 from shoal.shardcast.tls import client_context
 
 HEARTBEAT_S = 1.0
-PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
-GRACE_S = 1.0  # for a request in flight when this process is told to stop
-ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
-LOOK_S = 0.1  # between two looks at the stop event
-MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its caller names another limit
-BUSY, UNSIGNED, UNREADABLE = (429, 503), 401, 400  # HTTP statuses; 503: another coordinator is taking over
+UNREADABLE = 400  # HTTP status
 KEY, PAYER = "identity.pem", "payer"  # in a node's folder
-SEND_BYTES = 1 << 20  # of a body, handed over at once
 PAGE_BYTES = 64 << 20  # the largest page of the curriculum: over a million tasks
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=BaseModel)
 
-
-class NodeError(ShoalError):
-    """The coordinator refused, or did not answer in time; the message says which and what to try."""
-
-    restart_helps = True
-
-
-class StoppedError(NodeError):
-    """This process was told to stop before the coordinator answered."""
-
-
-class RefusedError(NodeError):
-    """The coordinator answered with a refusal; `status` is its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class TooLargeError(NodeError):
-    """An answer is larger than its caller allows."""
-
-    restart_helps = False
-
-
-class ProtocolError(NodeError):
-    """The coordinator is of another version of Shoal."""
-
-    restart_helps = False
-
-
-class _BusyError(Exception):
-    """The coordinator asks this node to wait."""
-
-
-class Pieces(httpx.ByteStream):
-    """A body that goes out piece by piece: httpcore copies all that is left of a piece after each part that is sent."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.data = data
-
-    def __iter__(self) -> Iterator[bytes]:
-        for at in range(0, len(self.data), SEND_BYTES):
-            yield self.data[at : at + SEND_BYTES]
-
-
-class Node:
+class Node(Caller):
     def __init__(
         self,
         identity: Identity,
@@ -127,11 +66,8 @@ class Node:
         stop: threading.Event,
         clock: PoolClock,
     ) -> None:
+        super().__init__(invite, client, patience_s, stop, clock)
         self.identity = identity
-        self.invite = invite
-        self.client = client
-        self.patience_s = patience_s
-        self.stop = stop
         self.name = ""
         self.direct = False  # rollout files go to and from the pool's bucket (`transfer`); `config` finds out
         self.policy_version: int | None = None
@@ -143,8 +79,6 @@ class Node:
         self._since_s, self._seconds = time.monotonic(), {"busy": 0.0, "waiting": 0.0}
         self.tokens = 0
         self.arrival: Arrival | None = None  # of weights, the newest
-        self.clock = clock
-        self.answered_in_s = 0.0  # the newest message
         self.reader_pass = Passes(identity.private_key, self.reader_grant, clock)
 
     @classmethod
@@ -246,121 +180,6 @@ class Node:
             stop.wait(0.2)
         raise StoppedError(f"stopped while waiting for a node of role {role}")
 
-    # --- requests ----------------------------------------------------------------------------------------------------
-
-    def get(self, path: str, answer: type[M], *, most_bytes: int = MESSAGE_BYTES) -> M:
-        return self._parse(answer, self._request("GET", path, most_bytes=most_bytes))
-
-    def get_bytes(self, path: str, *, most_bytes: int) -> bytes:
-        """A file. Raises TooLargeError if it has more bytes than that."""
-        return self._request("GET", path, most_bytes=most_bytes).content
-
-    def post(self, path: str, message: BaseModel | None, answer: type[M]) -> M:
-        response = self._request("POST", path, message.model_dump_json().encode() if message else b"")
-        self.answered_in_s = response.elapsed.total_seconds()
-        return self._parse(answer, response)
-
-    def pause_s(self, least_s: float) -> float:
-        """How long to wait before the same is asked again: longer, the longer the coordinator takes for its answers.
-
-        So nodes that wait for something, or only say that they live, do not ask more of a coordinator than it can answer.
-        """
-        return max(least_s, self.answered_in_s * (1 - ASKING) / ASKING)
-
-    def put(self, path: str, data: bytes, answer: type[M]) -> M:
-        return self._parse(answer, self._request("PUT", path, data))
-
-    def _request(
-        self, method: str, path: str, content: bytes = b"", *, most_bytes: int = MESSAGE_BYTES
-    ) -> httpx.Response:
-        deadline_s = time.monotonic() + self.patience_s
-        pause_s = 0.1
-        while True:
-            offset_s = self.clock.offset_s
-            try:
-                response = self._send(method, path, content, most_bytes)
-                if response.status_code in BUSY:
-                    raise _BusyError(_reason(response))
-            except (httpx.TransportError, UnsignedAnswerError, _BusyError) as error:
-                if self.stop.is_set():
-                    raise self._stopped(method, path) from error
-                if time.monotonic() + pause_s > deadline_s:
-                    raise self._silent(method, path, error) from error
-                self.stop.wait(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
-                continue
-            if response.status_code == UNSIGNED and self.clock.offset_s != offset_s and time.monotonic() < deadline_s:
-                continue  # the request was dated by a wrong clock, and the refusal says what time it is
-            if response.status_code >= 400:
-                raise RefusedError(f"{method} {path}: {_reason(response)}", response.status_code)
-            return response
-
-    def _send(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
-        """One request. It runs in its own thread, so that a silent host does not delay a stop."""
-        answer: Future[httpx.Response] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._receive(method, path, content, most_bytes))
-            except Exception as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-                answer.set_exception(error)
-
-        threading.Thread(target=ask, daemon=True, name="request").start()
-        stopped_s: float | None = None
-        while True:
-            try:
-                return answer.result(LOOK_S)
-            except TimeoutError:
-                if self.stop.is_set():
-                    stopped_s = stopped_s or time.monotonic()
-                    if time.monotonic() - stopped_s > GRACE_S:
-                        raise self._stopped(method, path) from None
-
-    def _receive(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
-        """One answer, read whole and signed for this request. Raises TooLargeError, UnsignedAnswerError."""
-        plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
-        body, asked_s, begun_s = bytearray(), self.clock.clock(), time.monotonic()
-        request = self.client.build_request(method, path, content=content, headers=plain)
-        request.stream = Pieces(content)
-        with closing(self.client.send(request, stream=True)) as response:
-            encoding = response.headers.get("content-encoding", "identity")
-            if encoding != "identity":
-                raise NodeError(
-                    f"the coordinator at {self.invite.url} answers {method} {path} in {encoding}: turn that off"
-                )
-            for piece in response.iter_bytes():
-                body += piece
-                if len(body) > most_bytes:
-                    raise TooLargeError(
-                        f"the coordinator at {self.invite.url} answers {method} {path} with more than {most_bytes} bytes, "
-                        "the limit for such an answer; ask its operator what it serves there"
-                    )
-        asked, status, digest = response.request.headers, response.status_code, sha256(body).digest()
-        try:
-            created_s = check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
-        except UnsignedAnswerError as error:
-            raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
-        self.clock.heard(created_s, asked_s, self.clock.clock())
-        answer = httpx.Response(status, content=bytes(body), request=response.request)
-        answer.elapsed = timedelta(seconds=time.monotonic() - begun_s)
-        return answer
-
-    def _silent(self, method: str, path: str, error: Exception) -> NodeError:
-        came = f": {error}" if isinstance(error, UnsignedAnswerError | _BusyError) else ""
-        return NodeError(
-            f"the coordinator at {self.invite.url} did not answer {method} {path} for {self.patience_s:.0f} s "
-            f"({type(error).__name__}{came}); is it running and reachable, and nothing else at its address?"
-        )
-
-    def _stopped(self, method: str, path: str) -> StoppedError:
-        return StoppedError(f"stopped: the coordinator at {self.invite.url} did not answer {method} {path}")
-
-    def _parse(self, model: type[M], response: httpx.Response) -> M:
-        try:
-            return model.model_validate_json(response.content)
-        except ValidationError as error:
-            raise NodeError(f"{response.request.url.path}: unexpected answer: {error.errors()[0]['msg']}") from error
-
     # --- heartbeats and what they report -----------------------------------------------------------------------------
 
     def access(self, publisher: str, config: Config) -> Access:
@@ -401,7 +220,7 @@ class Node:
         return self.get(f"/v1/curricula/{digest}", CurriculumPage, most_bytes=PAGE_BYTES)
 
     def renewal(self) -> int | None:
-        """The newest request to load the weights anew and to report a new fingerprint; None if all are carried out."""
+        """The newest request to load the weights again and to report a new fingerprint; None if all are carried out."""
         asked = self.answer.renewals if self.answer else 0
         return asked if asked > self.renewals else None
 
@@ -464,10 +283,3 @@ def read_payer(folder: Path) -> str:
 
 def write_payer(folder: Path, account: str) -> None:
     write_file(folder / PAYER, account.encode())
-
-
-def _reason(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}"

@@ -150,7 +150,7 @@ def verify_head(
 
     The server must not use the body before `check_body` has passed. Clocks may differ: `created` may be max_age_s in the
     past or in the future. The nonce is spent last, so a head that another key forged cannot spend it. A head is served
-    once: whoever repeats it with another body is refused before that body is read. `nonces` None: the server calls `spend`
+    once: a repetition with another body is refused before that body is read. `nonces` None: the server calls `spend`
     on the result itself, once it knows that the key may ask at all.
     """
     ours = _our_headers(headers)

@@ -12,8 +12,9 @@ from typing import TypeVar
 import httpx
 from blake3 import blake3
 
+from shoal.protocol.calling import NodeError, RefusedError, StoppedError
 from shoal.protocol.messages import Announced, Grant, Link, Stored
-from shoal.protocol.node import Node, NodeError, RefusedError, StoppedError
+from shoal.protocol.node import Node
 
 TOO_EARLY = 425  # HTTP status: the file has not come, or the coordinator is another one now
 EXISTS = 412  # of a bucket: this very file was sent before

@@ -16,8 +16,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from shoal.config import Config
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, Fingerprint, Finished
-from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.node import Node
 from shoal.protocol.transfer import send_file
 from shoal.rollout.produce import Producer
 from shoal.shardcast import Client, FetchError, Manifest
@@ -118,10 +119,10 @@ class Worker:
         """
         if self.folder is None or self.loaded is None:
             return
-        self.node.doing(f"loading version {self.loaded} anew")
+        self.node.doing(f"loading version {self.loaded} again")
         self.producer.reload(self.folder, self.loaded)
         self._take_fingerprint(self.loaded)
-        log.info("version %d is loaded anew: a submission was inexact", self.loaded)
+        log.info("version %d is loaded again: a submission was inexact", self.loaded)
 
     def _take_fingerprint(self, version: int) -> None:
         value = self.fingerprint()

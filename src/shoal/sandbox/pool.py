@@ -1,7 +1,7 @@
 """A sandbox: warm fork servers, each of which runs one program at a time.
 
 Invariant: every program gets a fresh child of a server that never ran one itself; a server that died or failed is replaced
-before its next use. Safe for several threads. Called by code rewards, tools and rewards of one's own.
+before its next use. Safe for several threads. Called by code rewards, tools and rewards of your own.
 Left out: grading. Nothing here knows what a right answer is.
 """
 
@@ -23,7 +23,7 @@ class Sandbox:
 
     `tier` None takes the best strong one; a name takes exactly that one. SandboxError if it does not work here.
 
-    `preloaded` is source by module name, compiled and run once in each server: code of one's own that programs import.
+    `preloaded` is source by module name, compiled and run once in each server: code of your own that programs import.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def best_tier() -> Tier:
     reasons = "\n".join(problem(tier) for tier in STRONG)
     raise SandboxError(
         f"no strong sandbox works here:\n{reasons}\n"
-        'To run model-written code without one, which protects nothing but memory and time, ask for tier "rlimits" by name.'
+        'To run model-written code without one, which protects only memory and time, ask for tier "rlimits" by name.'
     )
 
 

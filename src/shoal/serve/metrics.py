@@ -1,6 +1,6 @@
 """/metrics in Prometheus' text format: times to first token and between tokens, rows, waiting, tokens, refusals.
 
-Invariant: no prompt, name or key is in it. Read by whoever watches the server; called by `service`.
+Invariant: no prompt, name or key is in it. Read by monitoring; called by `service`.
 """
 
 import time

@@ -55,7 +55,7 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ReplyError(ShoalError):
-    """A file that is no reply, or a generation that yields none."""
+    """A file that is not a reply, or a generation that yields none."""
 
 
 class Said(TypedDict, total=False):
@@ -99,7 +99,7 @@ class Reply(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            raise ReplyError(f"this is no reply file: {where}: {first['msg']}") from error
+            raise ReplyError(f"this is not a reply file: {where}: {first['msg']}") from error
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _ending(reply: Reply, held: Held) -> Finding:
         "length": len(reply.tokens) == reply.max_tokens and not ended,
         "cancelled": not ended,
     }[reply.finish]
-    detail = "" if fits and not early else f"it is said to end by {reply.finish!r}"
+    detail = "" if fits and not early else f"the file says that it ended by {reply.finish!r}"
     return Finding("Does it end where it says?", not detail, detail)
 
 

@@ -20,7 +20,7 @@ from shoal.diloco.messages import Exchange, Roster, Terms
 from shoal.learner.checkpoint import Progress
 from shoal.learner.policy import Policy
 from shoal.learner.site_policy import LATE, PolicySite, about_of, terms_of
-from shoal.protocol.node import StoppedError
+from shoal.protocol.calling import StoppedError
 from shoal.sft.batch import Data, fingerprint
 from shoal.sft.trainer import Sft, claim, drop_after
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import tasks
-from shoal.config.recipe import LearnerSection, LossSection, SourceSection, TaskSection
+from shoal.config.recipe import LearnerSection, LossSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.learner.policy import Policy
 from shoal.model.load import save_model
 from shoal.model.sources import tiny_dir

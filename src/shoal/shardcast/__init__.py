@@ -11,9 +11,9 @@ Usable alone: it imports only `errors` and `files` of Shoal. docs/shardcast.md s
 Paper: INTELLECT-2 (arXiv 2505.07291), section on SHARDCAST.
 """
 
+from shoal.shardcast.fetch.access import Access, Arrival, Limits
 from shoal.shardcast.fetch.client import Client, FetchReport, Progress
 from shoal.shardcast.fetch.errors import FetchError
-from shoal.shardcast.fetch.sources import Access, Arrival, Limits
 from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest, public_key_hex
 from shoal.shardcast.publish.contents import PublishError
 from shoal.shardcast.publish.origin import Origin

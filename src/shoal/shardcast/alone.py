@@ -20,9 +20,9 @@ from typing import NamedTuple
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from shoal.shardcast.fetch.access import Access
 from shoal.shardcast.fetch.client import Client, Progress
 from shoal.shardcast.fetch.errors import FetchError
-from shoal.shardcast.fetch.sources import Access
 from shoal.shardcast.format.manifest import Manifest, public_key_hex
 from shoal.shardcast.format.names import parse_version
 from shoal.shardcast.publish.contents import check_apart

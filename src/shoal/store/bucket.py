@@ -159,7 +159,7 @@ class Bucket:
 
     def _name(self, kind: str, content_hash: str) -> str:
         if not HASH.fullmatch(content_hash):
-            raise StoreError(f"{content_hash!r} is no content hash")
+            raise StoreError(f"{content_hash!r} is not a content hash")
         return f"{self.place.prefix}{kind}/{content_hash}.parquet"
 
     def _incoming(self, kind: str, id: str, sha256: str) -> str:

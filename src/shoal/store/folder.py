@@ -72,7 +72,7 @@ class Folder:
 
     def path(self, kind: str, content_hash: str) -> Path:
         if not HASH.fullmatch(content_hash):
-            raise StoreError(f"{content_hash!r} is no content hash")
+            raise StoreError(f"{content_hash!r} is not a content hash")
         return self.root / kind / f"{content_hash}.parquet"
 
 

@@ -5,7 +5,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.model.sources import cache_dir
 from shoal.tasks.compiled.compiling import compile_tasks
 from shoal.tasks.compiled.table import Fetch, Store

@@ -11,7 +11,7 @@ Invariant: worker, validator and the tools get rewards and prompts from here.
 
 from collections.abc import Sequence
 
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 
 EPSILON = 1e-6  # rewards that differ by less count as equal
 

@@ -12,10 +12,10 @@ that hard tasks are left out. What a worker sees only in its own completions doe
 
 `evidence` bets on the same, as `coordinator.spending` does on tokens: e^nats is paid with a mean of at most 1 if the worker
 is honest and TILT bounds how much likelier it misses one task than another. It is for a person to look at: it dismisses
-nobody, because whoever can cut a worker's connection chooses what that worker misses.
+nobody, because anyone who can cut a worker's connection chooses what that worker misses.
 
 Invariant: pure functions of derived plans and accepted scores; nothing that the worker says enters.
-Called by whoever judges a worker over many submissions; `GET /v1/missed/{key}` has the assignments.
+Called by everything that judges a worker over many submissions; `GET /v1/missed/{key}` has the assignments.
 """
 
 from collections.abc import Mapping, Sequence

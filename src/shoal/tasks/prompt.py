@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.errors import ShoalError
 from shoal.tasks.budget import instruction
 from shoal.tasks.task import Task

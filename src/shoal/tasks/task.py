@@ -48,7 +48,7 @@ class Reward(Protocol):
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """One grade per completion. A completion never raises; a grader that fails is a `grader_error`.
 
-        SandboxError: this machine fails, which is no grade.
+        SandboxError: this machine fails, which is not a grade.
         """
         ...
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from shoal.config.recipe import TaskSection
+from shoal.config.tasks import TaskSection
 from shoal.tasks.compiled.table import FILE_BYTES, MANIFEST_BYTES, Manifest, Store, TaskView
 from shoal.tasks.task import Task, TasksNotFoundError
 
@@ -33,7 +33,7 @@ class TaskSet:
 
     @cached_property
     def files(self) -> Mapping[str, bytes]:
-        """Source files of rewards of one's own, by file name."""
+        """Source files of rewards of your own, by file name."""
         return {name: self.store.read(sha256, FILE_BYTES) for name, sha256 in self.manifest.files.items()}
 
     @property

@@ -110,7 +110,7 @@ def read_run(folder: Path, name: str) -> RunLog:
     """What a run has recorded so far. Raises PlotError for a folder without a run, or a damaged file."""
     if not (folder / METRICS).is_file():
         raise PlotError(
-            f"{folder} is no run: it holds no {METRICS}; give the folder of `shoal run` or of a coordinator"
+            f"{folder} is not a run: it holds no {METRICS}; give the folder of `shoal run` or of a coordinator"
         )
     series: dict[str, list[tuple[float, float]]] = {}
     for step in _lines(folder / METRICS):
@@ -190,5 +190,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise PlotError(f"{path}, line {number}, is no JSON ({error}); is it a run's own file?") from error
+            raise PlotError(f"{path}, line {number}, is not JSON ({error}); is it a run's own file?") from error
     return found

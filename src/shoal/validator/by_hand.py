@@ -141,7 +141,7 @@ def offline_assignment(
 
 def _explain(check: Check, outcome: Outcome) -> list[str]:
     question = (check.__doc__ or "").strip().partition("\n")[0]
-    wrong = "no " if check in EXACT else "NO "  # a difference outside of a class is no fault
+    wrong = "no " if check in EXACT else "NO "  # a difference outside of a class is not a fault
     lines = [f"{wrong if outcome.finding else 'yes'}  {check.__name__:15} {question}"]
     if outcome.finding:
         lines.append(f"     {outcome.finding.reason}: {outcome.finding.detail}")

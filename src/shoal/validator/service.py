@@ -1,6 +1,6 @@
 """The validator: claims submissions, judges them, uploads accepted files and verdicts.
 
-Invariant: no lie is found in a prefill before it was computed a second time, with weights that were loaded anew: a flipped
+Invariant: no lie is found in a prefill before it was computed a second time, with weights that were loaded again: a flipped
 bit in this machine's memory is this machine's fault.
 Called by `shoal validator`. Several may run: claims are leases, and an expired claim goes to another validator.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from shoal.config import Config
 from shoal.model.dtype import DtypeName
 from shoal.model.turns import model_tokens
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import (
     Claim,
     ClaimRequest,
@@ -26,7 +27,7 @@ from shoal.protocol.messages import (
     Reason,
     Verdict,
 )
-from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.node import Node
 from shoal.protocol.transfer import fetch_file, send_file
 from shoal.shardcast import Client
 from shoal.shardcast.fetch.follow import fetch_published
@@ -40,7 +41,7 @@ from shoal.validator.witness import Witness
 
 IDLE_S = 0.1
 RELOADING = (
-    0.05  # most of the time spent on loading weights anew for inexact work: who sends it must not stop the others
+    0.05  # most of the time spent on loading weights again for inexact work: who sends it must not stop the others
 )
 GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
 
@@ -69,7 +70,7 @@ class Validator:
         self.fingerprint = fingerprint
         self.witness = witness
         self.folder: Path | None = None  # of the loaded version
-        self.reload_at_s = 0.0  # no doubt loads it anew before, on the monotonic clock
+        self.reload_at_s = 0.0  # no doubt loads it again earlier, on the monotonic clock
 
     def run(self, stop: threading.Event) -> str:
         """Check submissions until the run ends or `stop`. Returns which."""
@@ -105,10 +106,10 @@ class Validator:
         ]
 
     def examine(self, cases: Sequence[Case], claims: Sequence[Claim]) -> list[Examined]:
-        """What the checks conclude. What a prefill is to be held against is prefilled again, with weights loaded anew.
+        """What the checks conclude. What a prefill is to be held against is prefilled again, with weights loaded again.
 
         Where all that is wrong is `inexact`, which costs its worker little and may come again and again, the weights may
-        have been loaded anew a while ago.
+        have been loaded again a while ago.
         """
         examined = self.judge.examine(self._by_class(cases, claims), cheaply=[not claim.full for claim in claims])
         doubtful = [n for n, one in enumerate(examined) if _rests_on_prefill(one)]
@@ -122,7 +123,7 @@ class Validator:
         for n, one in zip(doubtful, again, strict=True):
             if one.finding is None:
                 log.warning(
-                    "%s: %s, but not after the weights were loaded anew: this machine's memory or arithmetic fails",
+                    "%s: %s, but not after the weights were loaded again: this machine's memory or arithmetic fails",
                     claims[n].assignment.id,
                     examined[n].finding,
                 )

@@ -8,6 +8,7 @@ characters and cut to its column, and numbers are clamped before they are divide
     pace      tokens per second of each node
     screen    the whole run
     sites     the learner's sites, if it has several
+    tables    its tables: the tree of weights, and the nodes
     samples   what the model wrote
     events    what is new, line by line
     keys      keys pressed in the terminal

@@ -1,6 +1,6 @@
 """Keys pressed in the terminal, read without waiting.
 
-Invariant: on exit the terminal is as it was. Where standard input is no terminal, or belongs to another process in the
+Invariant: on exit the terminal is as it was. Where standard input is not a terminal, or belongs to another process in the
 foreground, nothing is changed and no key is ever pressed. Called by the live view.
 """
 

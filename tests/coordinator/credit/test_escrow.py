@@ -9,7 +9,7 @@ from shoal.config import parse
 from shoal.config.loading import ConfigError
 from shoal.protocol.messages import GroupResult, Reason, StepReport
 
-from ..support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+from ..support import ALICE, BOB, VALIDATOR, Harness, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -19,13 +19,7 @@ USELESS = (False, False)  # 20 tokens; fills no batch, so that any number can be
 @pytest.fixture
 def harness() -> Harness:
     """Trusted after one check, half are checked; credit waits for two later checks."""
-    harness = open_pool(validator={"trust_after": 1, "check_floor": 0.5, "escrow_checks": 2})
-    for key in (ALICE, BOB):
-        harness.join(key)
-    for key in (VALIDATOR, OTHER_VALIDATOR):
-        harness.join(key, "validator")
-    harness.publish(0)
-    return harness
+    return staffed_pool(validator={"trust_after": 1, "check_floor": 0.5, "escrow_checks": 2})
 
 
 def credit(harness: Harness, key: str = ALICE) -> tuple[int, int, int]:

@@ -192,7 +192,7 @@ def test_a_request_counts_once(site: Site) -> None:
     request = next(auth.auth_flow(httpx.Request("POST", f"{site.url}/v1/heartbeat", content=b"{}")))
     with httpx.Client(timeout=PATIENCE_S) as client:
         assert client.send(request).status_code == 200
-        refused(client.send(request), 401, "replayed")
+        refused(client.send(request), 425, "replayed")
 
 
 def test_strangers_cannot_make_it_write_anything(site: Site) -> None:
@@ -458,7 +458,7 @@ def test_what_was_sent_to_a_coordinator_before_its_restart_cannot_be_replayed_af
         request = next(auth.auth_flow(httpx.Request("POST", f"{url}/v1/heartbeat", content=b"{}")))
         assert client.send(request).status_code == 200
     with served(tmp_path) as url:
-        refused(ANYONE.post(f"{url}/v1/heartbeat", headers=request.headers, content=b"{}"), 401, "replayed")
+        refused(ANYONE.post(f"{url}/v1/heartbeat", headers=request.headers, content=b"{}"), 425, "replayed")
 
 
 # --- task data --------------------------------------------------------------------------------------------------------

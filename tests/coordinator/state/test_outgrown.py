@@ -12,13 +12,15 @@ import httpx
 import pytest
 
 from shoal.config import dumps
-from shoal.config.sections import Config, StoreSection
+from shoal.config.config import Config
+from shoal.config.sections import StoreSection
 from shoal.coordinator.service import KEY
 from shoal.ledger.chain import verify_chain
+from shoal.protocol.calling import RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Batch, ClaimRequest, Claims, Ok, Policy, Status
-from shoal.protocol.node import Node, RefusedError
+from shoal.protocol.node import Node
 from shoal.protocol.signing import SignedAuth
 from shoal.protocol.transfer import fetch_file, send_file
 
@@ -123,7 +125,7 @@ def test_the_second_coordinator_goes_on_where_the_first_was_killed(settings: Con
         assert [claim.assignment.id for claim in claims] == [task.id for task, _ in tasks]
         assert machines[1].process.poll() is None
         with httpx.Client() as client:
-            assert client.send(signed).status_code == 401, "a request that the first one served is not served again"
+            assert client.send(signed).status_code == 425, "a request that the first one served is not served again"
         for number, (task, data) in enumerate(tasks):
             assert fetch_file(validator, f"/v1/submissions/{task.id}", most_bytes=1 << 20) == data
             stored = send_file(validator, f"/v1/accepted/{task.id}", ACCEPTED + bytes([number]))

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.protocol.messages import Claim, Reason
 
-from ..support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+from ..support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -17,12 +17,7 @@ USELESS = (False, False)  # fills no batch, so that any number can be uploaded
 @pytest.fixture
 def harness() -> Harness:
     """Two submissions found honest halve the share, down to a tenth. Every draw is "check it" until a test says else."""
-    harness = open_pool(validator={"trust_after": 2, "check_floor": 0.1, "unchecked_share": 1.0})
-    for key in (ALICE, BOB):
-        harness.join(key)
-    for key in (VALIDATOR, OTHER_VALIDATOR):
-        harness.join(key, "validator")
-    harness.publish(0)
+    harness = staffed_pool(validator={"trust_after": 2, "check_floor": 0.1, "unchecked_share": 1.0})
     harness.pool.submissions.trust.random = lambda: 0.0
     return harness
 

@@ -5,7 +5,7 @@ import pytest
 from shoal.coordinator.trust.doubts import MISMATCHES, WINDOW_S
 from shoal.protocol.messages import Reason, Replay
 
-from ..support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool
+from ..support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
 pytestmark = pytest.mark.usefixtures("every_database")
 
@@ -20,12 +20,7 @@ def harness() -> Harness:
 
 
 def classes(*, alice: str, bob: str = TWO, first: str, second: str, **validator: str) -> Harness:
-    harness = open_pool(validator=validator, prompts_per_step=64)
-    for key in (ALICE, BOB):
-        harness.join(key)
-    for key in (VALIDATOR, OTHER_VALIDATOR):
-        harness.join(key, "validator")
-    harness.publish(0)
+    harness = staffed_pool(validator=validator, prompts_per_step=64)
     for key, value in {VALIDATOR: first, OTHER_VALIDATOR: second, ALICE: alice, BOB: bob}.items():
         harness.beat(key, wants=False, fingerprint=value)
     return harness
@@ -110,7 +105,7 @@ def test_in_a_run_of_exact_work_only_who_computes_like_a_live_validator_gets_tas
     assert harness.beat(ALICE, fingerprint=ONE).assignment is not None
     refused = harness.beat(BOB, fingerprint=TWO)
     assert refused.assignment is None and "validator.classes" in refused.waiting_for
-    assert harness.beat(BOB).assignment is None, "claiming none is no way around it"
+    assert harness.beat(BOB).assignment is None, "claiming none is not a way around it"
     harness.clock.now_s += 31
     assert harness.beat(ALICE, fingerprint=ONE).assignment is None, "the validators are gone"
 

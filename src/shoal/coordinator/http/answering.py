@@ -24,6 +24,8 @@ from shoal.store.folder import StoreError
 
 MAX_SMALL_BYTES = 4 << 10  # a registration, a claim, a version, an evaluation: a few fields
 
+TOO_EARLY = 425  # RFC 8470: of a request that may be a replay
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -67,7 +69,7 @@ def answering(respond: Callable[[web.Request], Awaitable[Answer]]) -> Route:
         except (web.RequestPayloadError, ConnectionResetError) as error:  # broken encoding; a client that left
             return refusal(400, str(error))
         except SignatureError as error:
-            return refusal(401, str(error))
+            return refusal(TOO_EARLY if error.reason == "replayed" else 401, str(error))
         except InviteError as error:
             return refusal(403, str(error))
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""An answer that is costly to make and that anyone may ask for as often as they like: it is made anew only now and then.
+"""An answer that is costly to make and that anyone may ask for as often as they like: it is made again only now and then.
 
     made in t seconds -> good for t / SHARE - t seconds, so making it takes at most SHARE of the coordinator's time
 

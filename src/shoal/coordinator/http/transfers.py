@@ -19,7 +19,7 @@ from shoal.store.folder import StoreError
 if TYPE_CHECKING:
     from shoal.store.bucket import Bucket
 
-MOST_FILES = 4  # a worker that starts again may make its file anew
+MOST_FILES = 4  # a restarted worker may make its file again
 Kind = Literal["submissions", "accepted"]
 Right = Callable[[str, str], None]  # key and submission; raises PoolError
 

@@ -11,6 +11,7 @@ chosen here; its size follows the worker's measured speed (`sizes`).
 """
 
 import math
+from dataclasses import dataclass
 
 from shoal.config import Config
 from shoal.coordinator.jobs import sizes
@@ -28,17 +29,14 @@ LEAST_USEFUL_SHARE = 0.05  # assumed even if fewer groups are useful, so that qu
 YOUNG_SHARE = 0.5  # of the open batch's work; the most that keys with no accepted work can hold back
 
 
+@dataclass(eq=False)
 class Assignments:
-    def __init__(
-        self, db: Database, config: Config, curriculum: Curriculum, arrivals: Arrivals, *, run: str, secret: bytes
-    ) -> None:
-        """`secret`: what nonces are made with (`nonces.nonce_secret`)."""
-        self.db = db
-        self.config = config
-        self.curriculum = curriculum
-        self.arrivals = arrivals
-        self.run = run
-        self.secret = secret
+    db: Database
+    config: Config
+    curriculum: Curriculum
+    arrivals: Arrivals
+    run: str
+    secret: bytes  # what nonces are made with (`nonces.nonce_secret`)
 
     def assign(self, worker: str, loaded: int | None, uploading: str = "") -> Assignment | str:
         """The next task of a worker that has loaded this version, or what it has to wait for.
@@ -103,7 +101,7 @@ class Assignments:
             self.db.submissions.announce(held.id, "")
             return ""
         if held.version < oldest_allowed:
-            self.db.submissions.set_stale(held.id)  # being late is no offence
+            self.db.submissions.set_stale(held.id)  # being late is not an offence
             self.arrivals.late(held)
             return ""
         proven = node is not None and node.took_s and not node.missed_in_a_row

@@ -1,7 +1,7 @@
 """The curriculum's pages: what accepted verdicts say of each task, closed whenever a step opens.
 
 Invariant: the page of a step holds every group accepted before that step opened and not in an earlier page, and nothing
-else. The ledger records the scores of each accepted submission and the digest of each page, in this order, so whoever
+else. The ledger records the scores of each accepted submission and the digest of each page, in this order, so anyone who
 has the ledger computes the same pages (`recomputed`): the coordinator chooses nothing.
 Called by `submissions` (a batch is full), `assignments` and the routes; `shoal verify` opens a stopped run's pages. How
 pages become weights of tasks is in `tasks.curriculum`.

@@ -6,12 +6,12 @@ from work, because it is work: its nonce is unpredictable, its tokens are proven
 coordinator's clock runs from task to upload. So a worker cannot be fast for a test only.
 
 Invariant: only accepted work counts, so nobody else can slow a worker down in the books, and whoever is too slow is paid for
-what it did. It gets no tasks for RETRY_S, and is then measured anew.
+what it did. It gets no tasks for RETRY_S, and is then measured again.
 Called by `members` and `submissions`.
 """
 
 from shoal.config import Config
-from shoal.config.sections import RequirementsSection
+from shoal.config.checking import RequirementsSection
 from shoal.coordinator.jobs import sizes
 from shoal.coordinator.standing import states
 from shoal.coordinator.state.database import Database

@@ -3,7 +3,7 @@
     nonce = HMAC-SHA256(secret, run, worker, number, version), its first 128 bits
 
 Invariant: the same assignment always gets the same nonce, also after kill -9, because nothing has to be remembered but the
-coordinator's key. Whoever does not hold that key cannot tell a nonce from random bits. The nonce is in the table of
+coordinator's key. Without that key nobody can tell a nonce from random bits. The nonce is in the table of
 submissions, in the ledger and in the submitted file, so anyone who has them can derive the tasks again.
 Called by `assignments`. Left out: another secret for a coordinator that returns to an older copy of its database. It gives
 the same numbers the same nonces again, so a worker knows those tasks which it had already held.

@@ -10,6 +10,7 @@ content. A rejected or unjudged copy does not count, because anyone can make one
 """
 
 import logging
+from dataclasses import dataclass
 from typing import NoReturn
 
 from shoal.config import Config
@@ -37,33 +38,19 @@ ACCIDENTS, REMEMBERED = 1, 20  # so many among the newest judged files cost noth
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Submissions:
-    def __init__(
-        self,
-        db: Database,
-        config: Config,
-        assignments: Assignments,
-        batches: Batches,
-        trust: Trust,
-        history: HistoryLog,
-        classes: Classes,
-        doubts: Doubts,
-        spending: Spending,
-        escrow: Escrow,
-        fitness: Fitness,
-    ) -> None:
-        self.db = db
-        self.config = config
-        self.assignments = assignments
-        self.curriculum = assignments.curriculum
-        self.batches = batches
-        self.trust = trust
-        self.history = history
-        self.classes = classes
-        self.doubts = doubts
-        self.spending = spending
-        self.escrow = escrow
-        self.fitness = fitness
+    db: Database
+    config: Config
+    assignments: Assignments
+    batches: Batches
+    trust: Trust
+    history: HistoryLog
+    classes: Classes
+    doubts: Doubts
+    spending: Spending
+    escrow: Escrow
+    fitness: Fitness
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
@@ -206,13 +193,13 @@ class Submissions:
         self.assignments.arrivals.came(found)
         tokens = sum(group.tokens for group in verdict.groups)
         counts = {"tokens": tokens, "groups": len(verdict.groups), "accepted": found.accepted_hash}
-        self.db.ledger.append("accepted", _entry(found) | counts | self.curriculum.evidence(verdict.groups))
+        self.db.ledger.append("accepted", _entry(found) | counts | self.assignments.curriculum.evidence(verdict.groups))
         filled = self.batches.credit(found.id, found.version, verdict.groups, checked=bool(found.full_check))
         self.history.put_samples(self._samples(found, verdict))
         self.fitness.came(found, tokens)
         self.escrow.accepted(found.worker, found.id, tokens)
         if filled:
-            self.curriculum.close(self.db.open_step())
+            self.assignments.curriculum.close(self.db.open_step())
         return filled
 
     def _reject(self, found: Submission, reason: Reason, detail: str) -> bool:

@@ -179,7 +179,7 @@ class Members:
         if node.state == "suspended" and now_s >= node.suspended_until_s:
             moved = states.move(self.db.nodes, key, "time_over", "its suspension is over", now_s)
         elif node.state == "unfit" and now_s >= node.state_s + RETRY_S:
-            moved = states.move(self.db.nodes, key, "time_over", "it is measured anew", now_s)
+            moved = states.move(self.db.nodes, key, "time_over", "it is measured again", now_s)
         elif node.state == "draining" and not self.db.submissions.holds_any(key):
             moved = states.move(self.db.nodes, key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node

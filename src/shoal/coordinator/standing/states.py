@@ -5,7 +5,7 @@
     draining    no new tasks; it finishes its own left       it holds nothing; the same key may come back
     banned      slashed, or evicted by the operator: no route answers it any more but this state
 
-Silent is no state: who sends no heartbeats is not counted on (`nodes.seen_s`), and nothing has to bring it back.
+Silence is not a state: a node that sends no heartbeats is not counted on (`nodes.seen_s`), and nothing has to bring it back.
 
 Invariants: a pair that the table lacks changes nothing. `banned` has no way out, every other state has one. A suspension
 outlives every way back to `active`: leaving and returning ends none. `move` is the only writer of the state and writes it

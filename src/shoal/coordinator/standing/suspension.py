@@ -6,7 +6,7 @@ A suspension ends by itself. It counts towards the length of the next one until 
 coordinator's clock is used. One who drains or has left gets it for the day it returns.
 
 Invariant: it slashes nobody and rests on what the coordinator saw itself, so a wrong one costs time only.
-Called by `assignments` (expired tasks) and by whoever finds a soft fault that repeats.
+Called by `assignments` (expired tasks) and by everything that finds a soft fault that repeats.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Which of several coordinators over one PostgreSQL leads: a lock that its database session holds, and a sign of life.
 
-Invariant: at most one session holds the lock, and the leader writes through that very session. So whoever lost the lock can
-write nothing any more. No clock is compared: a follower counts the leader's signs of life by its own watch.
+Invariant: at most one session holds the lock, and the leader writes through that very session. So a coordinator that lost
+the lock can write nothing any more. No clock is compared: a follower counts the leader's signs of life by its own watch.
 Called by `coordinator.lead`. PostgreSQL only: a SQLite file has one coordinator.
 """
 

@@ -1,7 +1,7 @@
 """The connection to PostgreSQL: the same tables, on a server that outlives the coordinator's machine.
 
 Invariant: one session does everything, so when the server ends it (the coordinator died, or another one took over) nothing
-more of it can be written. It never reconnects: whoever loses it stops with DatabaseLostError and starts again.
+more of it can be written. It never reconnects: a coordinator that loses it stops with DatabaseLostError and starts again.
 Called by the tables, through `connection`. Needs the extra `postgres` (psycopg). Left out: a password in the URL, because
 configs are shown to every node; libpq finds it in PGPASSWORD or ~/.pgpass.
 """

@@ -1,7 +1,7 @@
 """The table of submissions: each task that was assigned, and what became of it.
 
     open -> uploaded -> validating -> accepted | rejected
-    open -> expired                     missed: its worker asked for work again, and this was no longer to be had from it
+    open -> expired                     missed: its worker asked for work again, and this task is no longer offered
     open -> stale                       its worker came to upload it when no batch could take its version any more
     uploaded, validating -> expired     no validator can get its version any more
 

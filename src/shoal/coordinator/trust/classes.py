@@ -46,14 +46,14 @@ class Classes:
         table.put(key, found.version, found.value)
 
     def renewals(self, key: str) -> int:
-        """How often this node was asked to load its weights anew and to report a new fingerprint."""
+        """How often this node was asked to load its weights again and to report a new fingerprint."""
         return self.db.fingerprints.renewal(key).asked
 
     def why_no_task(self, worker: str) -> str:
         """What a worker has to wait for before it gets a task; "" if nothing."""
         renewal = self.db.fingerprints.renewal(worker)
         if renewal.pending:
-            return "this worker to load its weights anew and to report a new fingerprint"
+            return "this worker to load its weights again and to report a new fingerprint"
         left_s = renewal.outside_s - self.db.clock()
         if self.config.validator.classes == "exact" and left_s > 0:
             return f"{left_s:.0f} s: its work differed too often from that of the class that it reported"

@@ -2,13 +2,13 @@
 
 A hard rejection, or one as `inexact`, waits for a second validator where one is alive that can judge it: the submission
 returns to the queue, and another validator's verdict counts. Where there is none, the first verdict counts; its validator
-had loaded its weights anew before it gave it.
+had loaded its weights again before it gave it.
 
     both reject           hard: slashed, as ever. inexact: no pay, and the mismatch is counted
     the second accepts    the first validator is the odd one: it is asked for a new fingerprint; the worker is paid
     nobody to confirm     inexact: no pay
 
-Every worker with an inexact submission is asked to load its weights anew and to report a new fingerprint. If it is another
+Every worker with an inexact submission is asked to load its weights again and to report a new fingerprint. If it is another
 one, the worker is in another class from then on. MISMATCHES confirmed ones within WINDOW_S suspend it. As many that nobody
 could confirm put it into no class for WINDOW_S: its work is judged by the limits, which costs it nothing, and costs the
 validator no second prefill. What was uploaded before a worker could renew counts once.
@@ -106,7 +106,7 @@ class Doubts:
     def _renew(self, validator: str, why: str) -> None:
         if not self.db.fingerprints.renewal(validator).pending:
             self.db.fingerprints.ask(validator)
-        text = f"{self._name(validator)} {why}: it is asked to load its weights anew"
+        text = f"{self._name(validator)} {why}: it is asked to load its weights again"
         self.notify(text)
         log.info("%s", text)
 

@@ -1,7 +1,7 @@
 """The ledger for those who watch it: its entries after a cursor, and the heads that validators co-sign.
 
 Invariant: a co-signature is recorded only for an entry that this ledger holds, by the key that signed it. Whoever has a
-co-signed head notices if the ledger is cut off before it, or was written anew.
+co-signed head notices if the ledger is cut off before it, or was written again.
 Called by the coordinator's routes.
 """
 

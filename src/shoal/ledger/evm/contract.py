@@ -63,7 +63,7 @@ class EvmStakes:
 
     def deposit(self, key: str, amount: int) -> None:
         if amount <= 0:
-            raise LedgerError(f"{amount} is no amount")
+            raise LedgerError(f"{amount} is not an amount")
         self._send("deposit(bytes32)", _key(key), value=amount)
 
     def reclaim(self, key: str) -> None:
@@ -74,12 +74,12 @@ class EvmStakes:
 
     def stake(self, key: str, amount: int) -> None:
         if amount <= 0:
-            raise LedgerError(f"{amount} is no amount")
+            raise LedgerError(f"{amount} is not an amount")
         self._send("stake(bytes32)", _key(key), value=amount)
 
     def unstake(self, key: str, amount: int) -> None:
         if amount <= 0:
-            raise LedgerError(f"{amount} is no amount")
+            raise LedgerError(f"{amount} is not an amount")
         self._send("unstake(bytes32,uint256)", _key(key), amount)
 
     def withdraw(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What a listener says of its runs to whoever looks for one: the answer to `GET /runs`."""
+"""What a listener says of its runs to anyone who looks for one: the answer to `GET /runs`."""
 
 from typing import Annotated, Any, Literal
 

@@ -52,7 +52,7 @@ class Heartbeat(Message):
     wants_task: bool = False
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
-    renewals: Count = 0  # how often it loaded its weights anew because the coordinator asked
+    renewals: Count = 0  # how often it loaded its weights again because the coordinator asked
     finished: Finished | None = None  # a worker with accepted work gets its next task while it uploads this one
 
 
@@ -80,7 +80,7 @@ class HeartbeatAnswer(Message):
     waiting_for: str = ""  # why there is no assignment
     reader_grant: str = ""  # lets this key read from relays and the origin, for a while; "" if it is evicted
     banned: list[str] = []  # keys that get no weights any more; for origin and relays only
-    renewals: Count = 0  # how often this node was asked to load its weights anew and to report a new fingerprint
+    renewals: Count = 0  # how often this node was asked to load its weights again and to report a new fingerprint
 
 
 class MissedTasks(Message):

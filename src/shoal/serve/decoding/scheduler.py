@@ -4,7 +4,7 @@
 
 It runs in a thread of its own; requests come from the event loop, and pieces go back to it once a step.
 Invariant: at most `Limits.waiting` completions wait and `Limits.rows` are decoded; keys and values stay within
-`Limits.cache_bytes`. Whoever cannot be taken is told when to try again; nobody waits in a queue without bound.
+`Limits.cache_bytes`. A request that finds no room is told when to try again; no queue grows without bound.
 Called by `service`. Left out: preemption, priorities.
 """
 

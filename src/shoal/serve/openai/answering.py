@@ -1,6 +1,6 @@
 """One request's completions on their way out: as JSON at the end, or as server-sent events while they come.
 
-Invariant: whoever leaves early frees its rows, and what is streamed adds up to what the whole answer would be.
+Invariant: a client that leaves early frees its rows, and what is streamed adds up to what the whole answer would be.
 Called by `routes`.
 """
 
@@ -129,7 +129,7 @@ class Answer:
 
 @asynccontextmanager
 async def submitted(scheduler: Scheduler, generations: Sequence[Generation]) -> AsyncIterator[None]:
-    """Whatever ends it, no row is left behind. Raises BusyError, TooLargeError."""
+    """No row is left behind, however it ends. Raises BusyError, TooLargeError."""
     scheduler.submit(generations)
     try:
         yield

@@ -2,7 +2,7 @@
 
     read and check -> take the version -> submit n completions -> JSON at the end, or server-sent events as they come
 
-Invariant: whoever leaves early frees its rows; every refusal has OpenAI's shape, and a 429 or 503 says when to try again.
+Invariant: a client that leaves early frees its rows; refusals have OpenAI's shape; a 429 or 503 says when to try again.
 Attached by `service`.
 """
 

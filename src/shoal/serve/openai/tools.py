@@ -3,8 +3,8 @@
     form_of    a conversation of sentinels that the template renders -> what stands around a call, and its JSON keys
     Reading    the text of a reply, piece by piece -> text and calls
 
-Invariant: nothing that the model wrote is lost. What is no whole call of an offered function stays text, and a reply is read
-alike whether it is streamed or not.
+Invariant: nothing that the model wrote is lost. Text that is not a complete call of an offered function stays text.
+A streamed reply gives the same result as one that is not streamed.
 Called by `routes` (form_of) and `answering` (Reading). Left out: choosing for the model (`required`, or one function), which
 would not be the full distribution; templates that write calls as anything but JSON, or mark them with control tokens.
 """
@@ -181,7 +181,7 @@ class Reading:
         return calls
 
     def _made(self, value: Any) -> list[Call] | None:
-        """None if anything in it is no call of an offered function."""
+        """None if anything in it is not a call of an offered function."""
         found = []
         for one in value if isinstance(value, list) else [value]:
             name = one.get(self.form.name) if isinstance(one, dict) else None
@@ -193,7 +193,7 @@ class Reading:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_number)

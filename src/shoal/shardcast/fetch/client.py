@@ -24,13 +24,14 @@ from itertools import cycle
 from pathlib import Path
 
 from shoal.files import discard
+from shoal.shardcast.fetch.access import Access, Arrival
 from shoal.shardcast.fetch.cache import RESULTS, Cache, delta_path
 from shoal.shardcast.fetch.download import Download
 from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors, first_error
 from shoal.shardcast.fetch.partial import Partial
 from shoal.shardcast.fetch.plan import Step, offered, plan
 from shoal.shardcast.fetch.source import Offer
-from shoal.shardcast.fetch.sources import Access, Arrival, Sources
+from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.alongside import alongside
 from shoal.shardcast.format.delta import Link
@@ -335,7 +336,7 @@ class Client:
     @asynccontextmanager
     async def _sources(self) -> AsyncIterator[Sources]:
         progress = self.progress
-        async with self.access.open(self.urls, fallback=self.fallback, on_failure=progress.note) as sources:
+        async with Sources.open(self.access, self.urls, fallback=self.fallback, on_failure=progress.note) as sources:
 
             async def report() -> None:
                 while True:

@@ -20,8 +20,9 @@ from statistics import median
 from typing import Protocol
 
 from shoal.shardcast.fetch.errors import FetchError, first_error
+from shoal.shardcast.fetch.questions import loop_time
 from shoal.shardcast.fetch.source import Incoming, Sink, Source
-from shoal.shardcast.fetch.sources import Sources, loop_time
+from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 LOOK_AGAIN_S = 0.05

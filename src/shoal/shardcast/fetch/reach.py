@@ -65,7 +65,7 @@ class Resolver(AbstractResolver):
     ) -> list[ResolveResult]:
         found = await self._system.resolve(host, port, family)
         if not self._exempt(host):
-            for one in found:  # all or nothing: a name that also points inside is no honest one
+            for one in found:  # all or nothing: a name that also points inside is not an honest one
                 _check(ip_address(one["host"].partition("%")[0]), host, self._reach)
         return found
 

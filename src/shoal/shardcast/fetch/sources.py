@@ -14,96 +14,28 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
 import aiohttp
 
+from shoal.shardcast.fetch.access import Access
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, SourceError
-from shoal.shardcast.fetch.reach import Reach
+from shoal.shardcast.fetch.questions import OnFailure, Question, ask_few, loop_time
 from shoal.shardcast.fetch.source import Incoming, Source, open_session
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import Part, ShardEntry
-from shoal.shardcast.format.newest import Newest, SignedNewest
 
 T = TypeVar("T")
 Order = Callable[[ShardEntry, list[Source]], list[Source]]  # the servers for a shard, best first
-OnFailure = Callable[[SourceError], None]
 
 CATCHES_UP_IN_S = 1.5  # a server that does not have a version yet
 HEALTHY = 0.5  # success rate
 HEDGE_S, LONGEST_HEDGE_S = 0.2, 2.0  # until another server is asked the same
-SILENCE = 0.9  # of that time without an answer counts as silence
-NOTHING_YET = 10  # times hedge_s: how long the rest may take after others answered that they have nothing
 FAR_SLOWER, LEAST_S = 4.0, 0.5  # limit of one try: multiple of what other servers take, plus a constant
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Timeouts of a downloader, in seconds."""
-
-    connect_timeout_s: float = 5.0
-    idle_timeout_s: float = 30.0  # until the next byte
-    answer_timeout_s: float = 30.0  # for one listing or manifest
-    patience_s: float = 15.0  # for one shard while another server could be asked instead; grows on slow links
-    first_rest_s: float = 0.1  # of a server after a failure; doubles with each one
-    longest_rest_s: float = 2.0
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A version that has come, complete and verified."""
-
-    version: int
-    size_bytes: int  # that were transferred
-    took_s: float
-    at_s: float  # when it was complete, on this process's monotonic clock
-    rates_Bps: dict[str, float]  # by sender's URL
-    behind_s: float  # from its publication until it was complete here
-
-
-@dataclass
-class Access:
-    """How a downloader reaches servers, and what it has learned about them. Outlives single downloads."""
-
-    public_key: str  # the learner's, ed25519, hex
-    run: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    token: Callable[[str], str] | None = None  # a reader's pass for the server at this URL, see `serve.passes`
-    tls: ssl.SSLContext | None = None
-    reach: Reach | None = None  # of addresses that others name; None: any, the user named them
-    standings: dict[str, Standing] = field(default_factory=dict)  # by URL
-    on_fetched: Callable[[Arrival], None] = lambda arrival: None
-    newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
-
-    def heard(self, signed: SignedNewest | None) -> None:
-        newest = signed and signed.open(self.public_key, run=self.run)
-        if newest and (self.newest is None or newest.as_of_s > self.newest.as_of_s):
-            self.newest = newest
-
-    @asynccontextmanager
-    async def open(
-        self,
-        urls: Sequence[str],
-        *,
-        fallback: Sequence[str] = (),
-        strikes: int = 3,
-        on_failure: OnFailure = lambda error: None,
-    ) -> AsyncIterator[Sources]:
-        """The servers at these URLs, over one session that ends with the block. `fallback` servers are asked only while
-        all others fail."""
-        async with open_session(
-            connect_timeout_s=self.limits.connect_timeout_s,
-            idle_timeout_s=self.limits.idle_timeout_s,
-            tls=self.tls,
-            reach=self.reach,
-        ) as session:
-            yield Sources(self, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
 
 
 class Sources:
@@ -128,6 +60,27 @@ class Sources:
         self.fallback = [self._source(url.rstrip("/")) for url in fallback]
         self.use(urls)
 
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        access: Access,
+        urls: Sequence[str],
+        *,
+        fallback: Sequence[str] = (),
+        strikes: int = 3,
+        on_failure: OnFailure = lambda error: None,
+    ) -> AsyncIterator[Sources]:
+        """The servers at these URLs, over one session that ends with the block. `fallback` servers are asked only while
+        all others fail."""
+        async with open_session(
+            connect_timeout_s=access.limits.connect_timeout_s,
+            idle_timeout_s=access.limits.idle_timeout_s,
+            tls=access.tls,
+            reach=access.reach,
+        ) as session:
+            yield cls(access, session, urls, fallback=fallback, strikes=strikes, on_failure=on_failure)
+
     def use(self, urls: Sequence[str]) -> None:
         """Replaces the set of servers; shards in flight continue."""
         known = {source.url: source for source in [*self.sources, *self._gone]}
@@ -149,79 +102,34 @@ class Sources:
         everyone = [*self.sources, *self._gone, *self.fallback]
         return {source.url: source.received_bytes for source in everyone if source.received_bytes}
 
-    async def ask(
-        self, question: Callable[[Source], Awaitable[T]], *, enough: int = 1
-    ) -> tuple[dict[Source, T], dict[str, str]]:
+    async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
         """Asks `enough` servers, drawn by standing, and another one each time one fails, has nothing (NotHeld or None) or
         is silent for `hedge_s`, until `enough` have given something. The fallback is asked if none answers. Returns the
         answers, and for each other URL that was asked the reason. So a silent server delays a question by `hedge_s`, and
         only the first one: the next ones go to others."""
-        answers, reasons = await self._ask_few(self._by_standing(), question, enough)
+        answers, reasons = await self._ask(self._by_standing(), question, enough)
         if answers or not self.fallback:
             return answers, reasons
-        answers, more = await self._ask_few(list(self.fallback), question, enough)
+        answers, more = await self._ask(list(self.fallback), question, enough)
         return answers, reasons | more
 
     async def ask_all(
-        self, question: Callable[[Source], Awaitable[T]], *, among: Sequence[Source]
+        self, question: Question[T], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
         """Asks these servers at once, except those that were silent not long ago. After the first answer the rest have
         `hedge_s`."""
         awake = [source for source in among if not source.standing.silent()] or list(among)
-        return await self._ask_few(awake, question, len(awake))
+        return await self._ask(awake, question, len(awake))
 
     def hedge_s(self) -> float:
         """After so long without an answer another server is asked, too: several times what answers usually take."""
         known_s = [seconds for source in self.sources if (seconds := source.standing.answer_s()) is not None]
         return min(max(HEDGE_S, 3 * median(known_s)), LONGEST_HEDGE_S) if known_s else HEDGE_S
 
-    async def _ask_few(
-        self, waiting: list[Source], question: Callable[[Source], Awaitable[T]], enough: int
+    async def _ask(
+        self, waiting: list[Source], question: Question[T], enough: int
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        asked: dict[asyncio.Task[T], tuple[Source, float]] = {}
-        answers: dict[Source, T] = {}
-        reasons: dict[str, str] = {}
-        more, hedge_s = enough, self.hedge_s()  # how many to ask now
-        pending: set[asyncio.Task[T]] = set()
-        try:
-            while True:
-                for source in waiting[:more]:
-                    task = asyncio.create_task(_answer(question, source))
-                    asked[task] = source, loop_time()
-                    pending.add(task)
-                waiting = waiting[more:]
-                given = sum(answer is not None for answer in answers.values())
-                if given >= enough or not pending:
-                    break
-                if waiting or given:
-                    timeout_s: float | None = hedge_s
-                else:  # some may have answered that they have nothing: the rest, who may have it, get longer
-                    timeout_s = NOTHING_YET * hedge_s if answers else None
-                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done and (given or not waiting):
-                    break
-                more = 0 if done else 1
-                for task in done:
-                    source, asked_s = asked[task]
-                    try:
-                        answers[source] = task.result()
-                        more += answers[source] is None
-                    except SourceError as error:
-                        reasons[source.url] = error.reason
-                        self.on_failure(error)
-                        more += 1
-                        if not isinstance(error, NotHeld):
-                            continue
-                    source.standing.answered(loop_time() - asked_s)
-        finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
-        for source, asked_s in (asked[task] for task in pending):
-            reasons[source.url] = "no answer in time, others answered"
-            if loop_time() - asked_s >= SILENCE * hedge_s:
-                source.standing.unanswered()
-        return answers, reasons
+        return await ask_few(waiting, question, enough, hedge_s=self.hedge_s(), on_failure=self.on_failure)
 
     def _by_standing(self) -> list[Source]:
         """All servers in the order in which questions go to them: drawn by expected throughput, silent ones last."""
@@ -373,12 +281,3 @@ class Sources:
             reach=self.access.reach,
             heard=self.access.heard,
         )
-
-
-async def _answer(question: Callable[[Source], Awaitable[T]], source: Source) -> T:
-    return await question(source)
-
-
-def loop_time() -> float:
-    """The event loop's time, which is time.monotonic() unless a test replaces the loop."""
-    return asyncio.get_running_loop().time()

@@ -1,6 +1,6 @@
 """How sibling relays divide the shards among them, and each relay chooses a parent, without communication.
 
-Invariant: every relay computes the same owners of a shard, in whatever order it learned of its siblings.
+Invariant: every relay computes the same owners of a shard, in any order it learned of its siblings.
 Called by the relay.
 Left out: the real uplink of a server; its measured speed is used instead.
 Source: rendezvous hashing with weights (Thaler and Ravishankar 1998; Schindelhauer and Schomaker 2005).

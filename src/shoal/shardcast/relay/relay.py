@@ -25,10 +25,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shoal.shardcast.fetch.access import Access, Arrival
 from shoal.shardcast.fetch.download import Download
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedError, first_error
 from shoal.shardcast.fetch.source import Offer, Source
-from shoal.shardcast.fetch.sources import Access, Arrival, Sources
+from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
 from shoal.shardcast.format.names import MAX_HOPS, Listing
 from shoal.shardcast.format.newest import Newest, SignedNewest
@@ -90,7 +91,7 @@ class Relay:
 
     async def mirror(self) -> None:
         """Runs until cancelled, whatever upstream does. The last failure is in `status`."""
-        async with self.access.open(self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
+        async with Sources.open(self.access, self.upstream(), strikes=self.strikes, on_failure=self._note) as sources:
             pause_s = self.poll_s
             while True:
                 try:
@@ -133,7 +134,7 @@ class Relay:
         return bool(listings)
 
     async def _listings(self, sources: Sources) -> dict[Source, Listing]:
-        """Of all servers if they are few; otherwise of the first parents and of some others, drawn anew each round."""
+        """Of all servers if they are few; otherwise of the first parents and of some others, drawn again each round."""
         self._asked = list(sources.sources)
         if len(self._asked) > FEW:
             parents = [source for source in self._parents if source in self._asked][: FEW // 2]

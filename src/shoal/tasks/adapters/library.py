@@ -22,7 +22,7 @@ from shoal.tasks.task import Grade, Task, TasksNotFoundError
 
 FAR = Path(__file__).parent / "far"
 LISTING_S = 1800.0
-CPU_S = 10.0  # the slowest known: 3 s, reasoning-gym's rubiks_cube for an answer that is no sequence of moves
+CPU_S = 10.0  # the slowest known: 3 s, reasoning-gym's rubiks_cube for an answer that is not a sequence of moves
 MEMORY_BYTES = 1 << 30
 CONSIDERED = 20_000  # last characters of a completion
 

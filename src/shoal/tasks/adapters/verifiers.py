@@ -2,7 +2,7 @@
 
 Invariant: an environment whose rewards need a judge model, a sandbox, tools or further turns is refused when it is listed.
 Called through `sources` and `graders`. What runs in the library's processes: `far/environments.py`. The library and its
-hundred packages may live in an environment of their own: SHOAL_VERIFIERS_PYTHON names its interpreter. It is no option
+hundred packages may live in an environment of their own: SHOAL_VERIFIERS_PYTHON names its interpreter. It is not an option
 of the config, because it differs between machines and no run's author may choose what a machine executes. For the same
 reason a machine loads only the environments that SHOAL_VERIFIERS_ENVIRONMENTS lists: to load one is to import a module.
 """

@@ -4,7 +4,7 @@
     split    held-out tasks are those with the smallest hash of their question, or from `heldout_split`
     write    training tasks per source and held-out tasks of all sources, in chunks; then the manifest
 
-Invariant: equal rows give the same files, whatever their order in whatever files; no question is on both sides.
+Invariant: equal rows give the same files, in any order and split over any files; no question is on both sides.
 Called by `tasks.load`, `shoal prepare` and the commands that make a pool.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from shoal.config.recipe import SourceSection, TaskSection
+from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
 from shoal.tasks.compiled.spool import Numbers, Spool
 from shoal.tasks.compiled.table import CHUNK_BYTES, CHUNK_ROWS, FILE_BYTES, Chunk, Manifest, SourceTasks, Store
@@ -241,7 +241,7 @@ def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
 
 
 def _reward_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
-    """Source files of rewards of one's own, "file.py:name", by file name without folders."""
+    """Source files of rewards of your own, "file.py:name", by file name without folders."""
     found: dict[str, bytes] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)

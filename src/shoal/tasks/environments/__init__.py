@@ -8,7 +8,7 @@ python         runs the model's programs                 plain        which prog
 from collections.abc import Callable, Mapping
 
 from shoal.config import Config, ConfigError
-from shoal.config.recipe import SandboxSection
+from shoal.config.tasks import SandboxSection
 from shoal.sandbox import SandboxError, interpreter
 from shoal.tasks.environments.calculator import Calculator
 from shoal.tasks.environments.conversation import Conversation, responder

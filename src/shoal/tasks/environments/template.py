@@ -6,7 +6,7 @@
 The answer is a user message, which every template has. The text around it is read from a conversation of sentinels that
 the template renders.
 Invariant: an answer cannot write control tokens: their names are deleted from its text.
-Called by `conversation`. Left out: templates that write earlier turns anew, as some do with a model's reasoning: what the
+Called by `conversation`. Left out: templates that write earlier turns again, as some do with a model's reasoning: what the
 model wrote stays as it wrote it.
 """
 

@@ -1,8 +1,8 @@
 """The reward `choice`: 1 if the letter that a completion answers with is the task's answer. For GPQA and the like.
 
 The last "Answer: X" counts, the form that openai/simple-evals asks for; also with Markdown around it, in brackets, and the
-last \\boxed{X}. A completion without one of these forms is a wrong format: a letter somewhere in the text is no answer.
-Invariant: a grade follows from the answer's letter and the completion alone. A task whose answer is no letter is a
+last \\boxed{X}. A completion without one of these forms is a wrong format: a letter somewhere in the text is not an answer.
+Invariant: a grade follows from the answer's letter and the completion alone. A task whose answer is not a letter is a
 `grader_error`: no completion could be right.
 """
 
@@ -39,7 +39,7 @@ def letter(completion: str) -> str | None:
 def _grade(task: Task, completion: str) -> Grade:
     found, expected = letter(completion), task.answer.strip()
     if not re.fullmatch(LETTER, expected):
-        return Grade(0.0, "grader_error", f"the task's answer {expected[:40]!r} is no letter of a choice")
+        return Grade(0.0, "grader_error", f"the task's answer {expected[:40]!r} is not a letter of a choice")
     if found is None:
         return Grade(0.0, "wrong_format", "no line of the form Answer: LETTER")
     return Grade(float(found == expected), detail=f"{found}, expected {expected}")

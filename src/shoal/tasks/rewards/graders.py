@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
-from shoal.config.recipe import SandboxSection, SourceSection, TaskSection
+from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
 from shoal.sandbox import Limits, SandboxError, interpreter
 from shoal.tasks.adapters import reasoning_gym, verifiers
@@ -56,7 +56,7 @@ class Graders:
     """Use as a context manager, or call `close`."""
 
     def __init__(self, section: TaskSection, *, files: Mapping[str, bytes] | None = None) -> None:
-        """`files`: the source of rewards of one's own, by file name, from the task set.
+        """`files`: the source of rewards of your own, by file name, from the task set.
 
         Raises GradeError, and NotAllowedError for an environment of verifiers that this machine does not allow.
         """
@@ -88,7 +88,7 @@ class Graders:
                 if grade.outcome == "grader_error":
                     raise GradeError(
                         f"source {task.source}: its reward fails on a trial, task {task.id} with the completion "
-                        f"{completion[:80]!r}: {grade.detail}; mend the reward or the row"
+                        f"{completion[:80]!r}: {grade.detail}; fix the reward or the row"
                     )
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
@@ -112,7 +112,7 @@ class Graders:
         return [combine({name: found[name][n] for name in weights}, weights) for n in range(len(tasks))]
 
     def _by_one(self, reward: Reward, name: str, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
-        """A failure of this machine is no grade: a worker that claimed 0 for it would be taken for a liar."""
+        """A failure of this machine is not a grade: a worker that claimed 0 for it would be taken for a liar."""
         try:
             return reward.grade(tasks, completions)
         except SandboxError:  # its servers are replaced by now
@@ -136,7 +136,7 @@ class Graders:
             raise GradeError(f"source {source.label} names no reward, and neither does its schema; set its reward")
         if is_own(name):
             if _file(name) not in self.files:
-                raise GradeError(f"source {source.label}: its task set does not hold {_file(name)}; make it anew")
+                raise GradeError(f"source {source.label}: its task set does not hold {_file(name)}; make it again")
         elif name not in REWARDS and name not in SANDBOXED:
             known = ", ".join([*REWARDS, *SANDBOXED])
             raise GradeError(
@@ -195,7 +195,7 @@ def tier_of(section: SandboxSection, user: str) -> str | None:
     """The tier that is asked for; None: the strongest. Raises GradeError where `user` must not run in it."""
     if section.tier == "rlimits" and not trusted():
         raise GradeError(
-            f'{user}: tasks.sandbox.tier = "rlimits" protects nothing but memory and time on this machine; set '
+            f'{user}: tasks.sandbox.tier = "rlimits" protects only memory and time on this machine; set '
             f"{TRUST}=1 here if you trust the author of this run, or use another tier"
         )
     return None if section.tier == "auto" else section.tier

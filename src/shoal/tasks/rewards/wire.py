@@ -3,7 +3,7 @@
 Invariant: what comes out of `unpack` is made of builtins alone, so nothing that a program overrides is ever called
 outside; its size is bounded by the frame and its depth by DEPTH. This source also runs inside the sandbox
 (`inside`), so it imports only what is warm there.
-Left out: object identity, and everything that is not plain data; a generator or an object of one's own is refused.
+Left out: object identity, and everything that is not plain data; a generator or an object of your own is refused.
 
 A value is a tag, then for all but N, T and F a length (4 bytes, big-endian), then so many bytes or values:
 N none, T true, F false, I int (two's complement), D float, C complex, S text, B bytes, L list, U tuple, E set, Z

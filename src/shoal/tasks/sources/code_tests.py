@@ -116,7 +116,7 @@ def _pickled_string(data: bytes) -> str:
     try:
         found = list(pickletools.genops(data))
     except Exception as error:  # noqa: BLE001 - pickletools promises no kind of error for bytes that are no pickle
-        raise RowError("column private_test_cases is no pickled string") from error
+        raise RowError("column private_test_cases is not a pickled string") from error
     strings = [str(argument) for opcode, argument, _ in found if opcode.name in STRINGS]
     if len(strings) != 1 or any(opcode.name not in STRINGS | AROUND for opcode, _, _ in found):
         raise RowError("column private_test_cases holds a pickle of more than a string, which is never loaded")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from shoal.config.recipe import SourceSection
+from shoal.config.tasks import SourceSection
 from shoal.model.hub import HubError, ask
 from shoal.tasks.sources.rows import SUFFIXES
 from shoal.tasks.task import TasksNotFoundError

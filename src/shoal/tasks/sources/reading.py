@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.config.recipe import SourceSection
+from shoal.config.tasks import SourceSection
 from shoal.tasks.adapters.reasoning_gym import reasoning_gym
 from shoal.tasks.adapters.verifiers import verifiers
 from shoal.tasks.sources import schemas
@@ -92,7 +92,7 @@ class Reading:
             raise TasksNotFoundError(f"{self.where}: the question is empty; remove the row")
         if not (fields.reward or self.source.reward) and fields.answer:
             raise TasksNotFoundError(
-                f"{self.where}: the answer {fields.answer[:40]!r} is no number; name the source's reward, for example "
+                f"{self.where}: the answer {fields.answer[:40]!r} is not a number; name the source's reward, for example "
                 'reward = "math" or "my_rewards.py:exact"'
             )
         for name in FIELDS:

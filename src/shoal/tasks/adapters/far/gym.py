@@ -123,7 +123,7 @@ def score(value: dict[str, Any]) -> dict[str, Any]:
     if not may_score(name, answer, entry):
         answer, detail = (
             "",
-            f"{detail} is no plain literal or formula: it is not evaluated and counts as an empty answer",
+            f"{detail} is not a plain literal or formula: it is not evaluated and counts as an empty answer",
         )
     try:
         points = points_of(answer, entry)
@@ -158,7 +158,7 @@ def refuse(event: str, args: tuple[Any, ...]) -> None:
     ):
         source = args[0].decode() if isinstance(args[0], bytes) else args[0]
         if source is None or not harmless(source):
-            raise Refused(f"the data set would run {source!r:.100}, which is no literal and no formula")
+            raise Refused(f"the data set would run {source!r:.100}, which is neither a literal nor a formula")
 
 
 def harmless(source: str) -> bool:
@@ -183,7 +183,7 @@ def may_score(name: str, answer: str, entry: dict[str, Any]) -> bool:
 def parses(text: str, allowed: tuple[type[ast.AST], ...], *, otherwise: bool) -> bool:
     """Whether all nodes of a Python expression are allowed; `otherwise` if it is none.
 
-    eval() runs nothing of a text that is no expression. sympy rewrites a text before it does, so there it must be one.
+    eval() runs nothing of a text that is not an expression. sympy rewrites a text before it does, so there it must be one.
     """
     try:
         tree = ast.parse(text.lstrip(" \t"), mode="eval")

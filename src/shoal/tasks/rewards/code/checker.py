@@ -59,7 +59,7 @@ def check(before: Any, tests: Any, entry: str) -> None:
 
 def candidate(*args: Any, **kwargs: Any) -> Any:
     try:
-        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an answer, of whatever depth
+        call = pack([list(args), kwargs], depth=-DEPTH)  # an argument may be an answer, of any depth
     except WireError as error:
         raise BadTestsError(f"the tests call it with {error}") from None
     channel.send(b"C" + call)

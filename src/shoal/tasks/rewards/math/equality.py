@@ -112,7 +112,7 @@ def read(text: str) -> Basic | MatrixBase | None:
             found = latex2sympy(part, is_real=not should_treat_as_complex(part), normalization_config=None)
         except Refused:
             raise
-        except Exception:  # noqa: BLE001  the library's parser raises whatever it likes, Exception itself too
+        except Exception:  # noqa: BLE001  the library's parser raises any kind of Exception
             continue
         return found if isinstance(found, Basic | MatrixBase) else None
     return None

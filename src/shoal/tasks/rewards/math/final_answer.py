@@ -101,7 +101,7 @@ def _numbers(text: str) -> list[Found]:
 
 
 def _formulas(text: str) -> list[Found]:
-    """As pandoc reads dollars: no space inside of them, no digit after the last, so that "$5 and $3" is no formula."""
+    """As pandoc reads dollars: no space inside of them, no digit after the last, so that "$5 and $3" is not a formula."""
     found: list[Found] = []
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         at = text.find(opening)

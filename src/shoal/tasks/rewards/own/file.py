@@ -1,4 +1,4 @@
-"""Looks at the file of a reward of one's own before a run starts.
+"""Looks at the file of a reward of your own before a run starts.
 
 Invariant: the code is parsed, never run, and only where its author is: on the machine that compiles the task set. A function
 that cannot be there is a ConfigError now, not a grader error on every machine later. Called by `compiled.compiling`.

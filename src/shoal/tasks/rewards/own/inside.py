@@ -1,6 +1,6 @@
-"""Inside the sandbox, or in a plain process where the run is trusted: calls a reward of one's own.
+"""Inside the sandbox, or in a plain process where the run is trusted: calls a reward of your own.
 
-Invariant: `random` starts anew with every call and the hash seed is fixed, so a function that only reads its
+Invariant: `random` starts again with every call and the hash seed is fixed, so a function that only reads its
 arguments gives the same score everywhere. Sent by `own` as the program.
 
 setup   [file, source, function]         R0   it takes one completion a call
@@ -36,7 +36,7 @@ def main() -> None:
         try:
             found = call(function, [readable(task) for task in tasks], completions, batched)
             channel.send(b"V" + pack(found))
-        except BaseException as error:  # noqa: BLE001 - told to whoever asks why a score is 0
+        except BaseException as error:  # noqa: BLE001 - shown to those who ask why a score is 0
             channel.send(b"X" + last_line(error, file))
     os._exit(0)
 

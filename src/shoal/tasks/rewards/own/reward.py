@@ -1,4 +1,4 @@
-"""A reward of one's own: a Python function in a file that travels with the run, `reward = "my_rewards.py:exact"`.
+"""A reward of your own: a Python function in a file that travels with the run, `reward = "my_rewards.py:exact"`.
 
 Invariant: whatever the function does, each completion gets a grade in bounded time: its score, or `grader_error`
 with what it raised.
@@ -129,5 +129,5 @@ def _scores(answer: bytes, count: int) -> list[float]:
 
 
 def _refused(*_: object) -> None:
-    """Sets and dicts are no scores, and to build one of hostile items takes quadratic time."""
+    """Sets and dicts are not scores, and to build one of hostile items takes quadratic time."""
     raise WireError("its process answers with a set or a dict")
