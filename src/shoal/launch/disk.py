@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Config
+from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full
 
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
-CHECKPOINT_BYTES = 12  # per parameter: the fp32 master and two moments of AdamW
 DELTA_FRAC = 0.15  # of a version: measured 0.02 (135M parameters, lr 4e-5) to 0.15 (3M parameters, lr 1e-4)
 WORKER_KEEP, EVALUATOR_KEEP = 2, 1  # versions in the caches of these roles
 RESERVE_BYTES = 64 << 20  # a run stops while this much is left, so that it ends in order
@@ -38,7 +38,7 @@ def needs(config: Config, parameters: int) -> Needs:
     def versions(keep: int) -> int:
         return min(keep + 1, steps + 1) * version  # one more while it is written
 
-    written = math.ceil(steps / learner.checkpoint_every)
+    written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
     kept_for_good = steps // learner.keep_every if learner.keep_every else 0
     checkpoints = (min(learner.keep_last + 1, written) + kept_for_good) * checkpoint
     workers = (config.workers.count + len(config.workers.cheat)) * versions(WORKER_KEEP)

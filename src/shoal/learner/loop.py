@@ -187,7 +187,7 @@ class Learner:
 
     def checkpoint(self, progress: Progress) -> None:
         """Begin to write a checkpoint every few steps and after the last one."""
-        if progress.step % self.config.learner.checkpoint_every == 0 or progress.step == self.config.run.steps:
+        if progress.step % self.checkpoints.every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
     def sign(self, folder: Path, step: int) -> None:

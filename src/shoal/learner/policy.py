@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
-from shoal.learner import lora, optimizers, out_of_memory
+from shoal.learner import eight_bit, lora, optimizers, out_of_memory
 from shoal.learner.balance import cost, order, waiting
 from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
@@ -77,7 +77,7 @@ class Policy:
         if config.loss.beta > 0:
             self.reference = Scorer(self._model(folder, numerics).requires_grad_(False))
             self._prepare(self.reference)
-        self.matrices = self._matrices() if config.optimizer == "muon" else frozenset()
+        self.matrices = self._matrices()
         self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute)
         self._costs: list[float] = []  # of the next update's rows, as they were dealt to the ranks
         self.updates = 0  # optimizer steps so far
@@ -99,7 +99,11 @@ class Policy:
         return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", str(self.device), numerics)
 
     def _matrices(self) -> frozenset[str]:
-        """The trained matrices of the blocks."""
+        """What `config.optimizer` trains. AdamW trains the rest: all, if it was chosen."""
+        if self.config.optimizer == "adamw":
+            return frozenset()
+        if self.config.optimizer == "adamw_8bit":
+            return eight_bit.matrices(self.weights)
         inside = {id(weight) for block in self.scorer.layers for weight in block.parameters()}
         return frozenset(name for name, of in self.weights.items() if id(of) in inside and of.ndim == 2)
 
@@ -220,6 +224,11 @@ class Policy:
             return figures | {"optim/skipped": 1.0}
         self.skipped_in_row = 0
         return figures
+
+    @property
+    def trained(self) -> int:
+        """How many parameters are trained, on all ranks together."""
+        return sum(master.numel() for master in self.masters.values())
 
     @property
     def packs(self) -> bool:
