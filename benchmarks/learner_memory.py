@@ -14,7 +14,7 @@ update of two rows, computes another row, and gathers a version. Counted are
               plain transformers, at LINK_BPS
 
 What a step's batch takes is in learner_deal.py. Attention is that of the CPU, the cascade. On a GPU flex attention takes its
-place, which keeps less. What an allocator loses to fragmentation is not counted. Writes benchmarks/results/learner_memory.json
+place, which keeps less. What an allocator loses to fragmentation is not counted. Writes results/learner_memory.json
 and prints the table.
 """
 

@@ -201,7 +201,9 @@ def test_groups_are_equal_to_the_last_bit_or_not() -> None:
 def test_a_group_holds_views_of_its_files_arrays(quarantine: Path) -> None:
     """A step of 33 million tokens is 8 bytes a token here, and never a list."""
     [group] = fetched(Store(accepted()), quarantine, (0, 1)).groups
-    assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [(np.int32, True)] * 3
+    assert [(array.dtype, array.base is not None) for array in (group.prompt, *group.completions)] == [
+        (np.int32, True)
+    ] * 3
     assert [(array.dtype, array.base is not None) for array in group.behaviour] == [(np.float32, True)] * 2
 
 

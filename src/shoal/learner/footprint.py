@@ -65,15 +65,19 @@ def _memory(config: Config, policy: Policy, sizes: Sizes, available: float) -> l
         return [said]
     fitting = [
         f"learner.row_tokens = {rows}{' with learner.activation_checkpointing = true' if recomputes else ''}"
-        for recomputes in {section.activation_checkpointing, True}
-        if (rows := _largest_row(lambda n, r=recomputes: needed(n, r) <= available, section.row_tokens))  # type: ignore[misc]
+        for recomputes in dict.fromkeys((section.activation_checkpointing, True))
+        if (
+            rows := _largest_row(
+                lambda n, r=recomputes: needed(n, r) <= available, config.sampling.max_tokens, section.row_tokens
+            )
+        )  # type: ignore[misc]
     ]
     return [said, f"full rows will not fit: set {' or '.join(fitting)}" if fitting else "no row fits: use more ranks"]
 
 
-def _largest_row(fits: Callable[[int], bool], most: int) -> int:
-    """The largest multiple of UNIT up to `most` that fits; 0 if none does."""
-    return max((rows for rows in range(UNIT, most + 1, UNIT) if fits(rows)), default=0)
+def _largest_row(fits: Callable[[int], bool], longest: int, most: int) -> int:
+    """The largest multiple of UNIT above `longest`, a completion, and up to `most` that fits; 0 if none does."""
+    return max((rows for rows in range(UNIT, most + 1, UNIT) if rows > longest and fits(rows)), default=0)
 
 
 def available_bytes(device: torch.device) -> float:
