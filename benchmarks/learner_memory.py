@@ -10,12 +10,12 @@ update of two rows, computes another row, and gathers a version. Counted are
     peak      bytes of all storages alive, at the most; against the arithmetic of `plan/memory`
     host      the largest slice of a tensor that is read at once, and the largest tensor that rank 0 gathers to publish
     traffic   what the rank receives by collectives of weights and gradients for a row
-    batch     bytes of a step's groups as every rank gets them (`groups.encode` of a sample, scaled to 33 M tokens)
     start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
               plain transformers, at LINK_BPS
 
-Attention is that of the CPU, the cascade. On a GPU flex attention takes its place, which keeps less. What an allocator loses
-to fragmentation is not counted. Writes benchmarks/results/learner_memory.json and prints the table.
+What a step's batch takes is in learner_deal.py. Attention is that of the CPU, the cascade. On a GPU flex attention takes its
+place, which keeps less. What an allocator loses to fragmentation is not counted. Writes results/learner_memory.json
+and prints the table.
 """
 
 import argparse
@@ -42,7 +42,6 @@ from transformers import Qwen2Config
 
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import policy as policy_module
-from shoal.learner.groups import Group, encode
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
 from shoal.model import head, logprobs
@@ -73,7 +72,6 @@ MODELS = {
 }
 RANKS = (8, 64)
 PROMPT, COMPLETIONS, LENGTH = 260, 5, 8140  # of a row
-STEP_TOKENS = 33_000_000
 DISK_BPS, LINK_BPS = 2e9, 50e9  # assumptions: one NVMe drive a machine, 400 Gb/s a GPU
 
 
@@ -85,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cases: list[dict[str, Any]] = []
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"command": " ".join(["python", *sys.argv]), "versions": versions, "batch": batch(), "cases": cases}
+    result = {"command": " ".join(["python", *sys.argv]), "versions": versions, "cases": cases}
     for ranks in arguments.ranks:
         for name in arguments.models:
             cases.append(case(name, ranks))
@@ -275,12 +273,6 @@ def start_s(version: int, ranks: int) -> dict[str, float]:
         "read whole, as before": round(version / DISK_BPS, 1),
         "compare": round(3 * 2 * version * (ranks - 1) / ranks / LINK_BPS, 1),  # three forwards, in float32
     }
-
-
-def batch() -> dict[str, Any]:
-    tokens = list(range(100_000, 100_000 + LENGTH))
-    group = Group("s", 0, tokens[:PROMPT], [tokens] * 16, [[-0.123456789 * (i % 7) for i in tokens]] * 16, [1.0] * 16)
-    return {"tokens": STEP_TOKENS, "json_bytes": round(len(encode([group])) * STEP_TOKENS / (16 * LENGTH))}
 
 
 def table(cases: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +30,21 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
+    return run(tiny_folder, tmp_path_factory.mktemp("trained"))
+
+
+def run(tiny_folder: Path, folder: Path, shown: Sequence[Sequence[int]] = (), **changed: Any) -> Any:
     """A run of three steps whose learner kept a checkpoint of each, and what an audit's walk found of it."""
-    folder, config = tmp_path_factory.mktemp("trained"), run_config(STEPS, {"checkpoint_every": 1})
+    config = run_config(STEPS, {"checkpoint_every": 1} | changed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_folder)})})
     pool = Pool(*[step_file(step) for step in range(STEPS)])
+    pool.shown = shown
     torch.manual_seed(config.run.seed)
     picked = numerics.pick(config.model.numerics, "float32", "cpu")
     policy = Policy(tiny_folder, config.learner, "float32", "cpu", config.sampling.temperature, Ranks(), picked)
     learner = Learner(pool, config, policy, folder / "learner")  # type: ignore[arg-type]
     assert learner.run(threading.Event()) == "finished"
+    pool.shown = ()
     signed = [Signed.model_validate_json(report.record) for report in pool.reports]
     records = [StepRecord.model_validate_json(one.open(one.key, domain=DOMAIN)) for one in signed]
     batches = [pool.get(f"/v1/batches/{step}", Batch) for step in range(STEPS)]
@@ -45,7 +52,9 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, one_thr
         gathering(pool, config, folder / "quarantine").gather(batch, validators(pool))  # type: ignore[arg-type]
         for batch in batches
     ]
-    return SimpleNamespace(run=SimpleNamespace(folder=folder), records=records, configs=[config] * STEPS, groups=groups)
+    early = [report.metrics["perf/early_frac"] for report in pool.reports]
+    where = SimpleNamespace(folder=folder)
+    return SimpleNamespace(run=where, records=records, configs=[config] * STEPS, groups=groups, early=early)
 
 
 @pytest.fixture
@@ -71,6 +80,17 @@ def test_a_step_again_gives_the_same_weights(found: Any, tmp_path: Path, step: i
         assert (tmp_path / "versions" / name).read_bytes() == (kept / name).read_bytes()
 
 
+def test_a_streamed_step_again_gives_the_same_weights(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit has the whole batch at once; the learner computed most of it while the batch filled."""
+    streamed = run(tiny_folder, tmp_path / "run", [[0], [0, 1, 2], [0, 1, 2, 3]], stream=True)
+    assert min(streamed.early) > 0
+    monkeypatch.setattr(rerun_module, "gather_step", lambda run, found, step: streamed.groups[step])
+    with rerun(streamed.run, streamed, 2, tmp_path / "scratch") as again:
+        assert again.compared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["before", "after"])
 def test_weights_that_a_kept_checkpoint_does_not_give_are_named(found: Any, tmp_path: Path, field: str) -> None:
@@ -85,12 +105,12 @@ def test_weights_that_a_kept_checkpoint_does_not_give_are_named(found: Any, tmp_
 
 def test_another_state_before_the_step_gives_other_weights(found: Any, tmp_path: Path) -> None:
     """A checkpoint that the learner itself signed, of a state in which it never was."""
-    run = SimpleNamespace(folder=shutil.copytree(found.run.folder, tmp_path / "run"))
-    checkpoints = run.folder / "learner" / "checkpoints"
+    other = SimpleNamespace(folder=shutil.copytree(found.run.folder, tmp_path / "run"))
+    checkpoints = other.folder / "learner" / "checkpoints"
     shutil.rmtree(checkpoints / "step-000002")
     shutil.copytree(checkpoints / "step-000001", checkpoints / "step-000002")
     with pytest.raises(BrokenError) as broken:  # noqa: SIM117
-        with rerun(run, found, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
+        with rerun(other, found, 2, tmp_path / "scratch"):  # type: ignore[arg-type]
             pass
     assert broken.value.link == "step 2"
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import hf_storage
 
 from shoal.learner.ranks import Ranks
 
-from .sharding import CHECKS
+from .sharding import CHECKS, eight_bit
 from .support import Pool, SitePool, make_learner, make_site_learner
 
 
@@ -34,8 +34,11 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["out"])
         if "check" in job:
-            found = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
             out.mkdir(parents=True, exist_ok=True)
+            if job["check"] == "eight_bit":
+                found = eight_bit(ranks, out, Path(job["model"]), job["settings"])
+            else:
+                found = CHECKS[job["check"]](ranks, Path(job["model"]), job["settings"])
             (out / f"{ranks.rank}.json").write_text(json.dumps(found))
             continue
         files = [path.read_bytes() for path in sorted(Path(job["files"]).iterdir())]

@@ -9,6 +9,7 @@ from unittest import mock
 from weakref import WeakSet
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -17,13 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.learner import policy as policy_module
 from shoal.learner.batch import micro_batches
+from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.eight_bit import AdamW8bit
 from shoal.learner.optimizers import Muon
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.sharded import Sharded, local, opened
 
-from .support import N_TOKENS, make_groups, make_policy
+from .support import N_TOKENS, batches, make_groups, make_policy
 
 
 def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +141,40 @@ def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, An
     """What a policy says of files that must be loaded whole."""
     policy = make_policy(model, ranks=ranks)
     return {"why": opened(model, "cpu", "fast", ranks.shard), "whole": policy.sharded is None}
+
+
+def eight_bit(ranks: Ranks, out: Path, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Which matrices get other bits from 8-bit AdamW sharded than whole; and the digests of a checkpoint of two updates."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    differ = []
+    for shape in ((8, 512), (13, 256), (1, 256)):
+        draw = torch.Generator().manual_seed(shape[0])
+        start, *grads = (torch.randn(shape, generator=draw) for _ in range(4))
+        one = torch.nn.Parameter(start.clone())
+        shard = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+        optimizers = [AdamW8bit([of], 0.01, (0.9, 0.99), 0.1) for of in (one, shard)]
+        for grad in grads:
+            one.grad, shard.grad = grad.clone(), distribute_tensor(grad.clone(), mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+        if not torch.equal(whole(shard.detach()), one.detach()):
+            differ.append(str(shape))
+    policy = make_policy(model, ranks=ranks, **settings)
+    for _ in range(2):
+        policy.update(batches(), N_TOKENS)
+    checkpoints = Checkpoints(out, policy)
+    checkpoints.begin(Progress(step=2))
+    checkpoints.finish()
+    return {"differ": differ, "digests": digests(policy)}
+
+
+def digests(policy: Policy) -> dict[str, str]:
+    """Of every master and every tensor of its optimizer's state, whole."""
+    found = {}
+    for name, master in policy.masters.items():
+        for key, tensor in ({"master": master.detach()} | policy.optimizer.state[master]).items():
+            found[f"{name}/{key}"] = blake3(whole(tensor).contiguous().numpy().tobytes()).hexdigest()
+    return found
 
 
 CHECKS = {"loads": loads, "memory": memory, "muon": muon, "renamed": renamed}

@@ -21,7 +21,7 @@ from shoal.learner.groups import Group
 from shoal.learner.incoming import Incoming
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
-from shoal.learner.share import Share
+from shoal.learner.share import Share, can_compute, compute_early
 
 from .support import (
     VALIDATOR,
@@ -189,6 +189,38 @@ def test_a_group_that_is_withdrawn_from_a_share_is_taken_back(tiny_folder: Path,
     assert equal(*found)
 
 
+@pytest.mark.parametrize("behaviour", ["validated", "recomputed"])
+def test_what_no_update_changes_is_computed_early_of_the_other_shares(
+    tiny_folder: Path, tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference's logprobs, and the first policy's where they are needed: the same bits as in their turn."""
+    found, asked = [], []
+    reference = Policy.reference_logprobs
+    monkeypatch.setattr(Policy, "reference_logprobs", lambda *args: asked.append(1) or reference(*args))
+    for streams in (False, True):
+        loss = {"beta": 0.1, "entropy": 0.01}
+        trained = learner(
+            tiny_folder,
+            tmp_path,
+            stream=streams,
+            loss=loss,
+            behaviour_logprobs=behaviour,
+            lr=1e-2,
+            optimizer_steps_per_step=2,
+        )
+        shares = [Share(trained.config, trained.policy) for _ in range(2)]
+        for known in range(len(groups())) if streams else ():
+            for number, share in enumerate(shares):
+                share.take(groups()[:known][number::2])
+            while can_compute(shares):
+                compute_early(shares)
+        figures = trained.train(groups(), *shares)
+        found.append((masters(trained.policy), {k: v for k, v in figures.items() if not k.startswith("perf/")}))
+    assert equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert len(asked) > 2, "of several rows"
+    assert found[0][1]["policy/kl"] > 0
+
+
 # --- on several ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -216,8 +248,8 @@ def test_other_ranks_are_told_what_is_new_and_what_is_withdrawn(tmp_path: Path) 
         assert leader.more(stop, at_once=False)
         told.append(len(json.loads(wire.sent[0])["groups"]))
         assert other.more(stop, at_once=False)
-        assert (other.fetched.groups, other.full) == (leader.fetched.groups, leader.full)
-    assert told == [1, 2, 1, 4] and len(other.fetched.groups) == 5
+        assert (other.groups, other.full) == ([group.outline for group in leader.fetched.groups], leader.full)
+    assert told == [1, 2, 1, 4] and len(other.groups) == 5
     stop.set()
     assert not leader.more(stop, at_once=False) and not other.more(stop, at_once=False)
 

@@ -21,7 +21,7 @@ class Fault(NamedTuple):
 
 LOOP, POLICY, CHECKPOINT, BATCH = "learner/loop.py", "learner/policy.py", "learner/checkpoint.py", "learner/batch.py"
 GROUPS, LOSS, METRICS, GUARD = "learner/groups.py", "learner/loss.py", "learner/metrics.py", "learner/guard.py"
-SHARE = "learner/share.py"
+SHARE, DEAL = "learner/share.py", "learner/deal.py"
 LOGPROBS, TREE, SAMPLING, HEAD = "model/logprobs.py", "model/tree.py", "model/sampling.py", "model/head.py"
 OPTIMIZERS, SCHEDULE, BLOCK_MASK = "learner/optimizers.py", "learner/schedule.py", "model/block_mask.py"
 CHECKS, DELTA, FORMAT = "validator/checks.py", "shardcast/format/delta.py", "shardcast/format/delta_format.py"
@@ -40,9 +40,7 @@ TOPLOC, MALFORMED = "toploc/test_toploc_verify.py", "toploc/test_toploc_malforme
 FAULTS = [
     # --- the learner's updates
     Fault(SHARE, "n_tokens for group in self.groups)", "n_tokens for group in self.groups[:1])", UPDATES, "eight"),
-    Fault(
-        SHARE, "completions) for group in self.groups)", "completions) for group in self.groups[:1])", UPDATES, "eight"
-    ),
+    Fault(SHARE, "rewards) for group in self.groups)", "rewards) for group in self.groups[:1])", UPDATES, "eight"),
     Fault(
         SHARE,
         "n_tokens for group in self.groups)",
@@ -58,10 +56,11 @@ FAULTS = [
         UPDATES,
         "fewer",
     ),
-    Fault(SHARE, "isnan().any()", "isinf().any()", "learner/test_behaviour.py", "nobody_checked"),
-    Fault(SHARE, "self._knows_behaviour = True", "pass", "learner/test_behaviour.py", "steps_start"),
+    Fault(SHARE, " or not turn.checked", "", "learner/test_behaviour.py", "nobody_checked"),
+    Fault(SHARE, "turn.seen = True", "pass", "learner/test_behaviour.py", "steps_start"),
+    Fault(DEAL, "dealt[rank :: ranks.size]", "dealt[:: ranks.size]", "learner/test_deal.py", "own_rows"),
     Fault(SHARE, "if list(groups[: len(self.groups)]) != self.groups:", "if False:", STREAMED, "taken_back"),
-    Fault(SHARE, "        self.policy.forget()\n", "", STREAMED, "taken_back"),
+    Fault(SHARE, "            self.policy.forget()\n", "            pass\n", STREAMED, "taken_back"),
     Fault(LOOP, "commit_folder(temporary, final)", "temporary.rename(final)", "learner/test_loop.py", "on_disk_before"),
     Fault(LOOP, "self.policy.skipped_in_row += 1", "pass", "learner/test_loop.py", "several_times_in_a_row"),
     Fault(POLICY, 'group["lr"] = self.lr', "pass", UPDATES, "adamw"),
@@ -131,15 +130,15 @@ FAULTS = [
     Fault(BATCH, "row.behaviour_N.isnan()", "row.behaviour_N.isinf()", "learner/test_behaviour.py", "nobody_checked"),
     Fault(
         BATCH,
-        "advantages.repeat_interleave(lengths)",
-        "advantages.repeat_interleave(lengths).abs()",
+        "torch.cat(advantages).repeat_interleave(lengths)",
+        "torch.cat(advantages).repeat_interleave(lengths).abs()",
         "learner/test_behaviour.py",
         "rollout_by_rollout",
     ),
     Fault(
         BATCH,
-        "behaviour[at:end], advantages[at:end]",
-        "behaviour[at:end], advantages[: end - at]",
+        "of_group[part.completions.start : part.completions.stop]",
+        "of_group[: len(part.completions)]",
         "learner/test_policy.py",
         "in_pieces",
     ),
@@ -153,8 +152,8 @@ FAULTS = [
     Fault(GROUPS, "if header.signer not in validators:", "if False:", "learner/test_groups.py", "left_out"),
     Fault(
         GROUPS,
-        "for value in logprobs if group.checked else ():",
-        "for value in logprobs:",
+        "if group.checked and len(wrong):",
+        "if len(wrong):",
         "learner/test_groups.py",
         "nobody_checked",
     ),
@@ -206,13 +205,8 @@ FAULTS = [
         "model/test_support.py",
         "gradients_on_the_slower",
     ),
-    Fault(
-        TREE,
-        "positions += range(len(tree.prompt), len(tree.prompt) + len(completion))",
-        "positions += range(len(completion))",
-        TREES,
-    ),
-    Fault(TREE, "if position else last_of_prompt for position in own]", "for position in own]", TREES),
+    Fault(TREE, "np.arange(prompt, prompt + length)", "np.arange(length)", TREES),
+    Fault(TREE, "np.where(own > 0, at + own - 1, last_of_prompt)", "at + own - 1", TREES),
     Fault(
         "model/attention.py",
         "merged_Ch = torch.logaddexp(own_Ch, other_Ch)",

@@ -16,7 +16,6 @@ import pytest
 from shoal.config import Config
 from shoal.errors import restart_helps
 from shoal.protocol import calling
-from shoal.protocol import calling as calling_module
 from shoal.protocol import node as node_module
 from shoal.protocol.answers import sign_answer
 from shoal.protocol.calling import ASKING, NodeError, RefusedError, StoppedError, TooLargeError
@@ -225,7 +224,7 @@ def test_each_attempt_is_signed_anew(tmp_path: Path) -> None:
 
 def test_a_large_body_goes_out_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """httpcore copies what is left of a piece after each part that is sent: 270 MB in one piece took 15 s on loopback."""
-    monkeypatch.setattr(calling_module, "SEND_BYTES", 1000)
+    monkeypatch.setattr(calling, "SEND_BYTES", 1000)
     coordinator = FakeCoordinator()
     node, data = join(coordinator, tmp_path), bytes(range(250)) * 10
     coordinator.answers["/v1/x"] = "{}"

@@ -3,12 +3,16 @@
 `tasks` holds the problems, `sections` and `checking` each process's own settings.
 """
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from shoal.config.section import DPPO, DR_GRPO, GSPO, MUON, PAPER, PRIME_RL, SCALE_RL, Decay, Section
 from shoal.config.sites import LearnerSitesSection
+
+CHECKPOINT_BYTES = 12  # per trained parameter: the fp32 master and two moments of AdamW, which no optimizer exceeds
+WRITTEN_BYTES = 10**10  # of checkpoints a step, at most, by default
 
 
 class ModelSection(Section):
@@ -142,10 +146,11 @@ class LoraSection(Section):
 class LearnerSection(Section):
     """The trainer: optimizer, memory, checkpoints."""
 
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = Field(
         default="adamw",
-        description="muon: Muon for the matrices of the blocks, AdamW for embeddings, output head, norms and biases; "
-        "8 bytes of state a matrix entry instead of 12",
+        description="adamw_8bit: moments in 8 bits, 6 bytes of state an entry instead of 12, needs the extra 8bit; muon: "
+        "Muon for the matrices of the blocks, AdamW for embeddings, output head, norms and biases, 8 bytes a "
+        "matrix entry",
         json_schema_extra=PAPER,
     )
     lr: float = Field(default=3e-7, gt=0, description="learning rate after warm-up", json_schema_extra=PAPER)
@@ -196,7 +201,12 @@ class LearnerSection(Section):
     compile: bool = Field(
         default=False, description="torch.compile each block; needs a C++ compiler and minutes at start"
     )
-    checkpoint_every: int = Field(default=1, ge=1, description="rollout steps between checkpoints")
+    checkpoint_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="rollout steps between checkpoints; none: as many as keep writing at 10 GB a step or less, 12 bytes a "
+        "trained parameter each: 1 up to 0.8 billion, 10 for 7.6 billion, 40 for 32.8 billion",
+    )
     keep_last: int = Field(default=2, ge=1, description="newest checkpoints kept")
     keep_every: int = Field(
         default=0, ge=0, description="also keep checkpoints whose step is a multiple of this; 0: none"
@@ -213,6 +223,10 @@ class LearnerSection(Section):
     )
     loss: LossSection = LossSection()
     guard: GuardSection = GuardSection()
+
+    def steps_between_checkpoints(self, trained: int) -> int:
+        """`checkpoint_every`, or its default for so many trained parameters."""
+        return self.checkpoint_every or max(1, math.ceil(CHECKPOINT_BYTES * trained / WRITTEN_BYTES))
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> "LearnerSection":

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Config
+from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.errors import ShoalError, disk_is_full
 
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
-CHECKPOINT_BYTES = 12  # per parameter: the fp32 master and two moments of AdamW
 STATE_BYTES = 12  # per parameter: what sites agree on and its velocity, and what rounding left over, in fp32
 WIRE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "int4": 1}  # of one number, rounded up
 ROUNDS = 3  # of the sites' meeting: two are kept, beside the one that is written
@@ -41,7 +41,7 @@ def needs(config: Config, parameters: int) -> Needs:
     def versions(keep: int) -> int:
         return min(keep + 1, steps + 1) * version  # one more while it is written
 
-    written = math.ceil(steps / learner.checkpoint_every)
+    written = math.ceil(steps / learner.steps_between_checkpoints(0 if learner.lora else parameters))
     kept_for_good = steps // learner.keep_every if learner.keep_every else 0
     checkpoints = (min(learner.keep_last + 1, written) + kept_for_good) * checkpoint
     workers = (config.workers.count + len(config.workers.cheat)) * versions(WORKER_KEEP)

@@ -3,20 +3,19 @@
 FSDP gathers each block for all ranks at once: the ranks compute one row each, in turns, and a turn lasts as long as its
 costliest row. Rows have about the same number of tokens, but attention grows with the square of a sequence. So the rows are
 dealt by their cost, costliest first: those of one turn then cost about the same.
-Invariant: an order of the same rows; with one rank, the order they came in. Called by the policy.
+Invariant: an order of the same rows; with one rank, the order they came in. Called by `deal` and the policy.
 """
 
 from collections.abc import Sequence
 
-from shoal.learner.batch import MicroBatch
+from shoal.learner.batch import MicroBatch, Row
 from shoal.learner.metrics import Shape, forward_flops
 
 
-def cost(micro: MicroBatch, shape: Shape) -> float:
+def cost(row: Row | MicroBatch, shape: Shape) -> float:
     """Floating-point operations of one forward over the row."""
-    spans = micro.pack.layout.spans
-    flops = sum(forward_flops(shape, span.prompt, span.completions, 0) for span in spans)
-    return flops + 2.0 * shape.head * len(micro.advantage_N)
+    flops = sum(forward_flops(shape, span.prompt, span.completions, 0) for span in row.spans)
+    return flops + 2.0 * shape.head * row.n_trained
 
 
 def order(costs: Sequence[float], ranks: int) -> list[int]:

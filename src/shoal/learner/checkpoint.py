@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shoal.config.recipe import LearnerSection
 from shoal.files import commit_folder
-from shoal.learner.optimizers import MOMENTS
+from shoal.learner.optimizers import fresh
 from shoal.learner.policy import Policy
 
 PROGRESS = "progress.json"
@@ -82,6 +82,7 @@ class Checkpoints:
         self.sign = sign
         self.ranks = policy.ranks
         self.section: LearnerSection = policy.config
+        self.every = policy.config.steps_between_checkpoints(policy.trained)
         self._writing: tuple[Future[Any], Progress] | None = None
         policy.before_update = self.finish
 
@@ -147,9 +148,10 @@ class Checkpoints:
             no_dist=self.ranks.size == 1,
         )
         if STEPS in tensors:
-            counted = [master for name, master in self.policy.masters.items() if name not in self.policy.matrices]
-            for master, step in zip(counted, tensors[STEPS], strict=True):
-                self.policy.optimizer.state[master][STEP].copy_(step)
+            states = (self.policy.optimizer.state[master] for master in self.policy.masters.values())
+            counted = [state for state in states if STEP in state]
+            for state, step in zip(counted, tensors[STEPS], strict=True):
+                state[STEP].copy_(step)
         self.policy.round()
         torch.set_rng_state(tensors[RNG])
         return progress
@@ -170,10 +172,7 @@ class Checkpoints:
         """The live state of one master. Before its first update it is made here as its optimizer would make it."""
         state: dict[str, Tensor] = self.policy.optimizer.state[master]
         if not state:
-            if name not in self.policy.matrices:
-                state[STEP] = torch.zeros((), device=master.device)
-            for moment in MOMENTS["muon" if name in self.policy.matrices else "adamw"]:
-                state[moment] = torch.zeros_like(master)
+            state |= fresh(self.section.optimizer if name in self.policy.matrices else "adamw", master)
         return state
 
     def _temporary(self, step: int) -> Path:

@@ -1,27 +1,32 @@
 """The groups of one step: accepted files, downloaded and verified again. The learner trusts no other process.
 
+Tokens and logprobs stay what the file holds: arrays.
 Invariant: every row is signed by a registered validator, is within the async level, and holds possible values. A file that
 breaks the schema is quarantined under its name. Groups of it, of a file that is not this run's, too old or implausible ones
 are left out and counted. A full batch never changes, so whatever is in it must not stop the learner: it would be stopped by
 the same batch at each restart.
-Called by `incoming` on the leading rank, and by the audit. `encode` and `decode` carry groups to the other ranks.
+Called by `incoming` on the leading rank, and by the audit.
 """
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from shoal.config import Config
 from shoal.files import write_file
+from shoal.learner.group import Array
+from shoal.learner.group import Group as Group
 from shoal.model.sampling import LOWEST_LOGPROB
-from shoal.model.turns import fit, model_tokens
+from shoal.model.turns import fit
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
 from shoal.protocol.transfer import fetch_file
-from shoal.store.rollouts import AcceptedRollout, RolloutFile, RolloutFileError, read_accepted
+from shoal.store.columns import Column, Columns
+from shoal.store.rollouts import Header, RolloutFileError, accepted_columns
 from shoal.tasks.derive import max_rollouts
 
 HIGHEST_LOGPROB = 1e-3
@@ -32,28 +37,28 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Group:
-    """G completions of one prompt, with what training needs of them."""
+class File:
+    """An accepted file as arrays."""
 
-    submission: str
-    policy_version: int
-    prompt: list[int]
-    completions: list[list[int]]
-    behaviour: list[list[float]]  # logprobs of trained tokens under the sampling version, from the accepted file
-    rewards: list[float]
-    turns: list[list[int]] = field(default_factory=list)  # of each completion, see `model/turns`; []: all are single
-    checked: bool = True  # false: the behaviour logprobs are the worker's own, and are not used
-    number: int = 0  # in its submission
+    header: Header
+    columns: Columns
 
-    @property
-    def trained(self) -> list[int]:
-        """How many tokens of each completion are trained on: those that the model wrote."""
-        turns = self.turns or [[]] * len(self.completions)
-        return [model_tokens(of, len(tokens)) for of, tokens in zip(turns, self.completions, strict=True)]
+    def numbers(self, name: str) -> Array:
+        """A column with one number for each rollout."""
+        return self.columns[name].values
 
-    @property
-    def n_tokens(self) -> int:
-        return sum(self.trained)
+    def slices(self, name: str, rows: range) -> list[Array]:
+        """The lists of these rollouts, as views."""
+        return slices(self.columns[name], rows)
+
+    def __len__(self) -> int:
+        return len(self.columns["group"])
+
+
+def slices(column: Column, rows: range) -> list[Array]:
+    assert column.lengths is not None
+    ends = np.cumsum(column.lengths[: rows.stop], dtype=np.int64)
+    return [column.values[ends[row] - column.lengths[row] : ends[row]] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Gathering:
         self.config = config
         self.quarantine = quarantine
         self.validators: set[str] = set()
-        self._files: dict[str, RolloutFile[AcceptedRollout] | None] = {}
+        self._files: dict[str, File | None] = {}
         self._judged: dict[tuple[str, int], Group | str] = {}
 
     def gather(self, batch: Batch, validators: set[str]) -> Fetched:
@@ -158,20 +163,21 @@ def implausible_value(group: Group) -> str:
     for logprobs, trained in zip(group.behaviour, group.trained, strict=True):
         if len(logprobs) != trained:
             return f"there are {len(logprobs)} logprobs for {trained} sampled tokens"
-        for value in logprobs if group.checked else ():
-            if not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:  # not for NaN either
-                return f"a logprob of {value:g} is outside [{LOWEST_LOGPROB:g}, 0]"
+        values = np.asarray(logprobs)
+        wrong = values[~((values >= LOWEST_LOGPROB) & (values <= HIGHEST_LOGPROB))]  # NaN, too
+        if group.checked and len(wrong):
+            return f"a logprob of {wrong[0]:g} is outside [{LOWEST_LOGPROB:g}, 0]"
     for value in group.rewards:
         if not abs(value) <= LARGEST_REWARD:  # nor NaN
             return f"a reward of {value:g} is outside [-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"
     return ""
 
 
-def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> RolloutFile[AcceptedRollout] | None:
+def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> File | None:
     max_rows = max_rollouts(config)
     longest = max(config.sampling.max_tokens, LONGEST_PROMPT)  # of a prompt or a completion
     try:
-        return read_accepted(data, max_rows=max_rows, max_tokens=longest)
+        return File(*accepted_columns(data, max_rows=max_rows, max_tokens=longest))
     except RolloutFileError as error:
         path = quarantine / f"{submission}.parquet"
         write_file(path, data)
@@ -179,7 +185,7 @@ def _read(data: bytes, submission: str, config: Config, quarantine: Path) -> Rol
         return None
 
 
-def _origin_fault(validators: set[str], run: str, step: int, file: RolloutFile[AcceptedRollout]) -> str:
+def _origin_fault(validators: set[str], run: str, step: int, file: File) -> str:
     """Why the file must not be trained on; empty if it may."""
     header = file.header
     if header.signer not in validators:
@@ -189,37 +195,28 @@ def _origin_fault(validators: set[str], run: str, step: int, file: RolloutFile[A
     return ""
 
 
-def _group_fault(file: RolloutFile[AcceptedRollout], number: int, size: int) -> str:
-    rows = file.rows[number * size : (number + 1) * size]
-    if len(rows) != size or any(row.group != number or row.prompt != rows[0].prompt for row in rows):
+def _group_fault(file: File, number: int, size: int) -> str:
+    rows = range(number * size, (number + 1) * size)
+    if rows.stop > len(file) or (file.numbers("group")[rows.start : rows.stop] != number).any():
         return f"its file has no whole group {number}"
-    if not all(row.tokens for row in rows) or not rows[0].prompt:
+    first, *others = file.slices("prompt", rows)
+    if not all(np.array_equal(first, other) for other in others):
+        return f"its file has no whole group {number}"
+    if not len(first) or not all(len(tokens) for tokens in file.slices("tokens", rows)):
         return "a prompt or a completion is empty"
     return ""
 
 
-def _group(file: RolloutFile[AcceptedRollout], submission: str, number: int, size: int) -> Group:
-    rows = file.rows[number * size : (number + 1) * size]
+def _group(file: File, submission: str, number: int, size: int) -> Group:
+    rows = range(number * size, (number + 1) * size)
     return Group(
         submission=submission,
         policy_version=file.header.policy_version,
-        prompt=rows[0].prompt,
-        completions=[row.tokens for row in rows],
-        behaviour=[row.logprobs for row in rows],
-        rewards=[row.reward for row in rows],
+        prompt=file.slices("prompt", rows[:1])[0],
+        completions=file.slices("tokens", rows),
+        behaviour=file.slices("logprobs", rows),
+        rewards=file.numbers("reward")[rows.start : rows.stop].tolist(),
         checked=file.header.prefilled,
-        turns=[row.turns for row in rows],
+        turns=[turns.tolist() for turns in file.slices("turns", rows)],
         number=number,
     )
-
-
-def encode(groups: Sequence[Group], *, after: int = 0, full: bool = True) -> bytes:
-    """As JSON, which keeps floats exactly. They come after the first `after` that the other ranks have."""
-    message = {"after": after, "full": full, "groups": [asdict(group) for group in groups]}
-    return json.dumps(message).encode()
-
-
-def decode(data: bytes, known: Sequence[Group] = ()) -> tuple[list[Group], bool]:
-    """The step's groups of `encode`'s message, and whether its batch is full."""
-    message = json.loads(data)
-    return [*known[: message["after"]], *(Group(**fields) for fields in message["groups"])], message["full"]

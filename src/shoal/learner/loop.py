@@ -10,6 +10,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -20,11 +21,12 @@ from shoal.files import commit_folder, copy_tree
 from shoal.learner import lora, metrics
 from shoal.learner.batch import teaching
 from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.group import Known
 from shoal.learner.groups import Fetched, Group
-from shoal.learner.incoming import Incoming
+from shoal.learner.incoming import Incoming, Prefetch
 from shoal.learner.policy import Policy
 from shoal.learner.record import sign_folder, signed_record
-from shoal.learner.share import Share
+from shoal.learner.share import Share, can_compute, compute_early
 from shoal.model.dtype import measure_gflops
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Ok, StepReport
@@ -51,6 +53,7 @@ class Learner:
         self.folder = folder
         self.versions = folder / "versions"
         self.checkpoints = Checkpoints(folder / "checkpoints", policy, self.sign)
+        self.prefetch: Prefetch | None = None  # of the next step's groups
         self.shape = metrics.shape_of(policy.model)
         self.peak_gflops = measure_gflops(policy.compute, str(policy.device))
 
@@ -60,51 +63,60 @@ class Learner:
         self.publish(progress)
         while progress.step < self.config.run.steps:
             started_s = time.monotonic()
-            first = Share(self.config, self.policy)
-            batch = self.batch(progress.step, first, stop)
+            shares = self.shares()
+            batch = self.batch(progress.step, shares, stop)
             if batch is None:
                 self.checkpoints.finish()
                 return "stopped"
-            fetched = batch.fetched
-            figures = self.train(fetched.groups, first) if fetched.groups else self.skip(progress.step, fetched, first)
+            self.prefetch_after(progress.step)
+            figures = self.train(batch.groups, *shares) if batch.groups else self.skip(progress.step, batch.fetched)
             before = progress.version_digest
-            progress.advance(group.submission for group in fetched.groups)
+            progress.advance(group.submission for group in batch.groups)
             figures |= self.publish(progress)
             self.checkpoint(progress)
             busy_s = time.monotonic() - started_s - batch.waited_s
-            self.report(progress, before, fetched, figures, busy_s, batch.waited_s)
+            self.report(progress, before, batch.fetched, figures, busy_s, batch.waited_s)
         self.checkpoints.finish()
         self.leave_model(progress)
         return "finished"
 
-    def batch(self, step: int, first: Share, stop: threading.Event) -> Incoming | None:
+    def shares(self) -> list[Share]:
+        """The shares of a step's updates, empty."""
+        return [Share(self.config, self.policy) for _ in range(self.config.learner.optimizer_steps_per_step)]
+
+    def batch(self, step: int, shares: Sequence[Share], stop: threading.Event) -> Incoming | None:
         """The step's batch once it is full, on every rank; None if `stop` comes first.
 
-        Meanwhile rows of the `first` update's share are computed, as soon as they are closed.
+        Meanwhile the rows of the `shares` are computed as far as possible, as soon as they are closed.
         """
-        incoming = Incoming(step, self.node, self.ranks, self.config, self.folder / "quarantine")
-        while incoming.more(stop, at_once=first.due):
+        incoming = Incoming(step, self.node, self.ranks, self.config, self.folder / "quarantine", self.prefetch)
+        while incoming.more(stop, at_once=can_compute(shares)):
             if incoming.full:
                 return incoming
-            first.take(incoming.fetched.groups[:: self.config.learner.optimizer_steps_per_step])
-            if first.due:
-                first.compute_next()
+            for number, share in enumerate(shares):
+                share.take(incoming.groups[number :: len(shares)])
+            compute_early(shares)
         return None
 
-    def train(self, groups: list[Group], first: Share | None = None) -> dict[str, float]:
+    def prefetch_after(self, step: int) -> None:
+        """Begin to fetch the groups of the step after this one."""
+        if self.node is not None and step + 1 < self.config.run.steps:
+            self.prefetch = Prefetch(step + 1, self.node, self.config, self.folder / "quarantine")
+            self.prefetch.start()
+
+    def train(self, groups: Sequence[Known], *begun: Share) -> dict[str, float]:
         """Make the step's optimizer updates, each on an equal share of the groups. Returns the metrics of training.
 
-        `first`: the first share, as far as its rows are computed.
+        `begun`: the first shares, as far as their rows are computed.
         """
         started_s = time.monotonic()
-        first = first or Share(self.config, self.policy)
-        early_s = first.seconds
+        early_s = sum(share.seconds for share in begun)
         n_updates = min(self.config.learner.optimizer_steps_per_step, len(groups))
-        shares = [first, *(Share(self.config, self.policy) for _ in range(n_updates - 1))]
+        shares = [*begun, *self.shares()[len(begun) :]][:n_updates]
         for number, share in enumerate(shares):
             share.take(groups[number::n_updates])
             share.close()
-        early = first.n_computed
+        early = shares[0].n_computed
         for share in shares[1:]:
             share.fix_behaviour()
         figures = [share.update() for share in shares]
@@ -114,7 +126,7 @@ class Learner:
             "perf/early_frac": early / max(1, sum(computed)),
         }
 
-    def skip(self, step: int, fetched: Fetched, first: Share) -> dict[str, float]:
+    def skip(self, step: int, fetched: Fetched) -> dict[str, float]:
         """A step whose batch holds nothing to train on: the next version has the same weights.
 
         Raises EmptyBatchError once more steps in a row than `learner.guard.max_skips` were skipped.
@@ -127,7 +139,7 @@ class Learner:
                 "updates before it were skipped, which is learner.guard.max_skips: look for a broken validator or "
                 "coordinator"
             )
-        first.forget()
+        self.policy.forget()
         log.error("step %d is skipped: no group is left to train on; %s", step, fetched.left_out)
         self.policy.skipped_in_row += 1
         return {"optim/skipped": 1.0}
@@ -175,7 +187,7 @@ class Learner:
 
     def checkpoint(self, progress: Progress) -> None:
         """Begin to write a checkpoint every few steps and after the last one."""
-        if progress.step % self.config.learner.checkpoint_every == 0 or progress.step == self.config.run.steps:
+        if progress.step % self.checkpoints.every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
     def sign(self, folder: Path, step: int) -> None:

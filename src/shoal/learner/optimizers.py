@@ -9,7 +9,8 @@ Updates are scaled to the size of AdamW's, so both take one learning rate and on
 
 Sources: Muon (kellerjordan.github.io/posts/muon), `torch.optim.Muon`, and its scale for large models (arXiv 2502.16982).
 Invariant: with whole matrices in bf16, the same bits as `torch.optim.Muon`; a sharded matrix gets its whole one's bits.
-Called by the policy. Left out: matrices of experts stacked in three dimensions (AdamW's), 8-bit moments.
+With `adamw_8bit`, `eight_bit` trains the matrices that it can.
+Called by the policy. Left out: matrices of experts stacked in three dimensions (AdamW's).
 """
 
 from collections import defaultdict
@@ -21,25 +22,38 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.config.recipe import LearnerSection
+from shoal.learner.eight_bit import AdamW8bit
+from shoal.learner.eight_bit import fresh as fresh_8bit
 from shoal.learner.ranks import whole
-from shoal.model.sharded import own_rows
+from shoal.model.sharded import local, own_rows
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steepest at 0
 ITERATIONS = 5
 TINY = 1e-7
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # tensors of a master's shape
-
 
 def make(section: LearnerSection, masters: Mapping[str, Tensor], matrices: Iterable[str], compute: torch.dtype) -> Any:
-    """The optimizer of `masters`; Muon trains those named in `matrices`, computing in `compute`."""
+    """The optimizer of `masters`. The section's trains those named in `matrices`, Muon computing in `compute`; AdamW the
+    others."""
     chosen = set(matrices)
     others = [master for name, master in masters.items() if name not in chosen]
     adamw = torch.optim.AdamW(others, lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
     if not chosen:
         return adamw
     hidden = [master for name, master in masters.items() if name in chosen]
+    if section.optimizer == "adamw_8bit":
+        return Together(AdamW8bit(hidden, section.lr, section.betas, section.weight_decay), adamw)
     return Together(Muon(hidden, section.lr, section.momentum, section.weight_decay, compute), adamw)
+
+
+def fresh(kind: str, master: Tensor) -> dict[str, Tensor]:
+    """The state of a master before its first update, as this optimizer makes it."""
+    if kind == "muon":
+        return {"momentum_buffer": torch.zeros_like(master)}
+    if kind == "adamw_8bit":
+        return fresh_8bit(master)
+    step = torch.zeros((), device=master.device)
+    return {"step": step, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 
 
 class Together:
@@ -85,7 +99,7 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(master_RC)
         assert master_RC.grad is not None
-        grad, buffer, master = (_local(x) for x in (master_RC.grad, state["momentum_buffer"], master_RC))
+        grad, buffer, master = (local(x) for x in (master_RC.grad, state["momentum_buffer"], master_RC))
         buffer.lerp_(grad, 1 - momentum)
         ahead = grad.lerp(buffer, momentum).to(self.compute)
         if isinstance(master_RC, DTensor):
@@ -114,7 +128,3 @@ def newton_schulz(matrix_RC: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if turned else x
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,7 +8,7 @@ Called by the learner's loop and by supervised fine-tuning (`sft`).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
-from shoal.learner import lora, optimizers, out_of_memory
+from shoal.learner import eight_bit, lora, optimizers, out_of_memory
 from shoal.learner.balance import cost, order, waiting
 from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
@@ -77,7 +77,7 @@ class Policy:
         if config.loss.beta > 0:
             self.reference = Scorer(self._model(folder, numerics).requires_grad_(False))
             self._prepare(self.reference)
-        self.matrices = self._matrices() if config.optimizer == "muon" else frozenset()
+        self.matrices = self._matrices()
         self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute)
         self._costs: list[float] = []  # of the next update's rows, as they were dealt to the ranks
         self.updates = 0  # optimizer steps so far
@@ -99,7 +99,11 @@ class Policy:
         return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", str(self.device), numerics)
 
     def _matrices(self) -> frozenset[str]:
-        """The trained matrices of the blocks."""
+        """What `config.optimizer` trains. AdamW trains the rest: all, if it was chosen."""
+        if self.config.optimizer == "adamw":
+            return frozenset()
+        if self.config.optimizer == "adamw_8bit":
+            return eight_bit.matrices(self.weights)
         inside = {id(weight) for block in self.scorer.layers for weight in block.parameters()}
         return frozenset(name for name, of in self.weights.items() if id(of) in inside and of.ndim == 2)
 
@@ -140,30 +144,46 @@ class Policy:
         return self.apply(self.gradients(micro_batches), denominator)
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Add the gradients of the micro-batches' sums to those of the next update. Returns this rank's sums."""
+        """Add the gradients of the micro-batches' sums to those of the next update. Returns this rank's sums.
+
+        All ranks pass all of them.
+        """
+        costs = [cost(micro, self.shape) for micro in micro_batches]
+        dealt = order(costs, self.ranks.size)
+        own = self.ranks.scatter([micro_batches[number] for number in dealt])
+        return self.add(own, [costs[number] for number in dealt])
+
+    def add(
+        self, own: Iterable[MicroBatch | None], costs: Sequence[float], *, referenced: bool = False
+    ) -> dict[str, float]:
+        """Add the gradients of this rank's `own` micro-batches' sums; None: it idles. Returns this rank's sums.
+
+        `costs`: of all ranks' micro-batches, as they were dealt. `referenced`: all of them have the reference's logprobs.
+        """
         sums = dict.fromkeys(SUMMED, 0.0)
 
-        def loss(micro: MicroBatch) -> Tensor:
+        def loss(micro: MicroBatch | None) -> Tensor:
+            if micro is None:
+                return self._idle(referenced=referenced)
             value, terms = self._loss(micro)
             for name, amount in terms.items():
                 sums[name] += amount
             return value
 
-        costs = [cost(micro, self.shape) for micro in micro_batches]
-        dealt = order(costs, self.ranks.size)
-        self._costs += [costs[number] for number in dealt]
-        return {LOSS: self._backward(loss, [micro_batches[number] for number in dealt])} | sums
+        self._costs += costs
+        return {LOSS: self._backward(loss, own)} | sums
 
     def step(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> dict[str, float]:
         """One optimizer step on the sum of `loss` over `batches`. Raises DivergedError before any change."""
-        return self.apply({LOSS: self._backward(loss, batches)}, 1.0)
+        own = self.ranks.scatter(batches)
+        return self.apply({LOSS: self._backward(lambda one: self._idle() if one is None else loss(one), own)}, 1.0)
 
-    def _backward(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> float:
-        """Add the gradients of `loss` over `batches` to the masters'. Returns this rank's sum of losses."""
+    def _backward(self, loss: Callable[[Any], Tensor], own: Iterable[Any]) -> float:
+        """Add the gradients of `loss` over this rank's batches to the masters'. Returns this rank's sum of losses."""
         total = 0.0
-        for batch in self.ranks.scatter(batches):
+        for batch in own:
             with out_of_memory.explained(self.config):
-                value = self._idle() if batch is None else loss(batch)
+                value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
             if self.ranks.size == 1:  # FSDP sums the gradients of its shards itself, in float32
                 self._collect()
@@ -204,6 +224,11 @@ class Policy:
             return figures | {"optim/skipped": 1.0}
         self.skipped_in_row = 0
         return figures
+
+    @property
+    def trained(self) -> int:
+        """How many parameters are trained, on all ranks together."""
+        return sum(master.numel() for master in self.masters.values())
 
     @property
     def packs(self) -> bool:
@@ -260,16 +285,29 @@ class Policy:
         found = list(micro_batches)
         costs = [cost(micro, self.shape) for micro in micro_batches]
         for number in self.ranks.scatter(order(costs, self.ranks.size)):
-            with out_of_memory.explained(self.config):
-                logp_N, _ = self.logprobs(IDLE if number is None else found[number].pack)
+            own_N = self.own_logprobs(None if number is None else found[number])
             if number is not None:
-                found[number] = replace(found[number], behaviour_N=logp_N.cpu())
+                found[number] = replace(found[number], behaviour_N=own_N)
         return found
 
-    def _idle(self) -> Tensor:
+    @torch.no_grad()
+    def own_logprobs(self, micro: MicroBatch | None) -> Tensor:
+        """This policy's logprobs of the row's targets, on the CPU. All ranks call it; those that idle with None."""
+        with out_of_memory.explained(self.config):
+            return self.logprobs(IDLE if micro is None else micro.pack)[0].cpu()
+
+    def reference_logprobs(self, micro: MicroBatch | None) -> Tensor:
+        """The reference's, which must exist; otherwise like `own_logprobs`."""
+        with out_of_memory.explained(self.config):
+            found = self._reference_logprobs(IDLE if micro is None else micro.pack)
+        assert found is not None
+        return found.cpu()
+
+    def _idle(self, *, referenced: bool = False) -> Tensor:
         """A loss of 0 by the same calls, for a rank that has no micro-batch left while other ranks have."""
         value = self.logprobs(IDLE)[0].sum() * 0.0
-        self._reference_logprobs(IDLE)
+        if not referenced:
+            self._reference_logprobs(IDLE)
         return value
 
     @torch.no_grad()
@@ -279,6 +317,7 @@ class Policy:
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, float]]:
         settings = self.config.loss
         logp_N, entropy_N = self.logprobs(micro.pack, with_entropy=settings.entropy > 0)
+        known_N = micro.reference_N
         terms = policy_loss(
             logp_N,
             micro.behaviour_N.to(self.device),
@@ -286,7 +325,7 @@ class Policy:
             denominator=1.0,
             settings=settings,
             rollout_N=micro.rollout_N.to(self.device),
-            reference_N=self._reference_logprobs(micro.pack),
+            reference_N=self._reference_logprobs(micro.pack) if known_N is None else known_N.to(self.device),
             entropy_N=entropy_N,
         )
         return terms.loss, {name: getattr(terms, name.partition("/")[2]) for name in SUMMED}
@@ -294,4 +333,5 @@ class Policy:
 
 LOSS = "loss"
 SUMMED = [f"policy/{name}" for name in ("clip_low", "clip_high", "clip_delta", "mismatch_kl", "entropy", "kl")]
+ZEROS = dict.fromkeys([LOSS, *SUMMED], 0.0)
 IDLE = pack([Tree([0], [[0]])])

@@ -32,7 +32,7 @@ class Ranks:
         self.checkpoint_group = (
             checkpoint_group  # separate, because a checkpoint is written while gradients are reduced
         )
-        self.waiting_group = waiting_group  # of `broadcast` alone, because the leader may wait for days
+        self.waiting_group = waiting_group  # of the leader's messages alone, because it may wait for days
 
     @classmethod
     def start(cls, timeout_s: float, leader_timeout_s: float) -> "Ranks":
@@ -86,6 +86,25 @@ class Ranks:
         if len(data):
             dist.broadcast(data, src=0, group=self.waiting_group)
         return data.numpy().tobytes()
+
+    def deal(self, messages: Sequence[bytes] | None, size_bytes: int) -> bytes:
+        """This rank's message of the leader's, which has `size_bytes`. The leader passes one for each rank, others None."""
+        import torch.distributed as dist
+
+        if messages is None:
+            data = torch.empty(size_bytes, dtype=torch.uint8)
+            if size_bytes:
+                dist.recv(data, src=0, group=self.waiting_group)
+            return data.numpy().tobytes()
+        sent = []  # the tensors live until they are sent
+        for rank, message in enumerate(messages):
+            if rank and message:
+                tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+                sent.append((tensor, dist.isend(tensor, dst=rank, group=self.waiting_group)))
+        for _, work in sent:
+            assert work is not None
+            work.wait()
+        return messages[0]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each named value, summed over the ranks. All ranks pass the same names."""

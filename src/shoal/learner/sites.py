@@ -36,7 +36,6 @@ from shoal.learner.incoming import Incoming
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.record import signed_record
-from shoal.learner.share import Share
 from shoal.learner.site_policy import LATE, PolicySite, Way, about_of, terms_of
 from shoal.model.load import WEIGHTS, save_model
 from shoal.protocol.messages import Batch, BatchGroup, Ok, Status, StepReport
@@ -72,7 +71,7 @@ class SiteLearner(Learner):
             self.take_over(progress, "it comes back" if progress.step else "it joins")
             while progress.step < self.config.run.steps:
                 synced_s = self.place.synced_s
-                batch = self.batch(progress.step, Share(self.config, self.policy), stop)
+                batch = self.batch(progress.step, [], stop)
                 if batch is None:
                     return "stopped"
                 started_s, waiting_s = time.monotonic(), batch.waited_s
@@ -117,7 +116,7 @@ class SiteLearner(Learner):
         groups = [batch.fetched.groups[i] for i in self.place.agree(pick)]
         started_s, self.sharing = time.monotonic(), len(sites)
         nothing = replace(batch.fetched, groups=[])
-        found = self.train(groups) if groups else self.skip(batch.step, nothing, Share(self.config, self.policy))
+        found = self.train(groups) if groups else self.skip(batch.step, nothing)
         self.place.computed_s += time.monotonic() - started_s
         return found
 

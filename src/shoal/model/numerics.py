@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.model import exact, products
 from shoal.model.dtype import DtypeName
+from shoal.model.rows import packs
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,16 @@ def pick(wanted: str, dtype: DtypeName, device: str) -> Numerics:
         raise NumericsError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
     log.info("numerics are fast: %s", why)
     return "fast"
+
+
+def insist(wanted: str, model: Any) -> None:
+    """Raise NumericsError if exact numerics were asked for by name, and the model was loaded without them."""
+    if wanted != "exact" or of(model) == "exact":
+        return
+    why = "learner.compile = true compiles kernels that sum in an order of their own"
+    if not packs(model):
+        why = f"{type(model).__name__} is computed one sequence a row, by transformers' own attention"
+    raise NumericsError(f'model.numerics = "exact" cannot be had: {why}; set model.numerics = "auto" or "fast"')
 
 
 @cache

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,16 +27,18 @@ from shoal.model.attention import Layout, Span
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
+Ids = Sequence[int] | np.ndarray[Any, Any]  # token ids
+
 
 @dataclass(frozen=True)
 class Tree:
-    """One prompt and completions of it, as token ids."""
+    """One prompt and completions of it."""
 
-    prompt: Sequence[int]
-    completions: Sequence[Sequence[int]]
+    prompt: Ids
+    completions: Sequence[Ids]
     turns: Sequence[Turns] = ()  # of each completion; () if all are single turns
 
-    def branches(self) -> Iterator[tuple[Sequence[int], Turns]]:
+    def branches(self) -> Iterator[tuple[Ids, Turns]]:
         """Each completion with its turns."""
         return zip(self.completions, self.turns or [()] * len(self.completions), strict=True)
 
@@ -60,24 +63,29 @@ class Pack:
 
 def split(tree: Tree, row_tokens: int) -> list[Tree]:
     """Split a tree that does not fit a row into several with the same prompt. Completions stay whole and in order."""
-    parts: list[Tree] = []
-    branch: list[tuple[Sequence[int], Turns]] = []
-    used = len(tree.prompt)
-    for completion, turns in tree.branches():
-        if len(tree.prompt) + len(completion) > row_tokens:
+    branches = list(tree.branches())
+    fitting = split_lengths(len(tree.prompt), [len(completion) for completion, _ in branches], row_tokens)
+    return [_tree(tree.prompt, branches[part.start : part.stop]) for part in fitting]
+
+
+def split_lengths(prompt: int, completions: Sequence[int], row_tokens: int) -> list[range]:
+    """Which completions of these lengths, by number, come together behind a prompt of this length."""
+    parts: list[range] = []
+    first, used = 0, prompt
+    for number, length in enumerate(completions):
+        if prompt + length > row_tokens:
             raise ValueError(
-                f"a prompt of {len(tree.prompt)} and a completion of {len(completion)} tokens do not fit a row of "
+                f"a prompt of {prompt} and a completion of {length} tokens do not fit a row of "
                 f"{row_tokens}; raise row_tokens or lower sampling.max_tokens"
             )
-        if branch and used + len(completion) > row_tokens:
-            parts.append(_tree(tree.prompt, branch))
-            branch, used = [], len(tree.prompt)
-        branch.append((completion, turns))
-        used += len(completion)
-    return [*parts, _tree(tree.prompt, branch)]
+        if number > first and used + length > row_tokens:
+            parts.append(range(first, number))
+            first, used = number, prompt
+        used += length
+    return [*parts, range(first, len(completions))]
 
 
-def _tree(prompt: Sequence[int], branches: Sequence[tuple[Sequence[int], Turns]]) -> Tree:
+def _tree(prompt: Ids, branches: Sequence[tuple[Ids, Turns]]) -> Tree:
     turns = [turns for _, turns in branches]
     return Tree(prompt, [completion for completion, _ in branches], turns if any(turns) else ())
 
@@ -113,29 +121,28 @@ def assign_rows(sizes: Sequence[int], row_tokens: int, *, in_order: bool = False
 
 def pack(trees: Sequence[Tree]) -> Pack:
     """Pack trees side by side into one row."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    predictors: list[int] = []
-    targets: list[int] = []
+    tokens, positions, predictors, targets = ([np.empty(0, np.int64)] for _ in range(4))
     spans: list[Span] = []
+    at = 0
     for tree in trees:
-        spans.append(Span(len(tokens), len(tree.prompt), tuple(map(len, tree.completions))))
-        tokens += tree.prompt
-        positions += range(len(tree.prompt))
-        last_of_prompt = len(tokens) - 1
+        prompt = len(tree.prompt)
+        spans.append(Span(at, prompt, tuple(map(len, tree.completions))))
+        tokens.append(np.asarray(tree.prompt, np.int64))
+        positions.append(np.arange(prompt))
+        at += prompt
+        last_of_prompt = at - 1
         for completion, turns in tree.branches():
-            own = model_positions(turns, len(completion))
-            predictors += [len(tokens) + position - 1 if position else last_of_prompt for position in own]
-            targets += [completion[position] for position in own]
-            tokens += completion
-            positions += range(len(tree.prompt), len(tree.prompt) + len(completion))
-    return Pack(
-        tokens_T=torch.tensor(tokens, dtype=torch.long),
-        positions_T=torch.tensor(positions, dtype=torch.long),
-        predictor_N=torch.tensor(predictors, dtype=torch.long),
-        target_N=torch.tensor(targets, dtype=torch.long),
-        layout=Layout(spans, torch.device("cpu")),
+            length = len(completion)
+            tokens.append(np.asarray(completion, np.int64))
+            positions.append(np.arange(prompt, prompt + length))
+            own = np.asarray(model_positions(turns, length), np.int64) if turns else np.arange(length)
+            predictors.append(np.where(own > 0, at + own - 1, last_of_prompt))
+            targets.append(tokens[-1][own])
+            at += length
+    tokens_T, positions_T, predictor_N, target_N = (
+        torch.from_numpy(np.concatenate(found)) for found in (tokens, positions, predictors, targets)
     )
+    return Pack(tokens_T, positions_T, predictor_N, target_N, Layout(spans, torch.device("cpu")))
 
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:

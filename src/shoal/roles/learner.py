@@ -4,6 +4,7 @@ an invite of `shoal meet`, as one of several sites."""
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from shoal.learner.ranks import Ranks
     from shoal.model.dtype import DtypeName
 
+log = logging.getLogger(__name__)
+
 LEADER_TIMEOUT_S = 7 * 86_400.0  # a rank waits for the leader's next batch as long as a pool may be idle
 RANKS_TIMEOUT_S = 1800.0  # and for another rank in a collective: longer than any row, load or file takes
 
@@ -30,6 +33,7 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
     """Returns how the run ended. `site`: of the sites' meeting. Raises NodeError, DivergedError, OutOfMemoryError."""
     import torch
 
+    from shoal.learner import footprint
     from shoal.learner.loop import Learner
     from shoal.learner.policy import Policy
     from shoal.learner.ranks import Ranks
@@ -44,6 +48,9 @@ def run_learner(invite: Invite, folder: Path, threads: int, stop: threading.Even
         device = config.model.device
         picked = numerics.pick(config.model.numerics, dtype, device)
         policy = Policy(model, config.learner, dtype, device, config.sampling.temperature, ranks, picked)
+        numerics.insist(config.model.numerics, policy.model)  # before anybody gets a version
+        if ranks.leads:
+            log.info("%s", "; ".join(footprint.lines(config, policy)))
         if site is None:
             learner = Learner(node, config, policy, folder)
         else:

@@ -28,6 +28,7 @@ from shoal.store.columns import (
     PROOF_CHUNK_TOKENS,
     SUBMISSION,
     BadSignatureError,
+    Columns,
     Limits,
     RolloutFileError,
     content_digest,
@@ -49,6 +50,7 @@ __all__ = [
     "Rollout",
     "RolloutFile",
     "RolloutFileError",
+    "accepted_columns",
     "prompts_digest",
     "read_accepted",
     "read_submission",
@@ -148,6 +150,13 @@ def read_accepted(data: bytes, *, max_rows: int, max_tokens: int) -> RolloutFile
     return RolloutFile(*_verified(decode(data, ACCEPTED, limits), AcceptedRollout, limits, domain="accepted"))
 
 
+def accepted_columns(data: bytes, *, max_rows: int, max_tokens: int) -> tuple[Header, Columns]:
+    """What `read_accepted` returns, as arrays. Raises RolloutFileError."""
+    limits = Limits(max_rows, max_tokens)
+    decoded = decode(data, ACCEPTED, limits)
+    return _checked_header(decoded, limits, domain="accepted"), decoded.columns
+
+
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
     """BLAKE3 of the groups' prompts as token ids, each behind its length."""
     digest = blake3()
@@ -171,6 +180,13 @@ def _write(header: Header, rows: list[Any], schema: pa.Schema, identity: Identit
 
 
 def _verified(decoded: Decoded, row_type: type[Row], limits: Limits, *, domain: str) -> tuple[Header, list[Row]]:
+    header = _checked_header(decoded, limits, domain=domain)
+    lists = to_lists(decoded.columns)
+    return header, [row_type(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
+
+
+def _checked_header(decoded: Decoded, limits: Limits, *, domain: str) -> Header:
+    """The header, whose signature covers the columns."""
     try:
         header = Header.model_validate_json(decoded.header)
     except ValidationError as error:
@@ -186,5 +202,4 @@ def _verified(decoded: Decoded, row_type: type[Row], limits: Limits, *, domain: 
         raise BadSignatureError("the rows are not those that were signed")
     if not verify(header.signer, decoded.header.encode(), decoded.signature, domain=domain):
         raise BadSignatureError(f"not signed by {header.signer[:16]}")
-    lists = to_lists(decoded.columns)
-    return header, [row_type(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
+    return header

@@ -1,0 +1,87 @@
+"""What the settings take of this machine, said once when the learner starts: memory of weights and of a row, checkpoints.
+
+By the arithmetic of `plan/memory`. It changes nothing: a row's size decides which sums are rounded where, so only a person
+changes it. What does not fit is said with the settings that would.
+Called by `shoal learner`, on the leading rank.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from shoal.config import Config
+from shoal.config.recipe import CHECKPOINT_BYTES
+from shoal.learner.policy import Policy
+from shoal.plan.memory import memory_of
+from shoal.plan.sizes import Sizes, SizesError, sizes_of
+from shoal.plan.work import work_of
+
+GB = 1e9
+UNIT = 1024  # tokens; suggested rows are multiples
+
+
+def lines(config: Config, policy: Policy) -> list[str]:
+    """Sentences for a person."""
+    section, trained = config.learner, policy.trained
+    every = section.steps_between_checkpoints(trained)
+    asked = (
+        "learner.checkpoint_every" if section.checkpoint_every else "by size; set learner.checkpoint_every to change it"
+    )
+    said = [
+        f"{trained / 1e6:,.0f} million trained parameters on {policy.ranks.size} rank(s), nothing offloaded to the host"
+    ]
+    said.append(
+        f"a checkpoint every {every} step(s) of up to {CHECKPOINT_BYTES * trained / GB:.1f} GB ({asked}), "
+        f"{section.keep_last} kept"
+    )
+    if section.lora is not None:
+        return [*said, "memory is not estimated for adapters"]
+    try:
+        sizes = sizes_of(policy.model.config.get_text_config(decoder=True).to_dict())
+    except SizesError as error:
+        return [*said, f"memory is not estimated: {error}"]
+    return [*said, *_memory(config, policy, sizes, available_bytes(policy.device))]
+
+
+def _memory(config: Config, policy: Policy, sizes: Sizes, available: float) -> list[str]:
+    section = config.learner
+
+    def needed(row_tokens: int, recomputes: bool) -> float:
+        changed = {"row_tokens": row_tokens, "activation_checkpointing": recomputes}
+        planned = config.model_copy(update={"learner": section.model_copy(update=changed)})
+        work = work_of(planned, prompt=1, length=1)
+        cpu = policy.device.type == "cpu"
+        found = memory_of(sizes, work, policy.compute.itemsize, devices=policy.ranks.size, cpu=cpu)
+        return found.roles["learner"]
+
+    own = needed(section.row_tokens, section.activation_checkpointing)
+    how = "recomputed in the backward pass" if section.activation_checkpointing else "kept"
+    said = (
+        f"up to {own / GB:.1f} of {available / GB:.1f} GB with a full row of learner.row_tokens = {section.row_tokens}, "
+        f"activations {how}"
+    )
+    if own <= available:
+        return [said]
+    fitting = [
+        f"learner.row_tokens = {rows}{' with learner.activation_checkpointing = true' if recomputes else ''}"
+        for recomputes in dict.fromkeys((section.activation_checkpointing, True))
+        if (
+            rows := _largest_row(
+                lambda n, r=recomputes: needed(n, r) <= available, config.sampling.max_tokens, section.row_tokens
+            )
+        )  # type: ignore[misc]
+    ]
+    return [said, f"full rows will not fit: set {' or '.join(fitting)}" if fitting else "no row fits: use more ranks"]
+
+
+def _largest_row(fits: Callable[[int], bool], longest: int, most: int) -> int:
+    """The largest multiple of UNIT above `longest`, a completion, and up to `most` that fits; 0 if none does."""
+    return max((rows for rows in range(UNIT, most + 1, UNIT) if rows > longest and fits(rows)), default=0)
+
+
+def available_bytes(device: torch.device) -> float:
+    """The memory of the device."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,77 @@
+"""What the learner says of its settings when it starts, and how often it writes checkpoints by default."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from shoal.config import parse
+from shoal.config.recipe import LearnerSection
+from shoal.learner import footprint
+from shoal.learner.ranks import Ranks
+
+from .support import make_policy
+
+
+@pytest.mark.parametrize(
+    ("billions", "steps", "every"),
+    [(0.135, None, 1), (0.83, None, 1), (7.6, None, 10), (32.8, None, 40), (32.8, 1, 1), (0.135, 8, 8)],
+)
+def test_checkpoints_write_ten_gigabytes_a_step_or_less(billions: float, steps: int | None, every: int) -> None:
+    section = LearnerSection() if steps is None else LearnerSection(checkpoint_every=steps)
+    assert section.steps_between_checkpoints(round(billions * 1e9)) == every
+
+
+def sevenB(max_tokens: int = 8192, **learner: Any) -> list[str]:
+    """What is said of a model of the size of Qwen2.5-7B on eight devices of 80 GB."""
+    sizes = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    }
+    model = SimpleNamespace(config=LlamaConfig(**sizes, tie_word_embeddings=False))
+    policy: Any = SimpleNamespace(
+        model=model, ranks=Ranks(0, 8), compute=torch.bfloat16, device=torch.device("cpu"), trained=7_615_616_512
+    )
+    return footprint.lines(
+        parse({"learner": {"loss": {"beta": 0.0}} | learner, "sampling": {"max_tokens": max_tokens}}), policy
+    )
+
+
+def test_what_fits_is_said_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "available_bytes", lambda _: 80e9)
+    parameters, checkpoints, memory = sevenB(activation_checkpointing=True)
+    assert parameters == "7,616 million trained parameters on 8 rank(s), nothing offloaded to the host"
+    assert checkpoints.startswith(
+        "a checkpoint every 10 step(s) of up to 91.4 GB (by size; set learner.checkpoint_every"
+    )
+    found = re.fullmatch(
+        r"up to (\S+) of 80.0 GB with a full row of learner.row_tokens = 40960, .* recomputed .*", memory
+    )
+    assert found and float(found[1]) == pytest.approx(42.8, abs=0.5), "what learner_memory.py counted, and a process"
+
+
+def test_what_does_not_fit_is_said_with_the_settings_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "available_bytes", lambda _: 80e9)
+    *_, advice = sevenB()
+    assert advice.endswith(" or learner.row_tokens = 40960 with learner.activation_checkpointing = true")
+    smaller = re.search(r"set learner.row_tokens = (\d+) or", advice)
+    assert smaller and 0 < int(smaller[1]) < 40960
+    assert "will not fit" not in " ".join(sevenB(row_tokens=int(smaller[1])))
+    assert "will not fit" in sevenB(row_tokens=int(smaller[1]) + 1024)[-1]
+    long = sevenB(max_tokens=32768)[-1]
+    assert long == "full rows will not fit: set learner.row_tokens = 40960 with learner.activation_checkpointing = true"
+    monkeypatch.setattr(footprint, "available_bytes", lambda _: 1e9)
+    assert sevenB()[-1] == "no row fits: use more ranks"
+
+
+def test_of_a_real_policy_all_is_said(tiny_folder: Path) -> None:
+    said = footprint.lines(parse({"learner": {"checkpoint_every": 3}}), make_policy(tiny_folder))
+    assert len(said) == 3 and "every 3 step(s) of up to 0.0 GB (learner.checkpoint_every), 2 kept" in said[1]
