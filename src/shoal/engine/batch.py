@@ -82,20 +82,20 @@ class Batch:
         ]
         for prompt, hidden_LH in zip(fresh, self.rows.join(fresh) if fresh else [], strict=True):
             known[prompt] = len(self.live)
-            self._add(groups[prompt][:1], hidden_LH[-1].clone())
+            self._add(groups[prompt][:1], [hidden_LH[-1].clone()])
             for one in groups[prompt]:
                 if one.ask.echo:
                     one.began(hidden_LH)
-        for prompt, group in groups.items():
-            if copies := group[prompt in fresh :]:
-                self.rows.fork([known[prompt]] * len(copies), len(prompt))
-                self._add(copies, self.prompt_H[known[prompt]])
+        copies = [(known[prompt], one) for prompt, group in groups.items() for one in group[prompt in fresh :]]
+        if copies:
+            self.rows.fork([source for source, _ in copies], [len(one.ask.prompt) for _, one in copies])
+            self._add([one for _, one in copies], [self.prompt_H[source] for source, _ in copies])
 
-    def _add(self, new: Sequence[Drawn], state_H: Tensor) -> None:
+    def _add(self, new: Sequence[Drawn], states: Sequence[Tensor]) -> None:
         self.live += new
-        self.prompt_H += [state_H] * len(new)
+        self.prompt_H += states
         before = [] if self.hidden_BH is None else [self.hidden_BH]
-        self.hidden_BH = torch.cat([*before, state_H.expand(len(new), -1)])
+        self.hidden_BH = torch.cat([*before, torch.stack(list(states))])
 
     @torch.inference_mode()
     def step(self) -> list[Drawn]:

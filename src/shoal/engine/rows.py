@@ -30,8 +30,8 @@ class Rows(Protocol):
         """Append a row for each prompt. Returns hidden_LH of each prompt's L positions."""
         ...
 
-    def fork(self, sources: Sequence[int], length: int) -> None:
-        """Append a row for each live row in `sources`, as a copy of its first `length` tokens."""
+    def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Append a row for each live row in `sources`, as a copy of its first tokens, so many."""
         ...
 
     def step(self, tokens_B: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class CachedRows:
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
         return list(torch.split(hidden_TH[: sum(lengths)], lengths))
 
-    def fork(self, sources: Sequence[int], length: int) -> None:
-        self.cache.fork(len(self.lengths_B), sources, length)
-        self.lengths_B = torch.cat([self.lengths_B, torch.full((len(sources),), length)])
+    def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        self.cache.fork(len(self.lengths_B), sources, max(lengths))
+        self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
 
     def step(self, tokens_B: Tensor) -> Tensor:
         self.lengths_B = self.lengths_B + 1

@@ -19,8 +19,8 @@ from shoal.engine.rows import most_positions, token_bytes
 
 @dataclass(frozen=True)
 class Limits:
-    rows: int = 64  # completions decoded at once, of all models together
-    cache_bytes: int = 4 << 30  # keys and values of all rows
+    rows: int = 256  # completions decoded at once, of all models together
+    cache_bytes: int = 2 << 30  # keys and values of all rows
     join_tokens: int = 2048  # of prompts, taken in between two steps; one longer prompt is taken alone
 
 

@@ -24,9 +24,9 @@ class UncachedRows:
         self.rows += [list(prompt) for prompt in prompts]
         return [self._forward([list(prompt)])[0] for prompt in prompts]
 
-    def fork(self, sources: Sequence[int], length: int) -> None:
-        """Append a row for each live row in `sources`, as a copy of its first `length` tokens."""
-        self.rows += [self.rows[source][:length] for source in sources]
+    def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Append a row for each live row in `sources`, as a copy of its first tokens, so many."""
+        self.rows += [self.rows[source][:length] for source, length in zip(sources, lengths, strict=True)]
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append a token to each row. Returns hidden_BH, that the next ones are drawn from."""

@@ -24,6 +24,8 @@ LONGEST_RETRY_S = 60
 
 @dataclass(frozen=True)
 class Limits(engine.Limits):
+    rows: int = 64
+    cache_bytes: int = 4 << 30
     waiting: int = 128  # completions that wait for a row
     per_caller: int = 64  # completions of one caller, waiting or decoded
 
