@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.engine.fast import prefill
+from shoal.engine.batch import close_gaps
 from shoal.engine.protocol import Completion, Sampling
-from shoal.engine.torch_engine import TorchEngine, _close_gaps
+from shoal.engine.torch_engine import TorchEngine
 from shoal.model.load import load_model
 
 from .support import naive, with_prompts
@@ -220,14 +220,6 @@ def test_generating_leaves_the_weights_alone(engine: TorchEngine, groups: Any, t
     assert all(torch.equal(tensor, fresh[name]) for name, tensor in engine.model.state_dict().items())
 
 
-def test_the_prompts_cache_is_freed_once_it_is_repeated(engine: TorchEngine) -> None:
-    with torch.inference_mode():
-        _, prompts, _ = prefill(engine.model, PROMPTS)
-        type(prompts).repeat(prompts, torch.tensor([0, 0, 1]), room=4)
-    held = [t for layer in prompts.layers for v in vars(layer).values() for t in (v if isinstance(v, list) else [v])]
-    assert [tensor.shape for tensor in held if isinstance(tensor, Tensor) and tensor.numel()] == []
-
-
 # ---- closing gaps
 
 rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
@@ -236,16 +228,17 @@ rows_and_finished = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), s
 @given(rows_and_finished)
 def test_closing_gaps_keeps_exactly_the_live_rows(case: tuple[int, set[int]]) -> None:
     n_rows, finished = case
-    assert sorted(_close_gaps(n_rows, sorted(finished))) == [row for row in range(n_rows) if row not in finished]
+    staying = [row for row in range(n_rows) if row not in finished]
+    assert sorted(close_gaps(n_rows, staying)) == staying
 
 
 @given(rows_and_finished)
 def test_closing_gaps_moves_only_rows_from_the_end_forward(case: tuple[int, set[int]]) -> None:
     """So that copying in order never overwrites a row that is still to be read."""
     n_rows, finished = case
-    keep = _close_gaps(n_rows, sorted(finished))
+    keep = close_gaps(n_rows, [row for row in range(n_rows) if row not in finished])
     assert all(old == new or (old >= len(keep) and new in finished) for new, old in enumerate(keep))
 
 
 def test_nothing_finished_moves_nothing() -> None:
-    assert _close_gaps(4, []) == [0, 1, 2, 3]
+    assert close_gaps(4, [0, 1, 2, 3]) == [0, 1, 2, 3]

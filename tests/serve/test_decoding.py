@@ -95,9 +95,9 @@ def test_what_does_not_fit_the_cache_is_refused_and_what_fits_waits_for_room(tin
     of = held(tiny_folder)
 
     async def main() -> int:
-        scheduler = Scheduler(Limits(cache_bytes=of.token_bytes * 16 * 100))
+        scheduler = Scheduler(Limits(cache_bytes=of.token_bytes * 16 * 160))
         with pytest.raises(TooLargeError, match="lower max_tokens"):
-            scheduler.submit([generation(of, range(5, 9), 1, 400)])
+            scheduler.submit([generation(of, range(5, 9), 1, 4000)])
         generations = [generation(of, range(5, 9), n, 24) for n in range(20)]  # 16 fit at a time
         scheduler.submit(generations)
         most = 0

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from shoal.engine import batch
 from shoal.model.load import save_model
 from shoal.serve import proof
-from shoal.serve.decoding import scheduler
 from shoal.serve.openai.requests import RequestError
 from shoal.serve.openai.tools import Call, Form, Reading, form_of
 
@@ -77,9 +77,10 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
         ids = [*tokenizer().encode(text, add_special_tokens=False), 1]
 
         def chosen(scaled: Any, seeds: Any, positions: Any, temperature: float) -> Any:
-            return torch.tensor([ids[min(position, len(ids) - 1)] for position in positions]), None
+            tokens_N = torch.tensor([ids[min(position, len(ids) - 1)] for position in positions])
+            return tokens_N, torch.zeros(len(tokens_N))
 
-        monkeypatch.setattr(scheduler, "choose", chosen)
+        monkeypatch.setattr(batch, "choose", chosen)
 
     return write
 

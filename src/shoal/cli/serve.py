@@ -85,7 +85,12 @@ def serve(arguments: argparse.Namespace) -> None:
         secure_cookies=arguments.https,
         hosts=frozenset(name.lower() for name in arguments.names),
         versions=arguments.versions,
-        limits=Limits(arguments.rows, arguments.waiting, arguments.per_caller, arguments.cache_gib * GIB),
+        limits=Limits(
+            rows=arguments.rows,
+            waiting=arguments.waiting,
+            per_caller=arguments.per_caller,
+            cache_bytes=arguments.cache_gib * GIB,
+        ),
     )
     serve_forever(source, settings, stop, _say)
 

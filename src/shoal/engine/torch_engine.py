@@ -1,17 +1,20 @@
-"""The default engine: batched decoding in plain torch. A group's prompt is prefilled once.
+"""The default engine: continuous batching in plain torch. A group's prompt is prefilled once.
 
-    prefill P prompts -> repeat each prompt's keys and values for its G completions -> decode all rows together
-    The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
-    Tokens that an environment gives take the place of sampled ones, one a step.
+    generate: queue a completion for each seed -> step the scheduler until all of them are written
 
-Three ways of decoding: `exact` (a completion depends on its prompt, its seed and the weights alone), `fast` (it depends
-on the other rows of its batch through rounding), and `uncached` for models that need transformers' own attention. The
-noise is seeded in all of them.
-Called by the worker and by evaluation. Left out: paged caches, continuous batching, prefix reuse across groups.
+Calls from several threads share one batch: whoever waits steps for all, and the places of finished completions go to the
+next ones, of whichever call. Tokens that an environment gives take the place of sampled ones, one a step.
+
+With exact numerics a completion depends on its prompt, its seed and the weights alone; with fast ones it depends on the
+other rows of its batch through rounding. The noise is seeded in both.
+Invariant: weights never change while a completion is written. Called by the worker and by evaluation.
+Left out: reuse of keys and values from one call to the next.
 """
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,39 +22,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.exact import ExactDecoding
-from shoal.engine.fast import FastDecoding
+from shoal.engine.batch import Ask
 from shoal.engine.protocol import Completion, Respond, Sampling
-from shoal.engine.uncached import UncachedDecoding
-from shoal.model import head, numerics, rows
+from shoal.engine.scheduler import Limits, Scheduler
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_weights_
 from shoal.model.numerics import Numerics
-from shoal.model.sampling import choose
 from shoal.shardcast.fetch.inplace import advance_
+
+IDLE_S = 1.0
 
 
 class TorchEngine:
     """Holds one model. `load` replaces its weights in place."""
 
-    def __init__(self, dtype: DtypeName, device: str = "cpu", numerics: Numerics = "fast") -> None:
+    def __init__(
+        self, dtype: DtypeName, device: str = "cpu", numerics: Numerics = "fast", limits: Limits | None = None
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self.numerics = numerics
         self.model: Any = None
         self.folder: Path | None = None  # the source of the weights; None if they were changed since
+        self._scheduler = Scheduler(limits or Limits())
+        self._changed = threading.Condition()  # guards what follows
+        self._new: list[_Draft] = []  # not in the scheduler yet
+        self._calls = 0  # of `generate` that have not returned
+        self._stepping = False  # a thread steps the scheduler
 
     def load(self, folder: Path) -> None:
-        if self.model is None:
-            self.model = load_model(folder, self.dtype, self.device, self.numerics)
-        elif self.folder is None or not advance_(self.model.state_dict(), self.folder, folder):
-            load_weights_(self.model, folder)
-        self.folder = folder
+        """Raises RuntimeError while something is generated: its weights must not change."""
+        with self._changed:
+            if self._calls:
+                raise RuntimeError(
+                    "load() while completions are written would change their weights: wait for generate()"
+                )
+            if self.model is None:
+                self.model = load_model(folder, self.dtype, self.device, self.numerics)
+            elif self.folder is None or not advance_(self.model.state_dict(), self.folder, folder):
+                load_weights_(self.model, folder)
+            self.folder = folder
 
     def forget(self) -> None:
         self.folder = None
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -61,88 +75,122 @@ class TorchEngine:
     ) -> list[list[Completion]]:
         if self.model is None:
             raise RuntimeError("the engine has no weights yet: call load() first")
-        drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
-        live = [draft for group in drafts for draft in group]  # by batch row
-
-        decoding = self._decoding()(self.model, prompts, [draft.group for draft in live], sampling.max_tokens)
-        hidden_BH = decoding.first_BH
-        for position in range(sampling.max_tokens):
-            logits_BV = head.logits(self.model, hidden_BH)
-            tokens_B, logprobs_B = choose(
-                logits_BV, [draft.seed for draft in live], [position] * len(live), sampling.temperature
-            )
-            finished = []
-            for row, (draft, token, logprob) in enumerate(
-                zip(live, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
-            ):
-                if draft.given:
-                    tokens_B[row] = draft.take()
-                    continue
-                draft.add(token, logprob, hidden_BH[row].to("cpu", torch.bfloat16))
-                if token in sampling.eos_ids and not draft.continues(respond, sampling.max_tokens):
-                    finished.append(row)
-            keep = _close_gaps(len(live), finished)
-            if not keep or position + 1 == sampling.max_tokens:
-                break
-            if finished:
-                decoding.keep(keep)
-                live = [live[row] for row in keep]
-                tokens_B = tokens_B[torch.tensor(keep)]
-            hidden_BH = decoding.step(tokens_B)
+        drafts = [
+            [
+                _Draft(
+                    self.model,
+                    Ask(prompt, seed, sampling.temperature, sampling.max_tokens),
+                    g,
+                    number,
+                    sampling,
+                    respond,
+                )
+                for number, seed in enumerate(group)
+            ]
+            for g, (prompt, group) in enumerate(zip(map(tuple, prompts), seeds, strict=True))
+        ]
+        own = [draft for group in drafts for draft in group]
+        with self._called(own):
+            while not all(draft.done for draft in own):
+                self._step_or_wait()
+        for draft in own:
+            if draft.error:
+                raise draft.error
         return [[draft.completion() for draft in group] for group in drafts]
 
-    def _decoding(self) -> type[ExactDecoding] | type[FastDecoding] | type[UncachedDecoding]:
-        if not rows.packs(self.model):
-            return UncachedDecoding
-        return ExactDecoding if numerics.of(self.model) == "exact" else FastDecoding
+    @contextmanager
+    def _called(self, own: Sequence["_Draft"]) -> Iterator[None]:
+        with self._changed:
+            self._calls += 1
+            self._new += own
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls -= 1
+                for draft in own:
+                    draft.cancelled = True  # what is left of an interrupted call
+
+    def _step_or_wait(self) -> None:
+        """One step of everybody's completions, or another thread's. A failure of the model ends them all."""
+        with self._changed:
+            if self._stepping:
+                self._changed.wait(IDLE_S)
+                return
+            self._stepping = True
+            self._scheduler.add(self._new)
+            self._new = []
+        try:
+            self._scheduler.step()
+        except BaseException as error:
+            for draft in self._scheduler.everyone():
+                assert isinstance(draft, _Draft)
+                draft.end(error)
+            self._scheduler = Scheduler(self._scheduler.limits)
+            raise
+        finally:
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Draft:
     """A completion while it is written."""
 
+    model: Any
+    ask: Ask
     group: int
     number: int  # within the group
-    seed: int
+    sampling: Sampling
+    respond: Respond | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     given: deque[int] = field(default_factory=deque)  # what an environment wrote and is not in `tokens` yet
+    done: bool = False
+    error: BaseException | None = None
+    cancelled: bool = False
 
-    def add(self, token: int, logprob: float, hidden_H: Tensor) -> None:
-        """Append a sampled token."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.states.append(hidden_H)
+    def began(self, hidden_LH: Tensor) -> None:
+        """Nobody asks for the prompt's states."""
 
-    def take(self) -> int:
-        """Append the next given token, and return it."""
-        self.tokens.append(self.given.popleft())
-        return self.tokens[-1]
+    def position(self) -> int:
+        return len(self.tokens)
 
-    def continues(self, respond: Respond | None, max_tokens: int) -> bool:
-        """Whether another turn follows the one that ended, because an environment answers. Raises ValueError."""
-        reply = respond(self.group, self.number, self.tokens, self.turns) if respond else None
-        if not reply:
+    def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
+        if self.given:
+            self.tokens.append(self.given.popleft())
+        else:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.states.append(state_H)
+            if token in self.sampling.eos_ids and not self._continues():
+                self.done = True
+        if len(self.tokens) == self.ask.max_tokens:
+            self.done = True
+        return None if self.done else self.tokens[-1]
+
+    def end(self, error: BaseException) -> None:
+        self.error, self.done = error, True
+
+    def _continues(self) -> bool:
+        """Whether another turn follows the one that ended, because an environment answers."""
+        try:
+            reply = self.respond(self.group, self.number, self.tokens, self.turns) if self.respond else None
+            if not reply:
+                return False
+            if len(self.tokens) + len(reply) >= self.ask.max_tokens:
+                raise ValueError(
+                    f"{len(reply)} tokens given after {len(self.tokens)} leave no room below {self.ask.max_tokens}"
+                )
+        except Exception as error:  # noqa: BLE001 - the caller's own: `generate` raises it there, whoever steps
+            self.end(error)
             return False
-        if len(self.tokens) + len(reply) >= max_tokens:
-            raise ValueError(f"{len(reply)} tokens given after {len(self.tokens)} leave no room below {max_tokens}")
         self.turns += [len(self.tokens) - sum(self.turns), len(reply)]
         self.given.extend(reply)
         return True
 
     def completion(self) -> Completion:
         return Completion(self.tokens, self.logprobs, torch.stack(self.states), self.turns)
-
-
-def _close_gaps(n_rows: int, finished: Sequence[int]) -> list[int]:
-    """The old row that each remaining row holds after live rows from the end took the finished rows' places.
-
-    >>> _close_gaps(6, [1, 4])
-    [0, 5, 2, 3]
-    """
-    gone = set(finished)
-    left = n_rows - len(gone)
-    from_the_end = (row for row in reversed(range(n_rows)) if row not in gone)
-    return [row if row not in gone else next(from_the_end) for row in range(left)]

@@ -134,16 +134,20 @@ class Step:
         self.scores_BkRK = torch.empty(0)
 
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
-        """With the cache's first K keys and values, in any dtype. Returns output_BhD, float32."""
-        batch, heads, depth = query_BhD.shape
-        _, key_heads, keys, _ = key_BkKD.shape
+        """With the cache's first K keys and values, in any dtype. Returns output_BhD, float32.
+
+        Queries behind the cache's last row are padding: their output is 0.
+        """
+        padded, heads, depth = query_BhD.shape
+        batch, key_heads, keys, _ = key_BkKD.shape
         sharing = heads // key_heads
         rows = rounded(sharing, fewest_rows(depth))
         if self.query_BkRD.shape != (batch, key_heads, rows, depth):  # of all blocks
             self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # rows of padding stay 0
             self.scores_BkRK = torch.empty(batch, key_heads, rows, keys)
         query_BkRD, scores_BkRK = self.query_BkRD, self.scores_BkRK
-        query_BkRD[:, :, :sharing] = query_BhD.view(batch, key_heads, sharing, depth)  # scaled in float32, not before
+        own_BkgD = query_BhD[:batch].view(batch, key_heads, sharing, depth)
+        query_BkRD[:, :, :sharing] = own_BkgD  # scaled in float32, not before
         query_BkRD[:, :, :sharing].mul_(scale)
         for some, key_NKD in _in_float32(key_BkKD):
             torch.bmm(query_BkRD[some].flatten(0, 1), key_NKD.transpose(1, 2), out=scores_BkRK[some].flatten(0, 1))
@@ -152,7 +156,9 @@ class Step:
         output_BkRD = torch.empty_like(query_BkRD)
         for some, value_NKD in _in_float32(value_BkKD):
             weighted_sum_(output_BkRD[some].flatten(0, 1), scores_BkRK[some].flatten(0, 1), value_NKD)
-        return output_BkRD[:, :, :sharing].reshape(batch, heads, depth)
+        output_BhD = output_BkRD.new_zeros(padded, heads, depth)
+        output_BhD[:batch].view(batch, key_heads, sharing, depth).copy_(output_BkRD[:, :, :sharing])
+        return output_BhD
 
 
 def _in_float32(x_BkKD: Tensor) -> Iterator[tuple[slice, Tensor]]:

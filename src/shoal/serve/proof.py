@@ -28,11 +28,11 @@ from typing_extensions import TypedDict
 from shoal import toploc
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.model import head
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.serve.asking import PromptError, encode
 from shoal.serve.decoding.generation import Generation
-from shoal.serve.decoding.scheduler import scaled
 from shoal.serve.decoding.text import text_of
 from shoal.serve.versions import Held
 
@@ -226,7 +226,7 @@ def _recomputed(reply: Reply, held: Held, config: Config) -> tuple[Finding, Find
     for start in range(0, len(tokens_N), VOCABULARY_ROWS):
         span = slice(start, start + VOCABULARY_ROWS)
         own_C = tokens_N[span]
-        scaled_CV = scaled(model.lm_head(hidden_NH[span]), [reply.temperature] * len(own_C))
+        scaled_CV = head.logits(model, hidden_NH[span]).float() / (reply.temperature or 1.0)
         if reply.temperature == 0.0:
             margins.append(scaled_CV.amax(-1) - scaled_CV.gather(-1, own_C[:, None])[:, 0])
         else:

@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.engine.rows import token_bytes
 from shoal.engine.torch_engine import TorchEngine
 from shoal.errors import ShoalError
 from shoal.evals.local import digest
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.positions import positions
 from shoal.model.sources import read_config
-from shoal.serve.decoding.rows import bytes_per_token
 from shoal.serve.sources import Offer, Source
 
 POLL_S = 1.0
@@ -163,7 +163,6 @@ def load(offer: Offer, engine: TorchEngine) -> Held:
     """Read a version into an engine, all of it. Raises OSError."""
     engine.forget()
     engine.load(offer.folder)
-    config = engine.model.config
     return Held(
         offer=offer,
         engine=engine,
@@ -171,5 +170,5 @@ def load(offer: Offer, engine: TorchEngine) -> Held:
         tokenizer=load_tokenizer(offer.folder),
         eos_ids=eos_ids(offer.folder),
         positions=positions(read_config(str(offer.folder.resolve()), fetch=False)) or UNSTATED,
-        token_bytes=bytes_per_token(config, engine.model.dtype.itemsize),
+        token_bytes=token_bytes(engine.model),
     )

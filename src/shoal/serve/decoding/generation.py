@@ -6,16 +6,21 @@ with `finish` set as the last, whatever happens.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from shoal.engine import batch
+from shoal.model import head
+from shoal.model.logprobs import token_logprobs
 from shoal.serve.decoding.text import Text
 from shoal.serve.versions import Held
 
 Finish = Literal["stop", "length", "cancelled"]
+ECHOED = 256  # positions of a prompt whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Ask(batch.Ask):
     """What is asked of a version. `top`: how many of the likeliest tokens are wanted; None: no logprobs at all."""
 
-    prompt: tuple[int, ...]
-    seed: int
-    temperature: float
-    max_tokens: int
     stops: tuple[str, ...] = ()
     top: int | None = None
-    echo: bool = False  # the prompt's own logprobs are wanted
     proof: bool = False  # hidden states are kept
     caller: str = ""  # whose places it takes
 
@@ -57,6 +57,7 @@ class Generation:
     held: Held
     text: Text
     loop: asyncio.AbstractEventLoop
+    made: Piece | None = None  # by the last step, until it is handed over
     cancelled: bool = False
     asked_s: float = field(default_factory=time.monotonic)
     last_s: float = 0.0  # when the newest piece was made; 0: none yet
@@ -64,6 +65,46 @@ class Generation:
     states: list[Tensor] = field(default_factory=list)  # bfloat16: the hidden state that each token was sampled from
     echoed: list[Likely] = field(default_factory=list)  # the prompt's tokens from the second on
     _pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+
+    @property
+    def model(self) -> Any:
+        return self.held.engine.model
+
+    def began(self, hidden_LH: Tensor) -> None:
+        """Logprobs of the prompt, some positions at a time: all logits of a long one would fill the memory."""
+        tokens = self.ask.prompt[1:]
+        for start in range(0, len(tokens), ECHOED):
+            logits_LV = head.logits(self.model, hidden_LH[start : start + ECHOED][: len(tokens) - start])
+            self.echoed += scored(logits_LV, tokens[start : start + ECHOED], self.ask.top or 0)
+
+    def position(self) -> int:
+        return len(self.tokens)
+
+    def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
+        """Make the piece of this step."""
+        self.tokens.append(token)
+        if self.ask.proof:
+            self.states.append(state_H.clone())  # it is a view of the whole batch's
+        finish: Finish | None = None
+        text = ""
+        if token in self.held.eos_ids:
+            finish = "stop"
+        else:
+            text = self.text.add(token)
+            if self.text.stopped:
+                finish = "stop"
+            elif len(self.tokens) >= self.ask.max_tokens:
+                finish = "length"
+        if finish:
+            text += self.text.end()
+        likely = () if self.ask.top is None else tuple(scored(logits_1V, (token,), self.ask.top))
+        self.made = Piece(text, likely, finish)
+        return None if finish else token
+
+    def piece(self) -> Piece:
+        """What the last step made; the end if it was cancelled before."""
+        made, self.made = self.made, None
+        return made or Piece(self.text.end(), finish="cancelled")
 
     def hand_over(self, piece: Piece) -> None:
         """In the event loop's thread."""
@@ -80,3 +121,17 @@ class Generation:
     def cancel(self) -> None:
         """Its row is given up at the next step."""
         self.cancelled = True
+
+
+def scored(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[Likely]:
+    """Each token with its logprob at temperature 1, and the likeliest tokens in its place."""
+    tokens_L = torch.tensor(tokens, device=logits_LV.device)
+    own = token_logprobs(logits_LV, tokens_L).tolist()
+    if not top:
+        return [Likely(token, logprob) for token, logprob in zip(tokens, own, strict=True)]
+    best = torch.log_softmax(logits_LV.float(), -1).topk(min(top, logits_LV.shape[-1]))
+    pairs = [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return [Likely(token, logprob, pair) for token, logprob, pair in zip(tokens, own, pairs, strict=True)]

@@ -1,0 +1,86 @@
+"""Simulate pools of 10 to 10,000 workers, and a run that was recorded.
+
+    cd benchmarks; python -m simulate [--run RUN_FOLDER] [--quick]
+
+`--run` compares with a run's folder and keeps its figures; without it, the comparison in the results file stays as it is.
+Writes results/simulate.json, docs/images/simulate.png, and prints the tables of docs/outgrown.md.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from simulate.pool import Pool
+from simulate.recorded import recorded
+from simulate.settings import cases
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "simulate.json"
+SEEDS = range(5)  # of the comparison
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="the folder of a finished run to compare with")
+    parser.add_argument("--quick", action="store_true", help="only pools of up to 100 workers; writes nothing")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if arguments.run:
+        result["compared"] = compare(arguments.run)
+    result["pools"] = []
+    for case in cases():
+        if arguments.quick and case.workers > 100:
+            continue
+        started_s = time.perf_counter()
+        found = asdict(Pool(case.setting).run())
+        took_s = time.perf_counter() - started_s
+        result["pools"].append(
+            {"name": case.name, "workers": case.workers, "async_level": case.async_level} | found | {"took_s": took_s}
+        )
+        shares = [f"{found[name]:.0%}" for name in ("generating", "links", "validators", "learner", "wasted")]
+        sys.stdout.write(
+            f"| {case.name} | {case.workers:,} | {case.async_level} | {found['step_s'] / 60:.0f} min | "
+            f"{' | '.join(shares)} | {found['staleness']:.1f} |\n"
+        )
+        sys.stdout.flush()
+    if not arguments.quick:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        draw(result["pools"], ROOT / "docs" / "images" / "simulate.png")
+
+
+def compare(folder: Path) -> dict[str, Any]:
+    setting, measured = recorded(folder)
+    runs = [asdict(Pool(setting, seed).run()) for seed in SEEDS]
+    found = {name: sum(run[name] for run in runs) / len(runs) for name in asdict(measured)}
+    for name, value in asdict(measured).items():
+        sys.stdout.write(f"| {name} | {value:.3f} | {found[name]:.3f} | {found[name] / value - 1:+.0%} |\n")
+    return {"setting": asdict(setting), "measured": asdict(measured), "simulated": found}
+
+
+def draw(pools: list[dict[str, Any]], path: Path) -> None:
+    """Workers' utilisation by the size of the pool, a panel for each async level."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    levels = (1, 2, 4)
+    figure, panels = pyplot.subplots(1, len(levels), figsize=(11, 3.4), sharey=True)
+    for panel, level in zip(panels, levels, strict=True):
+        chosen = [one for one in pools if one["async_level"] == level and not one["name"].startswith("paper")]
+        for name in dict.fromkeys(one["name"] for one in chosen):
+            own = [one for one in chosen if one["name"] == name]
+            panel.plot([one["workers"] for one in own], [100 * one["generating"] for one in own], "o-", label=name)
+        panel.set(xscale="log", xlabel="workers", title=f"async level {level}", ylim=(0, 100))
+    panels[0].set_ylabel("workers generating, % of the time")
+    panels[0].legend(fontsize=8, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The pools that are simulated: the paper's 32B run, and how it grows.
+
+Known of that run (arXiv 2505.07291): 256 prompts x 16 completions a step, async level 2, versions of 62 GB, which took
+about 14 minutes to arrive (590 Mb/s). Everything else is assumed: the constants below.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from simulate.pool import Rig, Setting
+
+VERSION_BITS = 62e9 * 8
+LINK_BPS = 590e6
+WORKERS = 10  # machines of eight GPUs, say
+TRAIN_S = 21 * 60.0
+GENERATE_S = 21 * 60.0  # WORKERS of them, a batch
+VALIDATE_S = 15 * 60.0  # all validators, a batch
+BATCH, USEFUL = 256, 0.5
+RIG_GROUPS = 4
+UPLOAD_BITS = 4 * 16 * 8_000 * 18 * 8  # a submission: groups x completions x tokens x bytes x 8
+UP_BPS = 50e6
+LOAD_S = 60.0
+STEPS = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    workers: int
+    async_level: int
+    setting: Setting
+
+
+def rig(draw: random.Random, spread: float, relays_bps: float, workers: int) -> Rig:
+    """A worker whose speed and link differ from the mean's by up to `spread` times either way (log-uniform)."""
+    speed, link = (spread ** draw.uniform(-1, 1) for _ in range(2))
+    group_s = GENERATE_S * WORKERS / (BATCH / USEFUL) / speed
+    down_bps = min(LINK_BPS * link, relays_bps / workers)
+    return Rig(
+        group_s=group_s,
+        groups=RIG_GROUPS,
+        start_s=10.0,
+        upload_s=UPLOAD_BITS / (UP_BPS * link),
+        fetch_s=VERSION_BITS / down_bps,
+        load_s=LOAD_S,
+    )
+
+
+def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, relays: int = 0) -> Setting:
+    """`grows`: batch, learner and validators are as many times larger as there are more workers than WORKERS.
+
+    `relays`: each sends 10 Gb/s in all; 0: as many as are needed. A larger learner trains a larger batch in the same time.
+    """
+    draw = random.Random(workers)
+    factor = max(workers // WORKERS, 1) if grows else 1
+    validators = 8 * factor
+    return Setting(
+        steps=STEPS,
+        async_level=async_level,
+        batch=BATCH * factor,
+        rigs=[rig(draw, spread, relays * 10e9 or float("inf"), workers) for _ in range(workers)],
+        validators=validators,
+        validate_s=VALIDATE_S * validators / (BATCH * factor / USEFUL),
+        validate_start_s=1.0,
+        train_s=TRAIN_S,
+        publish_s=30.0,
+        useful=USEFUL,
+        spread=0.1,
+    )
+
+
+def without_network(setting: Setting) -> Setting:
+    """The same pool if versions arrived at once."""
+    return replace(setting, publish_s=0.0, rigs=[replace(one, fetch_s=0.0, load_s=0.0) for one in setting.rigs])
+
+
+def cases() -> list[Case]:
+    found = []
+    for level in (0, 1, 2, 4):
+        setting = pool(WORKERS, level, grows=False)
+        found.append(Case("paper", WORKERS, level, setting))
+        found.append(Case("paper, versions arrive at once", WORKERS, level, without_network(setting)))
+    for workers in (10, 100, 1_000, 10_000):
+        for level in (1, 2, 4):
+            found += [
+                Case("grows", workers, level, pool(workers, level, grows=True)),
+                Case("grows, mixed", workers, level, pool(workers, level, grows=True, spread=3.0)),
+                Case("grows, mixed, 8 relays", workers, level, pool(workers, level, grows=True, spread=3.0, relays=8)),
+                Case("same batch", workers, level, pool(workers, level, grows=False)),
+            ]
+    return found

@@ -1,0 +1,166 @@
+"""The completions of one model that are being decoded: who they are, and one step of all of them.
+
+    join: prefill new prompts -> step: draw a token a row, hand it over, drop who has finished, compute on
+
+A prompt is computed once for all its completions that are there: later ones begin as a copy of a sibling's keys and values.
+The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
+Invariant: a completion sees its tokens in order and none after its last. Called by `scheduler`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.engine.rows import rows_of
+from shoal.model import head
+from shoal.model.numerics import ROW_UNIT
+from shoal.model.sampling import choose
+
+LOGITS_BYTES = 64 << 20  # float32 logits in memory at once
+CACHED = 16  # rows whose float32 logits are worked on together: what fits the CPU's cache
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked of a model."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    temperature: float
+    max_tokens: int
+    echo: bool = False  # the prompt's own states are wanted
+
+
+class Drawn(Protocol):
+    """A completion while it is decoded."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def ask(self) -> Ask: ...
+
+    @property
+    def cancelled(self) -> bool: ...  # its row is given up at the next step
+
+    def began(self, hidden_LH: Tensor) -> None:
+        """The final hidden states of the prompt's positions."""
+        ...
+
+    def position(self) -> int:
+        """Of the token that comes next, in the completion."""
+        ...
+
+    def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
+        """What was sampled, its logprob at the sampling temperature, and the hidden state and logits it was sampled from.
+
+        Returns the token that stands at this position: the sampled one or a given one; None: the completion ends here.
+        """
+        ...
+
+
+class Batch:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.rows = rows_of(model)
+        self.live: list[Drawn] = []  # by row
+        self.prompt_H: list[Tensor] = []  # by row: the hidden state behind its prompt
+        self.hidden_BH: Tensor | None = None  # that each row's next token is drawn from
+
+    @torch.inference_mode()
+    def join(self, new: Sequence[Drawn]) -> None:
+        """Add rows. Prompts that no live row has are prefilled."""
+        known = {one.ask.prompt: row for row, one in enumerate(self.live)}
+        groups: dict[tuple[int, ...], list[Drawn]] = {}
+        for one in new:
+            groups.setdefault(one.ask.prompt, []).append(one)
+        fresh = [
+            prompt for prompt, group in groups.items() if prompt not in known or any(one.ask.echo for one in group)
+        ]
+        for prompt, hidden_LH in zip(fresh, self.rows.join(fresh) if fresh else [], strict=True):
+            known[prompt] = len(self.live)
+            self._add(groups[prompt][:1], [hidden_LH[-1].clone()])
+            for one in groups[prompt]:
+                if one.ask.echo:
+                    one.began(hidden_LH)
+        copies = [(known[prompt], one) for prompt, group in groups.items() for one in group[prompt in fresh :]]
+        if copies:
+            self.rows.fork([source for source, _ in copies], [len(one.ask.prompt) for _, one in copies])
+            self._add([one for _, one in copies], [self.prompt_H[source] for source, _ in copies])
+
+    def _add(self, new: Sequence[Drawn], states: Sequence[Tensor]) -> None:
+        self.live += new
+        self.prompt_H += states
+        before = [] if self.hidden_BH is None else [self.hidden_BH]
+        self.hidden_BH = torch.cat([*before, torch.stack(list(states))])
+
+    @torch.inference_mode()
+    def step(self) -> list[Drawn]:
+        """Drop who left, draw a token for each row, and compute on for those that go on. Returns who left or got a token."""
+        left = [one for one in self.live if one.cancelled]
+        self._keep([row for row, one in enumerate(self.live) if not one.cancelled])
+        drawn = list(self.live)
+        placed = self._draw()
+        staying = [row for row, token in enumerate(placed) if token is not None]
+        kept = self._keep(staying)
+        if self.live:
+            self.hidden_BH = self.rows.step(torch.tensor([placed[row] for row in kept]))
+        return left + drawn
+
+    def _draw(self) -> list[int | None]:
+        """One token a row, by its own seed and temperature; some rows at a time, so that logits stay small."""
+        placed: list[int | None] = [None] * len(self.live)
+        by_temperature: dict[float, list[int]] = {}
+        for row, one in enumerate(self.live):
+            by_temperature.setdefault(one.ask.temperature, []).append(row)
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        step = max(1, LOGITS_BYTES // (4 * vocabulary * ROW_UNIT)) * ROW_UNIT
+        for temperature, rows in by_temperature.items():
+            for start in range(0, len(rows), step):
+                some = rows[start : start + step]
+                for row, token in zip(some, self._draw_alike(some, temperature), strict=True):
+                    placed[row] = token
+        return placed
+
+    def _draw_alike(self, rows: Sequence[int], temperature: float) -> list[int | None]:
+        assert self.hidden_BH is not None
+        hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
+        logits_NV = head.logits(self.model, hidden_NH)
+        drawn = [self.live[row] for row in rows]
+        seeds, positions = [one.ask.seed for one in drawn], [one.position() for one in drawn]
+        parts = [
+            choose(logits_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature)
+            for i in range(0, len(drawn), CACHED)
+        ]
+        tokens_N, logprobs_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        states_NH = hidden_NH.to("cpu", torch.bfloat16, copy=True)
+        return [
+            one.take(token, logprob, states_NH[n], logits_NV[n : n + 1])
+            for n, (one, token, logprob) in enumerate(zip(drawn, tokens_N.tolist(), logprobs_N.tolist(), strict=True))
+        ]
+
+    def _keep(self, staying: Sequence[int]) -> Sequence[int]:
+        """Drop all rows but these. Returns the old row that each new one holds."""
+        if len(staying) == len(self.live):
+            return staying
+        kept = close_gaps(len(self.live), staying)
+        self.rows.keep(kept)
+        self.live = [self.live[row] for row in kept]
+        self.prompt_H = [self.prompt_H[row] for row in kept]
+        assert self.hidden_BH is not None
+        self.hidden_BH = self.hidden_BH[torch.tensor(kept)] if kept else None
+        return kept
+
+
+def close_gaps(n_rows: int, staying: Sequence[int]) -> list[int]:
+    """The old row that each remaining row holds after rows from the end took the places of those that left.
+
+    >>> close_gaps(6, [0, 2, 3, 5])
+    [0, 5, 2, 3]
+    """
+    stays = set(staying)
+    from_the_end = (row for row in reversed(range(n_rows)) if row in stays)
+    return [row if row in stays else next(from_the_end) for row in range(len(staying))]

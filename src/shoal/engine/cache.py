@@ -1,0 +1,108 @@
+"""Keys and values of the live rows, in buffers that grow with the longest row and shrink to nothing when no row is left.
+
+    receive: take in a prompt of each new row -> fork: a new row begins as a copy of a live one -> begin: one position a row
+
+Invariant: row b's keys stand at its own positions 0, 1, 2, ... in slot b, whatever the lengths of the others. What stands
+behind them is finite, and attention gives it no weight.
+Called by `rows`. Left out: pages. Slots are as long as the longest row's, so a long row beside short ones takes room that
+the scheduler reserves for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from shoal.model.exact import KEYS, rounded
+
+GROW_BY = 128  # positions by which full buffers grow
+
+
+class Slots(Cache):  # type: ignore[misc]
+    """Buffers of every block, [rows, key heads, positions, depth]."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(layers=[])
+        self.device = device
+        self.rows = self.positions = 0  # capacity
+        self.used = 0  # keys that attention reads
+        self.first = 0  # slot of the first new row
+        self.lengths: list[int] | None = None  # of the prompts that are taken in; None: decoding
+        self.line_N = torch.empty(0)  # where a step writes, in lines of a buffer [rows * key heads * positions, depth]
+        self.batch = 0
+        self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
+
+    def receive(self, first: int, lengths: list[int]) -> None:
+        """From now on, `update` takes in one prompt of each of these lengths, into slots from `first` on."""
+        self.first, self.lengths = first, lengths
+        self._grow(first + len(lengths), max(lengths) + 1)
+
+    def fork(self, first: int, sources: Sequence[int], length: int) -> None:
+        """Slots from `first` on become copies of live ones, as far as position `length`."""
+        self._grow(first + len(sources), length + 1)
+        source_N = torch.tensor(sources, device=self.device)
+        for buffer in self.buffers.values():
+            buffer[first : first + len(sources), :, :length] = buffer[source_N, :, :length]
+
+    def begin(self, at_B: Tensor, used: int) -> None:
+        """From now on, `update` writes one position a row: at_B."""
+        self.lengths, self.used, self.batch = None, used, len(at_B)
+        self._grow(len(at_B), used)
+        heads = self.buffers[0, 0].shape[1]
+        line_Bk = torch.arange(len(at_B) * heads).view(len(at_B), heads) * self.positions + at_B[:, None]
+        self.line_N = line_Bk.flatten().to(self.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.lengths is not None:
+            self._take_in(layer_idx, 0, key)
+            self._take_in(layer_idx, 1, value)
+            return key, value
+        return self._write(self.buffers[layer_idx, 0], key), self._write(self.buffers[layer_idx, 1], value)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.lengths is not None else self.used
+
+    def keep(self, rows: Sequence[int], length: int) -> None:
+        """Row b becomes a copy of old row rows[b], as far as position `length`. Only rows that move are copied.
+
+        With no row left, all memory is freed.
+        """
+        if not rows:
+            self.buffers, self.rows, self.positions = {}, 0, 0
+            return
+        moves = [(new, old) for new, old in enumerate(rows) if new != old]
+        if moves:
+            new_M, old_M = (torch.tensor(ends, device=self.device) for ends in zip(*moves, strict=True))
+            for buffer in self.buffers.values():
+                buffer[new_M, :, :length] = buffer[old_M, :, :length]
+
+    def _grow(self, rows: int, positions: int) -> None:
+        """Make room for that many rows and positions."""
+        if rows <= self.rows and positions <= self.positions:
+            return
+        self.rows = max(self.rows, rows)
+        if positions > self.positions:
+            self.positions = rounded(positions + GROW_BY, KEYS)
+        for name, old in self.buffers.items():  # one after the other, so that only one of them is held twice
+            self.buffers[name] = self._empty(old)
+            self.buffers[name][: len(old), :, : old.shape[2]] = old
+
+    def _empty(self, like_BkPD: Tensor) -> Tensor:
+        # zeros: attention multiplies what stands unused by 0
+        return like_BkPD.new_zeros(self.rows, like_BkPD.shape[1], self.positions, like_BkPD.shape[3])
+
+    def _take_in(self, block: int, part: int, x_1kTD: Tensor) -> None:
+        assert self.lengths is not None
+        if (block, part) not in self.buffers:
+            self.buffers[block, part] = self._empty(x_1kTD)
+        buffer = self.buffers[block, part]
+        for slot, prompt_kLD in enumerate(torch.split(x_1kTD[0, :, : sum(self.lengths)], self.lengths, 1), self.first):
+            buffer[slot, :, : prompt_kLD.shape[1]] = prompt_kLD
+
+    def _write(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:
+        depth = x_Bk1D.shape[-1]
+        lines_Nd = x_Bk1D[: self.batch].reshape(-1, depth)
+        buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, lines_Nd)
+        return buffer_BkPD[: self.batch, :, : self.used]
