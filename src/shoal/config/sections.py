@@ -31,6 +31,7 @@ Cheat = Literal[
     "faked_fingerprint",
 ]
 
+EngineName = Literal["torch", "vllm"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
@@ -200,6 +201,12 @@ class WorkerSection(Section):
     """The machines that generate rollouts."""
 
     count: int = Field(default=2, ge=1, description="workers that `shoal run` starts")
+    engines: list[EngineName] = Field(
+        default=["torch"],
+        min_length=1,
+        description="what they generate with, in turn, and what `shoal calibrate` measures; vllm needs an environment of "
+        "its own (docs/vllm.md)",
+    )
     groups_per_submission: int = Field(
         default=4, ge=1, description="groups in one submission of a newcomer, and of a worker as fast as most"
     )
@@ -212,16 +219,38 @@ class WorkerSection(Section):
         default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )
 
+    def engine(self, number: int) -> EngineName:
+        """What the worker of this number generates with."""
+        return self.engines[number % len(self.engines)]
+
     @property
     def largest(self) -> int:
         """Groups in the largest submission."""
         return max(self.most_groups or 8 * self.groups_per_submission, self.groups_per_submission)
 
 
+OF_ALL = "see [validator]; none: as there"
+
+
+class EngineLimits(Section):
+    """`[[validator.limits]]`: limits for the work of one engine on one kind of device. What is left out is as for all."""
+
+    engine: EngineName = Field(default="vllm", description="the engine that a submission's signed header names")
+    device: str = Field(default="cpu", description="and its device, such as cpu or cuda", pattern="^[a-z0-9]+$")
+    proof_exponent_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    proof_mantissa_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    logprob_error_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_margin: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_mismatch_frac: float | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_mismatches: int | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_margin_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+
+
 class ValidatorSection(Section):
     """The limits that submissions must meet. `shoal calibrate` measures them."""
 
     count: int = Field(default=1, ge=1, description="validators that `shoal run` starts")
+    limits: list[EngineLimits] = []
     row_tokens: int = Field(
         default=4096, ge=16, description="positions in one row of the prefill; a longer rollout gets a longer row"
     )
@@ -311,6 +340,13 @@ class ValidatorSection(Section):
         description="whole prefills that a worker must pass after a submission before it is credited; rejected lies take "
         "the credit that waits. At least 1 / check_floor",
     )
+
+    def of(self, engine: str) -> "ValidatorSection":
+        """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""
+        own = next((one for one in self.limits if engine == f"{one.engine}/{one.device}"), None)
+        if own is None:
+            return self
+        return self.model_copy(update=own.model_dump(exclude={"engine", "device"}, exclude_none=True))
 
 
 class EvidenceSection(Section):
