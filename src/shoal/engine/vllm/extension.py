@@ -13,7 +13,7 @@ Imported by vLLM in its own environment, for the V1 model runner in one process 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Record:
     """What was drawn. One for the process: vLLM makes the processor and the extension itself, and knows of no third."""
 
     hidden_BH: Tensor | None = None  # that the logits at hand were computed from
-    drawn: dict[str, dict[int, Drawn]] | None = None  # by request and position; a position drawn again replaces itself
+    drawn: dict[str, dict[int, Drawn]] = field(default_factory=dict)  # by request and position, each drawn last
 
     def take_hidden(self, rows: int) -> Tensor:
         """The hidden states of the logits at hand, once. Raises RuntimeError if they are not of these rows."""
@@ -63,7 +63,7 @@ class Request:
         return self.first + len(self.output)
 
 
-class SeededDraw(LogitsProcessor):
+class SeededDraw(LogitsProcessor):  # type: ignore[misc]
     """Chooses every token by Shoal's seeded Gumbel-max, and leaves vLLM no other choice.
 
     Requests say `temperature=0` to vLLM, and their own seed and temperature in `extra_args["shoal"]`.
@@ -99,7 +99,6 @@ class SeededDraw(LogitsProcessor):
             )
             logits[rows, tokens_N] = torch.inf
             for row, one, token, logprob in zip(rows, of_rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
-                assert RECORD.drawn is not None, "the hook is set before the first request"
                 RECORD.drawn.setdefault(one.id, {})[one.position] = (token, logprob, hidden_BH[row].clone())
         return logits
 
@@ -117,11 +116,9 @@ class Extension:
 
         model = self.model_runner.get_model()
         model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
-        RECORD.drawn = {}
 
     def shoal_take(self, id: str) -> tuple[list[int], dict[str, Tensor]]:
         """All that a finished request drew, in order: tokens, and tensors logprobs [T] and hidden [T, H]. Forgets it."""
-        assert RECORD.drawn is not None
         of_request = RECORD.drawn.pop(id)
         drawn = [of_request[position] for position in sorted(of_request)]
         logprobs_T = torch.tensor([logprob for _, logprob, _ in drawn], dtype=torch.float32)
