@@ -3,8 +3,9 @@
     SHOAL_VLLM_PYTHON=... python benchmarks/vllm_speed.py [--rounds 3] [--threads 1] [--tokens 200] [--dtype bfloat16]
 
 Both engines generate 1, 16 and 64 completions of SmolLM2, prompts of 40 tokens in groups of 8, without end tokens, on equal
-threads. The first round warms up; in every other round vLLM goes first. Then vLLM takes one of two versions after the
-other, whose words differ by 1 %: the time from `load` until it can generate.
+threads. CPU seconds are kept beside those of the clock, because other processes disturb them less. The first round warms up;
+in every other round vLLM goes first. Then vLLM takes one of two versions after the other, whose words differ by 1 %: the
+time from `load` until it can generate.
 
 Writes benchmarks/results/vllm_speed.json with every timing. `load` there tells how busy the machine was.
 """
@@ -75,13 +76,22 @@ def in_turns(engines: dict[str, Engine], tokens: int, *, vllm_first: bool) -> li
             groups = -(-size // GROUP)
             prompts = [[100 + 7 * group + at for at in range(PROMPT_TOKENS)] for group in range(groups)]
             seeds = [list(range(GROUP * group, min(GROUP * group + GROUP, size))) for group in range(groups)]
-            began_s = time.perf_counter()
+            began_s, before_s = time.perf_counter(), cpu_s(engines[name])
             made = engines[name].generate(prompts, seeds, Sampling(1.0, tokens, ()))
-            wall_s = time.perf_counter() - began_s
+            wall_s, used_s = time.perf_counter() - began_s, cpu_s(engines[name]) - before_s
             total = sum(len(one.tokens) for group in made for one in group)
             assert total == size * tokens
-            found.append({"engine": name, "size": size, "tokens": total, "wall_s": wall_s})
+            found.append({"engine": name, "size": size, "tokens": total, "wall_s": wall_s, "cpu_s": used_s})
     return found
+
+
+def cpu_s(engine: Engine) -> float:
+    """CPU seconds so far of this process, and of vLLM's if that is the engine."""
+    own = time.process_time()
+    if isinstance(engine, VllmEngine):
+        ticks = Path(f"/proc/{engine.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        own += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return own
 
 
 def change(folder: Path, to: Path) -> Path:
@@ -112,18 +122,19 @@ def updates(engine: VllmEngine, folders: list[Path]) -> list[float]:
 
 def report(result: dict[str, Any]) -> None:
     for size in SIZES:
-        speeds = {
-            name: statistics.median(
-                one["tokens"] / one["wall_s"]
-                for one in result["speed"]
-                if one["engine"] == name and one["size"] == size and one["round"]
+        for unit in ("wall_s", "cpu_s"):
+            speeds = {
+                name: statistics.median(
+                    one["tokens"] / one[unit]
+                    for one in result["speed"]
+                    if one["engine"] == name and one["size"] == size and one["round"]
+                )
+                for name in ("torch", "vllm")
+            }
+            ratio = speeds["torch"] / speeds["vllm"]
+            sys.stdout.write(
+                f"{size:3}, tokens by {unit}: torch {speeds['torch']:.0f}, vllm {speeds['vllm']:.0f}; {ratio:.0%}\n"
             )
-            for name in ("torch", "vllm")
-        }
-        ratio = speeds["torch"] / speeds["vllm"]
-        sys.stdout.write(
-            f"{size:3} sequences: torch {speeds['torch']:6.0f}, vllm {speeds['vllm']:6.0f} tokens/s; torch is {ratio:.0%}\n"
-        )
     sys.stdout.write(f"weight update: median {statistics.median(result['update_s']):.2f} s\n")
 
 

@@ -68,6 +68,24 @@ def test_a_silent_child_is_not_waited_for_forever(tmp_path: Path, monkeypatch: p
         engine.generate([[2]], [[1]], SAMPLING)
 
 
+def test_a_first_version_may_be_dropped_while_vllm_starts(tmp_path: Path) -> None:
+    version = tmp_path / "v000000"
+    version.mkdir()
+    (version / "weights").write_text("w")
+    look = f"""
+        import shutil, pathlib
+        frame = json.loads(to.recv(struct.unpack("!IQ", to.recv(12))[0]))
+        shutil.rmtree({str(version)!r})
+        assert (pathlib.Path(frame["folder"]) / "weights").read_text() == "w"
+        text = b'{{"is": "loaded"}}'
+        to.sendall(struct.pack("!IQ", len(text), 0) + text)
+        to.recv(1)"""
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, then=look))
+    engine.load(version)
+    assert not (Path(engine.path.name) / "first").exists(), "it is not kept"
+    engine.close()
+
+
 def test_weights_come_first(tmp_path: Path) -> None:
     engine = VllmEngine("float32", python=child(tmp_path, HELLO, then="to.recv(1)"))
     with pytest.raises(RuntimeError, match="call load"):

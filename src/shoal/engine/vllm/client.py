@@ -9,6 +9,7 @@ Invariant: every wait has a deadline; the child ends with this process, at `clos
 Called by the worker's role, and by calibration. Left out: several `generate` at once, and one scheduler for several workers.
 """
 
+import errno
 import itertools
 import os
 import shutil
@@ -85,6 +86,16 @@ class _Draft:
         return Completion(self.tokens, self.logprobs, torch.cat(self.states), self.turns)
 
 
+def _link(source: str, to: str) -> None:
+    """A second name of the file; a copy where the two places are on different disks."""
+    try:
+        os.link(Path(source).resolve(), to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copyfile(source, to)
+
+
 class VllmEngine:
     """Holds one child process. The first `load` starts vLLM in it, later ones replace its weights in place."""
 
@@ -121,9 +132,18 @@ class VllmEngine:
         self.versions: dict[str, str] = self._expect("hello", START_S)["versions"]
 
     def load(self, folder: Path) -> None:
+        if self.loaded:
+            self._load(folder)
+            return
+        first = Path(self.path.name) / "first"  # vLLM takes long to start; a cache may drop the version meanwhile
+        shutil.copytree(folder, first, copy_function=_link)
+        self._load(first)
+        shutil.rmtree(first)
+        self.loaded = True
+
+    def _load(self, folder: Path) -> None:
         self._send({"do": "load", "folder": str(folder.resolve()), "dtype": self.dtype})
         self._expect("loaded", START_S)
-        self.loaded = True
 
     def forget(self) -> None:
         """Nothing to forget: every `load` reads all weights from their files."""

@@ -13,6 +13,7 @@ Left out: several models, and any network: whoever holds the socket is trusted.
 """
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import queue
@@ -60,6 +61,7 @@ class Server:
 
     def run(self) -> None:
         """Obey and compute until the socket closes. Raises ClosedError then."""
+        importlib.import_module("vllm")  # takes seconds, while the first weights are on their way
         inbox: queue.Queue[Frame | Exception] = queue.Queue()
         threading.Thread(target=_read, args=(self.connection, inbox), daemon=True, name="reader").start()
         while True:
