@@ -25,7 +25,7 @@ ROOMS = {
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],
-    "engine": ["files", "model", "shardcast"],
+    "engine": ["errors", "files", "model", "shardcast"],
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],

@@ -6,17 +6,22 @@ All are slashed but `faked_fingerprint`, which works for nothing.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from shoal.config import Cheat
+from shoal.config import Cheat, EngineName
 from shoal.engine.protocol import Completion
 from shoal.engine.torch_engine import TorchEngine
 from shoal.launch import process
+from shoal.model.load import WEIGHTS
 from shoal.protocol.invite import read_invite
 from shoal.protocol.messages import Assignment
 from shoal.roles.worker import run_worker
@@ -43,8 +48,10 @@ class QuantizedWeights(Producer):
     """Generates with weights rounded to 4 bits (symmetric, one scale per 32 values), to save memory."""
 
     def load(self, folder: Path, version: int) -> int | None:
+        if not isinstance(self.engine, TorchEngine):
+            with TemporaryDirectory() as rounded:
+                return super().load(rounded_copy(folder, Path(rounded)), version)
         super().load(folder, version)
-        assert isinstance(self.engine, TorchEngine)
         round_linears_(self.engine.model, round_to_4_bits_)
         self.engine.folder = None  # so that the next version is loaded whole, not as a change of these weights
         return version
@@ -134,6 +141,19 @@ def round_to_4_bits_(weight_OI: torch.Tensor, block: int = 32) -> None:
     flat.copy_((flat / scale).round() * scale)
 
 
+def rounded_copy(folder: Path, to: Path) -> Path:
+    """`to`, with what `folder` holds and the weights of linear layers rounded to 4 bits."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    weights = load_file(to / WEIGHTS)
+    for name, weight in weights.items():
+        if ".layers." in name and weight.ndim == 2:
+            rounded_OI = weight.float()
+            round_to_4_bits_(rounded_OI)
+            weight.copy_(rounded_OI)
+    save_file(weights, to / WEIGHTS, {"format": "pt"})
+    return to
+
+
 def main(argv: list[str] | None = None) -> int:
     """`python -m shoal.adversary.cheats KIND --join INVITE --dir DIR`: a worker that lies."""
     parser = argparse.ArgumentParser()
@@ -141,9 +161,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--join", required=True)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--engine", choices=get_args(EngineName), default="torch")
     arguments = parser.parse_args(argv)
     stop = process.begin(f"worker that lies ({arguments.kind})", threads=arguments.threads)
-    ended = run_worker(read_invite(arguments.join), arguments.dir, arguments.threads, stop, CHEATS[arguments.kind])
+    invite, kind = read_invite(arguments.join), CHEATS[arguments.kind]
+    ended = run_worker(invite, arguments.dir, arguments.threads, stop, kind, arguments.engine)
     return 3 if ended == "evicted" else 0
 
 

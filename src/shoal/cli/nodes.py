@@ -11,10 +11,11 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from shoal.cli import shardcast
 from shoal.cli.arguments import Commands, UsageError, need, takes_threads
+from shoal.config import EngineName
 
 if TYPE_CHECKING:
     from shoal.protocol.invite import Invite
@@ -42,6 +43,10 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         if role == "learner":
             parser.add_argument(
                 "--site", metavar="INVITE", help="this site's invite of `shoal meet`, if the config has [learner.sites]"
+            )
+        elif role == "worker":
+            parser.add_argument(
+                "--engine", choices=get_args(EngineName), default="torch", help="what generates (vllm: docs/vllm.md)"
             )
         elif role == "origin":
             parser.add_argument("--watch", type=Path, help="with --join: the learner's folder of versions")
@@ -132,7 +137,7 @@ def _work(role: Role, invite: Invite, arguments: argparse.Namespace, stop: threa
         case "worker":
             from shoal.roles.worker import run_worker
 
-            return run_worker(invite, folder, arguments.threads, stop)
+            return run_worker(invite, folder, arguments.threads, stop, engine=arguments.engine)
         case "validator":
             from shoal.roles.validator import run_validator
 

@@ -5,14 +5,33 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.config.section import MEASURED, PAPER, Section
+from shoal.config.sections import EngineName
 
 RATES = (0.1, 0.03, 2e-3, 1e-3)  # until they are measured: wider than all honest machines measured so far
+
+
+OF_ALL = "see [validator]; none: as there"
+
+
+class EngineLimits(Section):
+    """`[[validator.limits]]`: limits for the work of one engine on one kind of device. What is left out is as for all."""
+
+    engine: EngineName = Field(default="vllm", description="the engine that a submission's signed header names")
+    device: str = Field(default="cpu", description="and its device, such as cpu or cuda", pattern="^[a-z0-9]+$")
+    proof_exponent_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    proof_mantissa_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    logprob_error_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_margin: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_mismatch_frac: float | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_mismatches: int | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
+    sampling_margin_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
 
 
 class ValidatorSection(Section):
     """The limits that submissions must meet. `shoal calibrate` measures them."""
 
     count: int = Field(default=1, ge=1, description="validators that `shoal run` starts")
+    limits: list[EngineLimits] = []
     row_tokens: int = Field(
         default=4096, ge=16, description="positions in one row of the prefill; a longer rollout gets a longer row"
     )
@@ -102,6 +121,13 @@ class ValidatorSection(Section):
         description="whole prefills that a worker must pass after a submission before it is credited; rejected lies take "
         "the credit that waits. At least 1 / check_floor",
     )
+
+    def of(self, engine: str) -> "ValidatorSection":
+        """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""
+        own = next((one for one in self.limits if engine == f"{one.engine}/{one.device}"), None)
+        if own is None:
+            return self
+        return self.model_copy(update=own.model_dump(exclude={"engine", "device"}, exclude_none=True))
 
 
 class EvidenceSection(Section):

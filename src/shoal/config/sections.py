@@ -21,6 +21,7 @@ Cheat = Literal[
     "faked_fingerprint",
 ]
 
+EngineName = Literal["torch", "vllm"]
 TrackerName = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
@@ -186,6 +187,12 @@ class WorkerSection(Section):
     """The machines that generate rollouts."""
 
     count: int = Field(default=2, ge=1, description="workers that `shoal run` starts")
+    engines: list[EngineName] = Field(
+        default=["torch"],
+        min_length=1,
+        description="what they generate with, in turn, and what `shoal calibrate` measures; vllm needs an environment of "
+        "its own (docs/vllm.md)",
+    )
     groups_per_submission: int = Field(
         default=4, ge=1, description="groups in one submission of a newcomer, and of a worker as fast as most"
     )
@@ -197,6 +204,10 @@ class WorkerSection(Section):
     cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
         default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )
+
+    def engine(self, number: int) -> EngineName:
+        """What the worker of this number generates with."""
+        return self.engines[number % len(self.engines)]
 
     @property
     def largest(self) -> int:

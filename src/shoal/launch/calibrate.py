@@ -9,6 +9,8 @@ is tolerated; whether this machine may claim one, its self-test tells, for each 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   every submission's figures, by condition; and by pair of dtypes what the bounds follow from
 
+Each engine of `workers.engines` is measured; vLLM's limits go to an entry of `[[validator.limits]]`, for its device.
+
 The bounds are of averages, over all of a worker's submissions, so they are far below the limits. Each is of the noisiest
 pair. A worker's word that it is of a quieter kind is not a reason for tighter ones: to let only such workers in, fix
 `model.dtype` and calibrate again.
@@ -23,7 +25,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,11 @@ from typing import Any
 import tomli_w
 import torch
 
-from shoal.config import Config
+from shoal.config import Config, EngineName
 from shoal.engine import selftest
-from shoal.engine.protocol import Completion
+from shoal.engine.protocol import Completion, Engine
 from shoal.engine.torch_engine import TorchEngine
+from shoal.engine.vllm.client import VllmEngine
 from shoal.errors import ShoalError
 from shoal.model import numerics
 from shoal.model.dtype import DtypeName, measure_gflops
@@ -76,6 +79,7 @@ class Generation:
     dtype: DtypeName
     groups: int  # decoded together
     threads: int
+    engine: EngineName = "torch"
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,12 @@ def conditions(config: Config, cores: int) -> tuple[list[Generation], list[Check
     elif measure_gflops(torch.bfloat16, config.model.device) < 0.1 * measure_gflops(torch.float32, config.model.device):
         dtypes.remove("bfloat16")
     return (
-        [Generation(dtype, *shape) for dtype in dtypes for shape in ((groups, 1), (1, cores))],
+        [
+            Generation(dtype, *shape, engine)
+            for engine in dict.fromkeys(config.workers.engines)
+            for dtype in dtypes
+            for shape in ((groups, 1), (1, cores))
+        ],
         [Checking(dtype, *shape) for dtype in dtypes for shape in ((row_tokens, 1), (4 * row_tokens, cores))],
     )
 
@@ -117,36 +126,51 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     with ExitStack() as stack:
         judges = [stack.enter_context(_judge(config, checking)) for checking in checkings]
         for folder, generation in itertools.product(folders, generations):
-            producer = _producer(config, generation, identity, folder)
-            for judge in judges:
-                judge.load(folder)
-            for number in range(submissions):
-                groups = 1 if number % 2 else None  # the mean of few tokens is noisier
-                asked = offline_assignment(config, identity.public, number, groups=groups)
-                with temporarily_on(generation.threads):
-                    data = producer.submission(asked)
-                for checking, judge in zip(checkings, judges, strict=True):
-                    with temporarily_on(checking.threads):
-                        figures = honest_figures(judge, asked, identity.public, data)
-                    what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
-                    measured.append(what | {"number": number} | figures)
+            with closing(_producer(config, generation, identity, folder)) as producer:
+                for judge in judges:
+                    judge.load(folder)
+                for number in range(submissions):
+                    groups = 1 if number % 2 else None  # the mean of few tokens is noisier
+                    asked = offline_assignment(config, identity.public, number, groups=groups)
+                    with temporarily_on(generation.threads):
+                        data = producer.submission(asked)
+                    for checking, judge in zip(checkings, judges, strict=True):
+                        with temporarily_on(checking.threads):
+                            figures = honest_figures(judge, asked, identity.public, data)
+                        what = {"weights": folder.name, "worker": vars(generation), "validator": vars(checking)}
+                        measured.append(what | {"number": number} | figures)
             say(f"{folder.name}, {generation}: {submissions} submissions under {len(checkings)} validators")
     for dtype in dict.fromkeys(generation.dtype for generation in generations):
         say(f"{dtype}: {_exactness(folders[0], dtype, config.model.device)}")
-    worst = {name: max(float(row[name]) for row in measured) for name in LIMITS}
-    limits = {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
-    pairs = by_pair(measured, limits["sampling_margin"])
+    engines: list[EngineName] = list(dict.fromkeys(generation.engine for generation in generations))
+    rows_of = {engine: [row for row in measured if row["worker"]["engine"] == engine] for engine in engines}
+    worst = {
+        engine: {name: max(float(row[name]) for row in rows) for name in LIMITS} for engine, rows in rows_of.items()
+    }
+    limits = {engine: limits_of(of_engine) for engine, of_engine in worst.items()}
+    pairs = {
+        pair: figures
+        for engine, rows in rows_of.items()
+        for pair, figures in by_pair(rows, limits[engine]["sampling_margin"]).items()
+    }
     evidence = bounds(pairs)
+    device = torch.device(config.model.device).type
+    validator = limits.pop("torch", {}) | {
+        "limits": [{"engine": engine, "device": device} | found for engine, found in limits.items()]
+    }
     out.mkdir(parents=True, exist_ok=True)
     (out / "measured.json").write_text(
         json.dumps({"machine": _machine(), "worst": worst, "pairs": pairs, "rows": measured}, indent=1) + "\n"
     )
     (out / "limits.toml").write_text(
         f"# {config.model.name}: the worst of {len(measured)} honest judgements, times a margin\n"
-        + tomli_w.dumps({"validator": limits, "evidence": evidence})
+        + tomli_w.dumps(
+            {"validator": {name: value for name, value in validator.items() if value}, "evidence": evidence}
+        )
     )
-    for name, (limit, _, _) in LIMITS.items():
-        say(f"validator.{limit} = {limits[limit]:g}  (worst honest {worst[name]:.4g})")
+    for engine, of_engine in worst.items():
+        for name, (limit, _, _) in LIMITS.items():
+            say(f"{engine}: validator.{limit} = {limits_of(of_engine)[limit]:g}  (worst honest {of_engine[name]:.4g})")
     for bound, value in evidence.items():
         say(f"evidence.{bound} = {value}")
     failed = sum(row["failed_checks"] > 0 for row in measured)
@@ -156,10 +180,15 @@ def calibrate(config: Config, out: Path, submissions: int, weights: Sequence[Pat
     )
 
 
+def limits_of(worst: Mapping[str, float]) -> dict[str, float]:
+    """[validator] limits, by name, from the worst honest value of each statistic."""
+    return {limit: round(max(margin * worst[name], floor), 4) for name, (limit, floor, margin) in LIMITS.items()}
+
+
 def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
     """For each pair of a worker's and a validator's dtype: exposure, tokens beyond each part of `margin`, mean figures."""
     found: dict[str, dict[str, Any]] = {}
-    kinds = [f"{row['worker']['dtype']}|{row['validator']['dtype']}" for row in measured]
+    kinds = [f"{_maker(row['worker'])}|{row['validator']['dtype']}" for row in measured]
     for pair in dict.fromkeys(kinds):
         rows = [row for row, kind in zip(measured, kinds, strict=True) if kind == pair]
         misses = [nats for row in rows for nats in row["misses"]]
@@ -168,6 +197,11 @@ def by_pair(measured: Sequence[dict[str, Any]], margin: float) -> dict[str, dict
             "beyond": [sum(nats > part * margin for nats in misses) for part in BEYOND],
         } | {name: statistics.fmean(row[name] for row in rows) for name in AVERAGES}
     return found
+
+
+def _maker(worker: Mapping[str, Any]) -> str:
+    """Its dtype, behind the engine where that is not torch's."""
+    return str(worker["dtype"]) if worker.get("engine", "torch") == "torch" else f"{worker['engine']} {worker['dtype']}"
 
 
 def bounds(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -233,7 +267,12 @@ def _judge(config: Config, checking: Checking) -> Judge:
 
 
 def _producer(config: Config, generation: Generation, identity: Identity, folder: Path) -> Producer:
-    producer = _InParts(config, RUN, identity, TorchEngine(generation.dtype, config.model.device))
+    kind = ""
+    engine: Engine = TorchEngine(generation.dtype, config.model.device)
+    if generation.engine == "vllm":
+        engine = VllmEngine(generation.dtype, generation.threads)
+        kind = f"{generation.engine}/{torch.device(config.model.device).type}"
+    producer = _InParts(config, RUN, identity, engine, kind=kind)
     producer.groups = generation.groups
     producer.load(folder, 0)
     return producer
@@ -243,6 +282,11 @@ class _InParts(Producer):
     """Decodes `groups` groups at a time: another batch shape, and so other rounding."""
 
     groups = 1
+
+    def close(self) -> None:
+        super().close()
+        if isinstance(self.engine, VllmEngine):
+            self.engine.close()
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         parts = [slice(start, start + self.groups) for start in range(0, len(prompts), self.groups)]

@@ -72,8 +72,15 @@ def command(member: Member, config: Config, out: Path, cores: int) -> list[str]:
     more = ["--watch", str(out / (MEETING if sites else "learner") / "versions")] if member.role == "origin" else []
     if member.role == "learner" and sites:
         more = ["--site", str(site_invites(config, out)[int(member.name.removeprefix("learner").lstrip("-") or 0)])]
+    if member.role == "worker" and (engine := config.workers.engine(_number(member.name))) != "torch":
+        more = ["--engine", engine]
     where = ["--dir", str(folder), "--threads", str(threads)]
     return [member.command, "--join", str(folder / "invite"), *more, *where]
+
+
+def _number(name: str) -> int:
+    """Of a worker, or of a cheater among the cheaters."""
+    return int(name.rpartition("-")[2]) if "-" in name else 0
 
 
 def invite(member: Member, coordinator: Identity, run: str, url: str, out: Path) -> None:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 TASKS = "tasks"  # in a node's folder: what it fetched of the task set
 
 
-def join(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> tuple[Node, Config, DtypeName]:
+def join(
+    invite: Invite, folder: Path, threads: int, stop: threading.Event, engine: str = "torch"
+) -> tuple[Node, Config, DtypeName]:
     """Join the pool. Returns the node, the run's config, and the dtype to compute in on this machine.
 
     Raises RefusedError, DeviceError.
@@ -31,13 +33,13 @@ def join(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> t
     from shoal.model.threads import compute_on
 
     compute_on(threads)
-    node = Node.join(invite, folder, stop=stop, capability=capability())
+    node = Node.join(invite, folder, stop=stop, capability=capability(engine))
     config = node.config()
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
     return node, config, picked
 
 
-def capability() -> Capability:
+def capability(engine: str = "torch") -> Capability:
     """What this machine reports about itself: all of its memory, the cores this process may use, its best device."""
     import torch
 
@@ -45,7 +47,7 @@ def capability() -> Capability:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        engine="torch",
+        engine=engine,
     )
 
 

@@ -3,36 +3,70 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from shoal.config import Config, EngineName
 from shoal.protocol.invite import Invite
 from shoal.roles.exactness import fingerprinter
 from shoal.roles.joining import join, task_set
 
+if TYPE_CHECKING:
+    from shoal.engine.protocol import Engine
+    from shoal.model.dtype import DtypeName
+
 
 def run_worker(
-    invite: Invite, folder: Path, threads: int, stop: threading.Event, producer_type: type | None = None
+    invite: Invite,
+    folder: Path,
+    threads: int,
+    stop: threading.Event,
+    producer_type: type | None = None,
+    engine: EngineName = "torch",
 ) -> str:
     """Returns how the run ended. `producer_type`: the honest `Producer` if None, or one of `shoal.adversary.cheats`."""
-    from shoal.engine.torch_engine import TorchEngine
-    from shoal.model import numerics
     from shoal.rollout.produce import Producer
     from shoal.rollout.worker import Worker, follow
 
-    node, config, dtype = join(invite, folder, threads, stop)
-    with node.heart():
+    node, config, dtype = join(invite, folder, threads, stop, engine)
+    with node.heart(), generator(engine, config, dtype, threads) as (generates, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
-        picked = numerics.pick(config.model.numerics, dtype, config.model.device)
-        engine = TorchEngine(dtype, config.model.device, picked)
         producer = (producer_type or Producer)(
             config,
             node.invite.run,
             node.identity,
-            engine,
+            generates,
             task_set(node, config, folder),
             node.curriculum_page,
+            kind,
         )
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
-            prints = fingerprinter(config, dtype)
-            return Worker(node, producer, lambda: prints(engine.model)).run(follower, stop)
+            return Worker(node, producer, fingerprint).run(follower, stop)
+
+
+@contextmanager
+def generator(
+    name: EngineName, config: Config, dtype: DtypeName, threads: int
+) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
+    """The engine, its kind for the headers of files, and what gives the fingerprint of its weights.
+
+    vLLM's results depend on its batches, so it claims no exactness class. Raises VllmMissingError.
+    """
+    from shoal.model import numerics
+
+    device = config.model.device
+    if name == "vllm":
+        from shoal.engine.vllm.client import VllmEngine
+
+        with closing(VllmEngine(dtype, threads)) as vllm:
+            yield vllm, f"{name}/{device.partition(':')[0]}", lambda: ""
+        return
+    from shoal.engine.torch_engine import TorchEngine
+
+    engine, prints = (
+        TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device)),
+        fingerprinter(config, dtype),
+    )
+    yield engine, "", lambda: prints(engine.model)

@@ -35,12 +35,17 @@ class Producer:
         engine: Engine,
         task_set: TaskSet | None = None,
         page: Fetch = no_pages,
+        kind: str = "",
     ) -> None:
-        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum."""
+        """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
+
+        `kind`: ENGINE/DEVICE for the files' headers, unless it is the torch engine.
+        """
         self.config = config
         self.run = run
         self.identity = identity
         self.engine = engine
+        self.kind = kind
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.curriculum = Curriculum(page)
@@ -162,5 +167,6 @@ class Producer:
             signer=self.identity.public,
             prompts=prompts_digest(prompts),
             graded_with=tasks.versions(),
+            engine=self.kind,
         )
         return write_submission(header, rollouts, self.identity)

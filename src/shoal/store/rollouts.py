@@ -59,7 +59,7 @@ __all__ = [
     "write_submission",
 ]
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 
 class Header(BaseModel):
@@ -80,6 +80,9 @@ class Header(BaseModel):
     signer: str = Field(pattern=r"^[0-9a-f]{64}$")
     prompts: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # submissions only: digest of the prompts
     graded_with: str = Field(default="", max_length=1000)  # submissions only: the versions that its rewards are of
+    engine: str = Field(
+        default="", max_length=40, pattern=r"^([a-z0-9]+/[a-z0-9]+)?$"
+    )  # submissions only: ENGINE/DEVICE, whose limits it is judged by; "": the run's
     prefilled: bool = True  # accepted files only: false: most logprobs are the worker's own and were not checked
     content: str = Field(default="0" * 64, pattern=r"^[0-9a-f]{64}$")  # digest of the rows, proofs included
 

@@ -24,6 +24,7 @@ import torch
 
 from shoal import toploc
 from shoal.config import Config
+from shoal.config.sections import ValidatorSection
 from shoal.model.turns import fit, model_positions, model_spans, model_tokens
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest
@@ -48,6 +49,10 @@ class Rules:
     conversation: Conversation
     special_ids: frozenset[int]  # tokens that only chat templates use, without the end tokens
     vocabulary: int  # ids below this have an embedding
+
+    def limits(self, case: Case) -> ValidatorSection:
+        """For the engine and device that the worker signed for. A false one gains what the true one's users have."""
+        return self.config.validator.of(case.header.engine)
 
 
 Check = Callable[[Rules, Case], Outcome]
@@ -169,7 +174,7 @@ def proof(rules: Rules, case: Case) -> Outcome:
         return rejected(Reason.PROOF, f"malformed proof: {error}")
     chunks = [chunk for rollout in results for chunk in rollout]
     failed = [chunk for chunk in chunks if not toploc.BFLOAT16.passes(chunk)]
-    limits = rules.config.validator
+    limits = rules.limits(case)
     exponents = sum(chunk.exponent_mismatches for chunk in chunks) / len(chunks)
     mantissas = sum(min(chunk.mantissa_error_mean, WORST_MANTISSA) for chunk in chunks) / len(chunks)
     evidence = {
@@ -190,7 +195,7 @@ def proof(rules: Rules, case: Case) -> Outcome:
 
 def sampling(rules: Rules, case: Case) -> Outcome:
     """Is every token the one its seed yields, except for a few within numerical error?"""
-    limits = rules.config.validator
+    limits = rules.limits(case)
     margins_N = case.computed().margins_N
     beyond = int((margins_N > limits.sampling_margin).sum())
     far = int((margins_N > FAR * limits.sampling_margin).sum())
@@ -216,14 +221,14 @@ def logprobs(rules: Rules, case: Case) -> Outcome:
     claimed_N = torch.tensor([logprob for row in case.rows for logprob in row.logprobs])
     error = float((claimed_N - case.computed().logprobs_N).abs().mean())
     evidence = {"logprob_error_mean": error}
-    if error <= rules.config.validator.logprob_error_mean:
+    if error <= rules.limits(case).logprob_error_mean:
         return Outcome(None, evidence)
     return rejected(Reason.LOGPROBS, f"claimed logprobs are off by {error:.3f} nats on average", evidence)
 
 
 def termination(rules: Rules, case: Case) -> Outcome:
     """Is every end token likely, or the one that its seed yields?"""
-    prefill, limits = case.computed(), rules.config.validator
+    prefill, limits = case.computed(), rules.limits(case)
     likely_N = prefill.logprobs_N.exp() > limits.eos_probability
     yielded_N = prefill.margins_N <= limits.sampling_margin
     fine_N = (likely_N | yielded_N).tolist()
@@ -237,8 +242,9 @@ def termination(rules: Rules, case: Case) -> Outcome:
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
     """Is every special token (used only by chat templates) one that its seed yields?"""
+    limit = rules.limits(case).sampling_margin
     for (_, token), margin in zip(_sampled(case), case.computed().margins_N.tolist(), strict=True):
-        if token in rules.special_ids and margin > rules.config.validator.sampling_margin:
+        if token in rules.special_ids and margin > limit:
             return rejected(Reason.SPECIAL_TOKENS, f"contains special token {token}, which its seed does not yield")
     return PASSED
 

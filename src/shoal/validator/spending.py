@@ -49,7 +49,7 @@ def spent(case: Case, config: Config, evidence: dict[str, float]) -> Spent:
         totals, exposed = [sum(count) for count in counts], [sum(one) for one in exposures]
         return allocation(totals, exposed, [sign * mean for mean in means], config.evidence.task_tilt, STAKE)
 
-    limit = config.validator.sampling_margin
+    limit = config.validator.of(case.header.engine).sampling_margin
     first, second, third, fourth = (int((margins_N > part * limit).sum()) for part in BEYOND)
     return Spent(
         exposure=float(exposure_N.sum()),

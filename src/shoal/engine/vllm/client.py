@@ -1,0 +1,241 @@
+"""The vLLM engine as a worker sees it: `Engine`'s methods, over a socket to a child process in vLLM's own environment.
+
+vLLM's pins differ from Shoal's, so it gets an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
+(docs/vllm.md). The child imports a few of Shoal's modules, none of which needs more than that environment has.
+All groups of a call are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. Turns that
+follow an environment's answer are requests of their own, which join while the others go on.
+
+Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error.
+Called by the worker's role, and by calibration. Left out: several `generate` at once, and one scheduler for several workers.
+"""
+
+import errno
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shoal
+from shoal.engine.protocol import Completion, Respond, Sampling
+from shoal.engine.vllm import wire
+from shoal.errors import ShoalError
+from shoal.model.dtype import DtypeName
+
+PYTHON = "SHOAL_VLLM_PYTHON"
+NAME = "vllm"  # of the engine, in reports and in the headers of submissions
+START_S = 600.0  # to load vLLM and a model
+SILENT_S = 120.0  # while it works it says so every second; one step may take longer
+END_S = 10.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # its cloudpickle stays off
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `extension` is written for V1
+}
+
+
+class VllmMissingError(ShoalError):
+    """There is no environment with the right vLLM."""
+
+
+class VllmError(ShoalError):
+    """vLLM's process failed; the message says why."""
+
+    restart_helps = True
+
+
+@dataclass
+class _Draft:
+    """A completion while it is written."""
+
+    group: int
+    number: int  # within the group
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    def continues(self, respond: Respond | None, sampling: Sampling) -> bool:
+        """Whether another turn follows, because an environment answers; its answer is then appended. Raises ValueError."""
+        ended = self.tokens[-1] in sampling.eos_ids
+        reply = respond(self.group, self.number, self.tokens, self.turns) if respond and ended else None
+        if not reply:
+            return False
+        if len(self.tokens) + len(reply) >= sampling.max_tokens:
+            raise ValueError(f"{len(reply)} tokens given after {len(self.tokens)} leave no room")
+        self.turns += [len(self.tokens) - sum(self.turns), len(reply)]
+        self.tokens.extend(reply)
+        return True
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, torch.cat(self.states), self.turns)
+
+
+def _link(source: str, to: str) -> None:
+    """A second name of the file; a copy where the two places are on different disks."""
+    try:
+        os.link(Path(source).resolve(), to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copyfile(source, to)
+
+
+class VllmEngine:
+    """Holds one child process. The first `load` starts vLLM in it, later ones replace its weights in place."""
+
+    def __init__(self, dtype: DtypeName, threads: int = 0, python: str = "") -> None:
+        """`python`: of vLLM's environment; "": what SHOAL_VLLM_PYTHON says. `threads` 0: as many as vLLM takes.
+
+        Raises VllmMissingError where there is no vLLM, or another release.
+        """
+        python = python or os.environ.get(PYTHON, "")
+        if not python or shutil.which(python) is None:
+            raise VllmMissingError(
+                f"{PYTHON} names {python or 'nothing'}: set it to the Python of an environment with vLLM (docs/vllm.md)"
+            )
+        self.dtype = dtype
+        self.numbers = itertools.count()
+        self.loaded = False
+        self.connection, theirs = socket.socketpair()
+        self.path = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
+        # Shoal alone on the path: its neighbours may be the libraries whose releases differ.
+        (Path(self.path.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+        environment |= ENVIRONMENT | {"PYTHONPATH": self.path.name}
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        with theirs:
+            self.process = subprocess.Popen(
+                [python, "-P", "-m", "shoal.engine.vllm.server", str(theirs.fileno())],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.versions: dict[str, str] = self._expect("hello", START_S)["versions"]
+
+    def load(self, folder: Path) -> None:
+        if self.loaded:
+            self._load(folder)
+            return
+        first = Path(self.path.name) / "first"  # vLLM takes long to start; a cache may drop the version meanwhile
+        shutil.copytree(folder, first, copy_function=_link)
+        self._load(first)
+        shutil.rmtree(first)
+        self.loaded = True
+
+    def _load(self, folder: Path) -> None:
+        self._send({"do": "load", "folder": str(folder.resolve()), "dtype": self.dtype})
+        self._expect("loaded", START_S)
+
+    def forget(self) -> None:
+        """Nothing to forget: every `load` reads all weights from their files."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        respond: Respond | None = None,
+    ) -> list[list[Completion]]:
+        if not self.loaded:
+            raise RuntimeError("the engine has no weights yet: call load() first")
+        drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
+        waiting = {self._id(): draft for group in drafts for draft in group}
+        self._add({id: self._request(draft, prompts, sampling) for id, draft in waiting.items()})
+        while waiting:
+            frame, tensors = self._receive(SILENT_S)
+            if frame["is"] == "working":
+                continue
+            draft = waiting.pop(frame["id"])
+            self._extend(draft, frame["tokens"], tensors)
+            if draft.continues(respond, sampling):
+                waiting[id := self._id()] = draft
+                self._add({id: self._request(draft, prompts, sampling)})
+        return [[draft.completion() for draft in group] for group in drafts]
+
+    def close(self) -> None:
+        """End the child process."""
+        self.connection.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.path.cleanup()
+
+    def _id(self) -> str:
+        return f"shoal-{next(self.numbers)}"
+
+    def _request(self, draft: _Draft, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:
+        done = len(draft.tokens)
+        return {
+            "prompt": [*prompts[draft.group], *draft.tokens],
+            "seed": draft.seed,
+            "first": done,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens - done,
+            "ends": list(sampling.eos_ids),
+        }
+
+    def _add(self, requests: dict[str, dict[str, Any]]) -> None:
+        self._send({"do": "add", "requests": [{"id": id, **one} for id, one in requests.items()]})
+
+    def _extend(self, draft: _Draft, tokens: list[int], tensors: dict[str, Tensor]) -> None:
+        hidden_TH, logprobs_T = tensors["hidden"], tensors["logprobs"]
+        if not len(tokens) == len(hidden_TH) == len(logprobs_T) > 0 or hidden_TH.dtype != torch.bfloat16:
+            raise self._failure(f"{len(tokens)} tokens with {len(hidden_TH)} hidden states of {hidden_TH.dtype}")
+        draft.tokens += tokens
+        draft.logprobs += logprobs_T.tolist()
+        draft.states.append(hidden_TH)
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        try:
+            wire.send(self.connection, frame)
+        except wire.ClosedError:
+            raise self._failure("it ended") from None
+
+    def _expect(self, what: str, within_s: float) -> dict[str, Any]:
+        frame, _ = self._receive(within_s)
+        if frame["is"] != what:
+            raise self._failure(f"it said {frame['is']!r} instead of {what!r}")
+        return frame
+
+    def _receive(self, within_s: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The next frame. Raises VllmError if vLLM failed, ended, or says nothing for so long."""
+        self.connection.settimeout(within_s)
+        try:
+            frame, tensors = wire.receive(self.connection)
+        except TimeoutError:
+            raise self._failure(f"it said nothing for {within_s:g} s") from None
+        except wire.WireError as error:
+            raise self._failure(str(error)) from None
+        if frame["is"] == "unfit":
+            self.close()
+            raise VllmMissingError(frame["why"])
+        if frame["is"] == "failed":
+            raise self._failure(frame["why"])
+        return frame, tensors
+
+    def _failure(self, why: str) -> VllmError:
+        """What to raise; the child process is ended."""
+        self.close()
+        status = self.process.returncode
+        return VllmError(f"vLLM's process (status {status}): {why}; its own words are above, in this log")

@@ -1,0 +1,18 @@
+"""Limits of one engine on one kind of device replace those of all, one by one."""
+
+from shoal.config import parse
+
+OWN = {"engine": "vllm", "device": "cpu", "sampling_margin": 1.5}
+VALIDATOR = {"sampling_margin": 0.5, "logprob_error_mean": 0.07, "limits": [OWN]}
+
+
+def test_limits_of_an_engine_replace_those_of_all() -> None:
+    section = parse({"validator": VALIDATOR}).validator
+    own = section.of("vllm/cpu")
+    assert (own.sampling_margin, own.logprob_error_mean) == (1.5, 0.07), "what it leaves out is as for all"
+    assert section.of("").sampling_margin == section.of("vllm/cuda").sampling_margin == 0.5
+
+
+def test_workers_take_the_engines_in_turn() -> None:
+    workers = parse({"workers": {"engines": ["vllm", "torch"], "count": 3}}).workers
+    assert [workers.engine(number) for number in range(3)] == ["vllm", "torch", "vllm"]

@@ -1,0 +1,14 @@
+"""A real vLLM, where there is one."""
+
+import os
+
+import pytest
+
+from shoal.engine.vllm.client import PYTHON
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    if not os.environ.get(PYTHON):
+        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
+    return os.environ[PYTHON]

@@ -1,0 +1,93 @@
+"""What the engine does when its child process is absent, unfit, silent or dead. Here the child is a few lines of Python."""
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from shoal.engine.protocol import Sampling
+from shoal.engine.vllm import client
+from shoal.engine.vllm.client import VllmEngine, VllmError, VllmMissingError
+
+HELLO = {"is": "hello", "versions": {"vllm": "0"}}
+SAMPLING = Sampling(1.0, 8, (1,))
+
+
+def child(tmp_path: Path, *says: dict[str, object], then: str = "") -> str:
+    """A program that takes any arguments, says these frames on the socket and does `then`."""
+    path = tmp_path / "python"
+    path.write_text(
+        dedent(f"""\
+        #!{sys.executable} -S
+        import json, socket, struct, sys, time
+        to = socket.socket(fileno=int(sys.argv[-1]))
+        for frame in {list(says)!r}:
+            text = json.dumps(frame).encode()
+            to.sendall(struct.pack("!IQ", len(text), 0) + text)
+        {then}
+        """)
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_an_environment_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(client.PYTHON, raising=False)
+    with pytest.raises(VllmMissingError, match="SHOAL_VLLM_PYTHON names nothing: set it"):
+        VllmEngine("float32")
+    monkeypatch.setenv(client.PYTHON, "/nowhere/python")
+    with pytest.raises(VllmMissingError, match="names /nowhere/python"):
+        VllmEngine("float32")
+
+
+def test_an_environment_without_vllm_is_named() -> None:
+    with pytest.raises(VllmMissingError, match=r"has no vLLM, and Shoal drives vLLM 0\.32\.0: install"):
+        VllmEngine("float32", python=sys.executable)
+
+
+def test_a_child_that_dies_is_told_with_its_status(tmp_path: Path) -> None:
+    with pytest.raises(VllmError, match=r"\(status 3\): the other end is gone"):
+        VllmEngine("float32", python=child(tmp_path, then="to.close(); sys.exit(3)"))
+
+
+def test_a_childs_own_words_are_passed_on(tmp_path: Path) -> None:
+    failed = {"is": "failed", "why": "out of memory"}
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, failed, then="to.recv(1)"))
+    with pytest.raises(VllmError, match="out of memory"):
+        engine.load(tmp_path)
+    assert engine.process.returncode is not None, "it is ended"
+    assert not Path(engine.path.name).exists(), "nothing is left behind"
+
+
+def test_a_silent_child_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SILENT_S", 0.2)
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, {"is": "loaded"}, then="to.recv(1 << 20, 256)"))
+    engine.load(tmp_path)
+    with pytest.raises(VllmError, match=r"said nothing for 0\.2 s"):
+        engine.generate([[2]], [[1]], SAMPLING)
+
+
+def test_a_first_version_may_be_dropped_while_vllm_starts(tmp_path: Path) -> None:
+    version = tmp_path / "v000000"
+    version.mkdir()
+    (version / "weights").write_text("w")
+    look = f"""
+        import shutil, pathlib
+        frame = json.loads(to.recv(struct.unpack("!IQ", to.recv(12))[0]))
+        shutil.rmtree({str(version)!r})
+        assert (pathlib.Path(frame["folder"]) / "weights").read_text() == "w"
+        text = b'{{"is": "loaded"}}'
+        to.sendall(struct.pack("!IQ", len(text), 0) + text)
+        to.recv(1)"""
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, then=look))
+    engine.load(version)
+    assert not (Path(engine.path.name) / "first").exists(), "it is not kept"
+    engine.close()
+
+
+def test_weights_come_first(tmp_path: Path) -> None:
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, then="to.recv(1)"))
+    with pytest.raises(RuntimeError, match="call load"):
+        engine.generate([[2]], [[1]], SAMPLING)
+    engine.close()

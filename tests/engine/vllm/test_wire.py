@@ -1,0 +1,43 @@
+"""Frames arrive as they were sent, and nothing else is read."""
+
+import json
+import socket
+
+import pytest
+import torch
+
+from shoal.engine.vllm.wire import LENGTHS, MOST_TENSOR_BYTES, ClosedError, WireError, receive, send
+
+
+def test_a_frame_arrives_as_it_was_sent() -> None:
+    here, there = socket.socketpair()
+    hidden_TH = torch.randn(3, 8).bfloat16()
+    send(here, {"is": "done", "tokens": [1, 2, 3]}, {"hidden": hidden_TH})
+    send(here, {"is": "working"})
+    frame, tensors = receive(there)
+    assert frame == {"is": "done", "tokens": [1, 2, 3]} and torch.equal(tensors["hidden"], hidden_TH)
+    assert receive(there) == ({"is": "working"}, {})
+
+
+def test_a_cut_frame_and_a_closed_socket_are_told() -> None:
+    here, there = socket.socketpair()
+    here.sendall(LENGTHS.pack(10, 0) + b"{")
+    here.close()
+    with pytest.raises(ClosedError, match="gone"):
+        receive(there)
+    with pytest.raises(ClosedError, match="gone"):
+        send(there, {"is": "late"})
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(LENGTHS.pack(2, MOST_TENSOR_BYTES + 1) + b"{}", id="too large"),
+        pytest.param(LENGTHS.pack(2, 0) + json.dumps([]).encode(), id="no object"),
+    ],
+)
+def test_what_is_no_frame_is_refused(sent: bytes) -> None:
+    here, there = socket.socketpair()
+    here.sendall(sent)
+    with pytest.raises(WireError):
+        receive(there)
