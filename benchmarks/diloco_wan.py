@@ -7,10 +7,10 @@ Two sites and the meeting in network namespaces of their own, 100 Mb/s each way 
 `shoal pretrain` with torchrun's environment and `pretrain.parallel = "replicas"`, where gloo averages float32 gradients
 after every step from site to site. The model is a small llama with new weights, the text Python's standard library.
 
-`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl), after the first round or step
-and before the last round, which waits for its result also when streaming. Encoding and the outer step count as not
-computing. `busiest_Mbps` is the most that the meeting's link (data-parallel: a site's) carried one way in any second, with
-IP headers. `late` in `stats`: packets that the emulator delivered more than 5 ms late for lack of CPU.
+`compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round or step,
+and, when streaming, before the last round, which waits for its result. Encoding and the outer step count as not computing.
+`busiest_Mbps` is the most that the meeting's link (data-parallel: a site's) carried one way in any second, with IP headers.
+`late` in `stats`: packets that the emulator delivered more than 5 ms late for lack of CPU.
 Needs root on Linux, gcc and iproute2.
 """
 
@@ -80,14 +80,15 @@ def sites(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         network.close()
     lines = [metrics(folder / f"site-{i}") for i in range(2)]
     rounds = [[line for line in each if "round" in line] for each in lines]
+    last = -2 if "delay" in settings else -1
     return {
         "summary": {
-            "compute": [share(each[0], each[-2]) for each in rounds],
+            "compute": [share(each[0], each[last]) for each in rounds],
             "step_s": [step_s(each) for each in lines],
-            "waited_s_per_round": [per(each[0], each[-2], "waited_s", "round") for each in rounds],
-            "other_s_per_round": [other_s(each[0], each[-2]) for each in rounds],
+            "waited_s_per_round": [per(each[0], each[last], "waited_s", "round") for each in rounds],
+            "other_s_per_round": [other_s(each[0], each[last]) for each in rounds],
             "busiest_Mbps": busiest(course),
-            "sent_bytes_per_step": [per(each[0], each[-2], "sent_bytes", "step") for each in rounds],
+            "sent_bytes_per_step": [per(each[0], each[last], "sent_bytes", "step") for each in rounds],
         },
         "stats": stats,
         "rounds": rounds,
