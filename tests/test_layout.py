@@ -31,7 +31,7 @@ ROOMS = {
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks"],
-    "pretrain": ["config", "diloco", "errors", "files", "model"],
+    "pretrain": ["config", "diloco", "errors", "files", "learner", "model"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",

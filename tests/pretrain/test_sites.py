@@ -108,3 +108,25 @@ def test_a_site_whose_disk_is_full_ends_with_that_message_and_the_others_go_on(r
         subprocess.run(["umount", disk], check=True)
     assert run.model("site-0") == run.model("site-2")
     assert "site-1" in run.rounds()[0]["kept"] and run.rounds()[-1]["kept"] == ["site-0", "site-2"]
+
+
+@pytest.mark.parametrize("parallel", ["shards", "replicas"])
+def test_a_site_of_two_ranks_is_killed_and_all_end_with_the_same_bits(run: Run, parallel: str) -> None:
+    run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 60").replace("batch = 2", "batch = 4"))
+    run.start("meet", "sites.sites=2")
+    run.start("site-0")
+    settings = ["pretrain.micro_batch=2", f"pretrain.parallel={parallel}"]
+    run.start("site-1", *settings, ranks=2)
+    run.until_round(2)
+    run.processes["site-1"].terminate()  # torchrun ends its ranks
+    run.end("site-1")
+    run.start("site-1", *settings, ranks=2)
+    assert [run.end(name) for name in ("site-0", "site-1", "meet")] == [0, 0, 0], run.log("site-1")[-2000:]
+    agreed = {each["round"]: each["digest"] for each in run.rounds()}
+    assert run.rounds()[-1]["kept"] == ["site-0", "site-1"]
+    for name in ("site-0", "site-1"):
+        landed = [each for each in run.figures(name) if "digests" in each and each["quorum"]]
+        assert landed[-1]["round"] == 6
+        assert all(each["digests"] == [agreed[each["round"] - 1]] for each in landed)
+    models = {(run.folder / name / "model" / "model.safetensors").read_bytes() for name in ("site-0", "site-1")}
+    assert len(models) == 1

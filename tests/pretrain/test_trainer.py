@@ -115,7 +115,7 @@ def test_the_rate_warms_up_and_follows_a_cosine() -> None:
         ("pretrain.stepz=3", USAGE, "did you mean 'pretrain.steps'?"),
         ("pretrain.lr=inf", USAGE, "pretrain.lr"),
         ("pretrain.lr=1e30", FAILED, "lower pretrain.lr"),
-        ("model.device=cuda", USAGE, 'set model.device = "cpu"'),
+        ("model.device=cuda:99", FAILED, 'set model.device = "cpu"'),
     ],
 )
 def test_a_failure_is_one_line(

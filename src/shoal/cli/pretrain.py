@@ -1,22 +1,28 @@
 """`shoal pretrain CONFIG`: training on plain text. With --join it is one of several sites, which meet at
-`shoal meet CONFIG`.
+`shoal meet CONFIG`. Under torchrun several ranks act as one: rank 0 leads, and the others need only the model.
 
 It prints one line to standard output, the finished model's folder. Progress goes to the log. Called by `cli`.
 """
+
+from __future__ import annotations
 
 import argparse
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal import config as config_module
 from shoal.cli.arguments import threads
-from shoal.config import Config, ConfigError
+from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.launch import process
 from shoal.protocol.invite import Invite, read_invite
+
+if TYPE_CHECKING:
+    from shoal.pretrain.net import Net
+    from shoal.pretrain.outer import Outer
 
 
 class StoppedError(ShoalError):
@@ -42,15 +48,32 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
     config = config_module.load(arguments.config, arguments.overrides)
     stop = process.begin("pretrain", threads=arguments.threads)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    model = _train(config, out, arguments.join, stop)
-    if model is None:
-        raise StoppedError(f"stopped before the last step; add --out {out} to resume")
-    sys.stdout.write(f"{model}\n")
+    net, config, folder = _net(config)
+    if not net.ranks.leads:
+        net.follow()
+    else:
+        try:
+            model = _train(net, config, folder, out, arguments.join, stop)
+        finally:
+            net.end()
+        if model is None:
+            raise StoppedError(f"stopped before the last step; add --out {out} to resume")
+        sys.stdout.write(f"{model}\n")
+    net.ranks.stop()
 
 
-def _train(config: Config, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
+def _net(config: Config) -> tuple[Net, Config, Path]:
+    """The model on this rank, the leader's config, and the model's folder."""
     from shoal.launch.prepare import model_folder
-    from shoal.model import dtype
+    from shoal.pretrain.net import Net, start
+
+    ranks, config, autocast = start(config)
+    folder = model_folder(config.model.name)
+    net = Net(model_of(folder, config), config.pretrain, ranks, device=config.model.device, autocast=autocast)
+    return net, config, folder
+
+
+def _train(net: Net, config: Config, folder: Path, out: Path, invite: str | None, stop: threading.Event) -> Path | None:
     from shoal.model.load import load_tokenizer
     from shoal.pretrain.about import about
     from shoal.pretrain.stream import Stream, heldout
@@ -58,23 +81,20 @@ def _train(config: Config, out: Path, invite: str | None, stop: threading.Event)
     from shoal.pretrain.trainer import Pretraining
 
     settings = config.pretrain
-    folder = model_folder(config.model.name)
     corpus, tokenizer = Corpus(settings.data, settings.field), load_tokenizer(folder)
     kept = heldout(corpus, tokenizer, settings.heldout, settings.tokens)
-    model = model_of(folder, config)
-    picked, _ = dtype.pick(config.model.dtype, config.model.device)
-    outer = _outer(config, model, out, read_invite(invite), stop) if invite else None
+    outer = _outer(config, net, out, read_invite(invite), stop) if invite else None
     take = outer.roster.take if outer else None
     stream = Stream(corpus, tokenizer, first=settings.heldout, share=settings.share, take=take)
-    training = Pretraining(model, tokenizer, stream, kept, config, out, autocast=picked == "bfloat16", outer=outer)
+    training = Pretraining(net, tokenizer, stream, kept, config, out, outer)
     return training.run(about(config, folder, corpus, sites=outer is not None), stop)
 
 
-def _outer(config: Config, model: Any, out: Path, invite: Invite, stop: threading.Event) -> Any:
+def _outer(config: Config, net: Net, out: Path, invite: Invite, stop: threading.Event) -> Outer:
     from shoal.diloco.remote import Remote
-    from shoal.pretrain.outer import Outer, named, terms_of
+    from shoal.pretrain.outer import Outer, terms_of
 
-    settings, tensors = config.sites, named(model)
+    settings, tensors = config.sites, net.tensors
     terms = terms_of(config, tensors)
     remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=path_of(settings.tls_ca), stop=stop)
     return Outer(remote.name, settings, terms, remote, remote, tensors, out, stop.is_set)
@@ -85,9 +105,7 @@ def path_of(text: str) -> Path | None:
 
 
 def model_of(folder: Path, config: Config) -> Any:
-    """The model to train. Raises ConfigError for a device other than the CPU."""
+    """The model to train, on the CPU."""
     from shoal.model.plain import plain_model
 
-    if config.model.device != "cpu":
-        raise ConfigError(f'shoal pretrain computes on the CPU: set model.device = "cpu", not "{config.model.device}"')
     return plain_model(folder, config.run.seed if config.pretrain.init == "random" else None)

@@ -22,8 +22,15 @@ class PretrainSection(Section):
         default="random", description="start from random weights drawn with run.seed, or from those of model.name"
     )
     steps: int = Field(default=88000, ge=1, description="inner steps to train", json_schema_extra=DILOCO)
-    batch: int = Field(default=512, ge=1, description="sequences per step and site", json_schema_extra=DILOCO)
+    batch: int = Field(
+        default=512, ge=1, description="sequences per step and site, over all its ranks", json_schema_extra=DILOCO
+    )
     micro_batch: int = Field(default=8, ge=1, description="sequences computed at once")
+    parallel: Literal["shards", "replicas"] = Field(
+        default="shards",
+        description="what ranks under torchrun hold: a part of the weights and moments (FSDP2), or all of them, with one "
+        "all-reduce of the gradients a step",
+    )
     tokens: int = Field(default=1024, ge=2, description="tokens of a sequence", json_schema_extra=DILOCO)
     lr: float = Field(default=4e-4, gt=0, description="largest AdamW learning rate", json_schema_extra=DILOCO)
     final_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step, reached along a cosine")

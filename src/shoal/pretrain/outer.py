@@ -71,6 +71,10 @@ class Outer:
             progress.step = self.heal("it comes back" if known else "it joins")
         return progress
 
+    def due(self, step: int) -> bool:
+        """Whether `after` may have to do something once `step` inner steps are done."""
+        return step % self.settings.round_steps == 0 or (self.flight is not None and step == self.flight[1])
+
     def after(self, step: int, place: dict[str, int] | None, reset: Callable[[], None]) -> tuple[int, Outcome | None]:
         """Once `step` inner steps are done: depart and land if it is time. Returns the step to go on from."""
         landed = None

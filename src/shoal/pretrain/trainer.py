@@ -5,7 +5,7 @@
 
 Invariant: a step's result is a function of the weights, moments and place in the data, all of which a checkpoint holds. So
 a resumed training equals the uninterrupted one, bit for bit on the CPU.
-Called by `shoal pretrain`. Left out: several devices at one site (FSDP2 is in `learner.ranks`), masks between documents.
+Called by `shoal pretrain`, on the leader of a site's ranks (`net`). Left out: masks between documents.
 """
 
 import json
@@ -17,19 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.config import Config, ConfigError
 from shoal.config.sites import PretrainSection
 from shoal.diloco.messages import Outcome
-from shoal.errors import ShoalError
 from shoal.files import fsync, write_file
-from shoal.model.load import save_model
+from shoal.model.load import save_model, stored_shapes
 from shoal.pretrain import checkpoint
 from shoal.pretrain.checkpoint import Progress
-from shoal.pretrain.outer import Outer, named
+from shoal.pretrain.net import Net
+from shoal.pretrain.outer import Outer
 from shoal.pretrain.stream import Place, Stream
 
 LOG_EVERY_S = 1.0
@@ -37,29 +35,21 @@ LOG_EVERY_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class DivergedError(ShoalError):
-    """The loss is not finite. Nothing was updated."""
-
-
 class Pretraining:
     def __init__(
         self,
-        model: Any,
+        net: Net,
         tokenizer: Any,
         stream: Stream,
         heldout_ST: Tensor,
         config: Config,
         folder: Path,
-        *,
-        autocast: bool = False,
         outer: Outer | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.stream, self.heldout_ST = model, tokenizer, stream, heldout_ST
+        self.net, self.tokenizer, self.stream, self.heldout_ST = net, tokenizer, stream, heldout_ST
         self.settings: PretrainSection = config.pretrain
-        self.config, self.folder, self.autocast, self.outer = config, folder, autocast, outer
-        self.tensors = named(model)
+        self.folder, self.outer = folder, outer
         self.progress = Progress()
-        self.optimizer = self._optimizer()
         self.kept = 0  # the step of the newest checkpoint
         self.started_s, self.logged_s, self.computed_s = time.monotonic(), 0.0, 0.0
 
@@ -83,10 +73,12 @@ class Pretraining:
         found = checkpoint.read(self.folder / "checkpoints")
         if found is not None:
             self.progress = found
-            self._restore(found.tensors)
+            self.net.restore(found.tensors, updates=found.updates)
+            self.net.pull()
             log.info("going on after step %d of %d", found.step, self.settings.steps)
         if self.outer is not None:
             self.progress = self.outer.begin(about, self.progress, found is not None)
+        self.net.push()
         self.kept = self.progress.step
         drop_after(self.metrics, self.progress.step)
         place = self.progress.place
@@ -97,37 +89,28 @@ class Pretraining:
         """One inner step."""
         started_s = time.monotonic()
         ids_BT = self.stream.sequences(self.settings.batch, self.settings.tokens)
-        lr = rate(self.progress.step, self.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = self._accumulate(ids_BT)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(
-                f"step {self.progress.step + 1}: the loss is {loss}, the gradient's norm {norm}: lower pretrain.lr, or "
-                "look at the data there"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        lr, waited_s = rate(self.progress.step, self.settings), self.net.waited_s
+        loss, norm = self.net.step(ids_BT, lr=lr, number=self.progress.step + 1)
         self.progress.step += 1
-        self.progress.updates += 1
         seconds = time.monotonic() - started_s
-        self.computed_s += seconds
+        self.computed_s += seconds - (self.net.waited_s - waited_s)
         if self.outer is not None:
             self.outer.loss, self.outer.computed_s = loss, self.computed_s
-        self.record(
-            loss=loss, lr=lr, grad_norm=norm, tokens=ids_BT.numel(), tokens_per_s=round(ids_BT.numel() / seconds)
-        )
+        figures = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens": ids_BT.numel()}
+        spent = self._spent() if self.net.sent_bytes else {}
+        self.record(**figures, tokens_per_s=round(ids_BT.numel() / seconds), **spent)
         if time.monotonic() - self.logged_s > LOG_EVERY_S:
             self.logged_s = time.monotonic()
             log.info("step %d of %d: loss %.3f", self.progress.step, self.settings.steps, loss)
 
     def meet(self) -> None:
         """The sites' part of a step: give and take where a round is due."""
-        if self.outer is None:
+        if self.outer is None or not self.outer.due(self.progress.step):
             return
         place = self.stream.place.to_json() if self.stream.place else None
-        step, outcome = self.outer.after(self.progress.step, place, self._reset)
+        self.net.pull()
+        step, outcome = self.outer.after(self.progress.step, place, self.net.reset)
+        self.net.push()
         healed, self.progress.step = step != self.progress.step, step
         if outcome is not None or healed:
             self._record_round(outcome)
@@ -146,18 +129,15 @@ class Pretraining:
         self.kept = self.progress.step
         self.progress.place = self.stream.place.to_json() if self.stream.place else None
         self.progress.round = self.outer.site.round if self.outer else 0
-        self.progress.tensors = self._state()
+        self.progress.updates = self.net.updates
+        self.progress.tensors = self.net.state() | (self.outer.state() if self.outer else {})
         checkpoint.write(self.folder / "checkpoints", self.progress)
         self.progress.tensors = {}
 
-    @torch.no_grad()
     def evaluate(self) -> None:
         """Record the mean loss over the held-out sequences, in nats per token, and its perplexity."""
         if len(self.heldout_ST):
-            self.model.eval()
-            losses = [self._loss(ids_BT) * len(ids_BT) for ids_BT in self._micro_batches(self.heldout_ST)]
-            self.model.train()
-            loss = float(torch.stack(losses).sum()) / len(self.heldout_ST)
+            loss = self.net.evaluate(self.heldout_ST)
             self.record(heldout_loss=loss, perplexity=round(math.exp(min(loss, 100)), 4))
             log.info("step %d: held-out loss %.4f", self.progress.step, loss)
 
@@ -171,7 +151,9 @@ class Pretraining:
         """Write the model as a Hugging Face folder, which appears whole or not at all. Returns it."""
         final, temporary = self.folder / "model", self.folder / ".model"
         shutil.rmtree(temporary, ignore_errors=True)
-        save_model(self.model, self.tokenizer, temporary)
+        self.net.pull()
+        tensors, shapes = self.net.model.state_dict() | self.net.tensors, stored_shapes(self.net.model)
+        save_model(self.net.model, self.tokenizer, temporary, ((name, tensors[name]) for name in shapes), shapes)
         for path in [*temporary.iterdir(), temporary]:
             fsync(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -190,70 +172,25 @@ class Pretraining:
 
     def _record_round(self, outcome: Outcome | None) -> None:
         assert self.outer is not None
-        elapsed_s = time.monotonic() - self.started_s
         self.record(
             round=self.outer.site.round,
             quorum=outcome.kept if outcome else None,
             left_out=outcome.left_out if outcome else None,
             missing=outcome.missing if outcome else None,
             digests=self.outer.site.agreed.digests,
-            sent_bytes=self.outer.sent_bytes,
-            received_bytes=self.outer.received_bytes,
-            computed_s=round(self.computed_s, 3),
-            waited_s=round(self.outer.waited_s, 3),
-            elapsed_s=round(elapsed_s, 3),
+            **self._spent(),
         )
 
-    def _accumulate(self, ids_BT: Tensor) -> float:
-        """Add the gradients of the step's mean loss, a micro-batch at a time. Returns the loss."""
-        total = 0.0
-        for micro_MT in self._micro_batches(ids_BT):
-            loss = self._loss(micro_MT) * (len(micro_MT) / len(ids_BT))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total
-
-    def _micro_batches(self, ids_BT: Tensor) -> list[Tensor]:
-        size = self.settings.micro_batch
-        return [ids_BT[at : at + size] for at in range(0, len(ids_BT), size)]
-
-    def _loss(self, ids_BT: Tensor) -> Tensor:
-        """Mean over the sequences' tokens but their first."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
-        return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
-
-    def _optimizer(self) -> torch.optim.AdamW:
-        settings = self.settings
-        return torch.optim.AdamW(
-            self.model.parameters(),
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
-
-    def _reset(self) -> None:
-        """Begin with new moments."""
-        self.optimizer, self.progress.updates = self._optimizer(), 0
-
-    def _state(self) -> dict[str, Tensor]:
-        tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
-        for name, parameter in self.model.named_parameters() if self.progress.updates else ():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment]
-        return tensors | (self.outer.state() if self.outer else {})
-
-    @torch.no_grad()
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-            if self.progress.updates:
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.progress.updates)),
-                    "exp_avg": tensors[f"exp_avg.{name}"].clone(),
-                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].clone(),
-                }
+    def _spent(self) -> dict[str, float]:
+        """Since the start: bytes to and from other sites, and the seconds of computing and of waiting for them."""
+        outer, net = self.outer, self.net
+        return {
+            "sent_bytes": net.sent_bytes + (outer.sent_bytes if outer else 0),
+            "received_bytes": net.sent_bytes + (outer.received_bytes if outer else 0),
+            "computed_s": round(self.computed_s, 3),
+            "waited_s": round(net.waited_s + (outer.waited_s if outer else 0.0), 3),
+            "elapsed_s": round(time.monotonic() - self.started_s, 3),
+        }
 
 
 def rate(step: int, settings: PretrainSection) -> float:

@@ -1,0 +1,137 @@
+"""Several ranks of one site train like one: processes over gloo, whose step has the same micro-batches as one rank's.
+
+Replicas sum two gradients as one rank does, so with two micro-batches they have its bits. Shards round the gradient's norm
+otherwise, by about 1e-7 of it, and clipping scales the gradient by it. AdamW moves a weight by lr * m / sqrt(v), so a
+gradient that is only rounding may move its weight by up to lr either way: all weights must lie within 2 * lr * steps, and
+all but one in a thousand within 1e-5 of the largest weight.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shoal.cli import pretrain
+from shoal.cli.main import DONE, FAILED, main
+from shoal.config import ConfigError
+from shoal.config.sites import PretrainSection
+from shoal.learner.ranks import Ranks
+from shoal.model.plain import plain_model
+from shoal.pretrain.net import Net
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LR, STEPS, LIMIT_S = 3e-3, 4, 300.0
+
+
+@pytest.fixture(scope="module")
+def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    data, path = folder / "text.jsonl", folder / "small.toml"
+    data.write_text("".join(json.dumps({"text": f"{i} + {i} = {2 * i}. " * 5}) + "\n" for i in range(200)))
+    path.write_text(
+        f"[model]\nname = {json.dumps(str(tiny_folder))}\ndtype = 'float32'\n[pretrain]\ndata = {json.dumps(str(data))}\n"
+        f"steps = {STEPS}\nbatch = 4\nmicro_batch = 2\ntokens = 32\nlr = {LR}\nwarmup_steps = 2\nheldout = 6\n"
+        f"grad_clip = 0.5\neval_every = {STEPS}\ncheckpoint_every = 2\nshare = 5\n"
+    )
+    return path
+
+
+def command(config: Path, out: Path, *overrides: str) -> list[str]:
+    return ["pretrain", str(config), "--out", str(out), *(word for each in overrides for word in ("--set", each))]
+
+
+def one(config: Path, out: Path, *overrides: str) -> int:
+    return main(command(config, out, *overrides))
+
+
+def two(config: Path, out: Path, *overrides: str) -> list[int]:
+    """The same on two ranks, as torchrun would start them. Returns their exit statuses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    forked = multiprocessing.get_context("fork")  # a new process would import PyTorch for seconds
+    words = command(config, out, *overrides)
+    ranks = [forked.Process(target=_rank, args=(rank, port, words)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(LIMIT_S)
+        each.kill()
+    return [each.exitcode for each in ranks]
+
+
+def _rank(rank: int, port: int, words: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if rank:  # other weights than the leader's, which count
+        pretrain.model_of = lambda folder, config: plain_model(folder, 7)
+    status = main(words)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def checkpoint(out: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = load_file(max((out / "checkpoints").glob("step-*.safetensors")))
+    return tensors
+
+
+def figures(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in (name for name in one if name.startswith("model.")):
+        off = (one[name] - other[name]).abs()
+        assert float(off.max()) <= 2 * LR * STEPS, name
+        assert float((off > 1e-5 * float(one[name].abs().max())).float().mean()) <= 1e-3, name
+
+
+@pytest.fixture(scope="module")
+def alone(config: Path, one_thread: None) -> Path:
+    assert one(config, config.parent / "one") == DONE
+    return config.parent / "one"
+
+
+def test_replicas_have_the_bits_of_one_rank(config: Path, alone: Path, tmp_path: Path) -> None:
+    assert two(config, tmp_path / "two", "pretrain.parallel=replicas") == [DONE, DONE]
+    whole, parts = checkpoint(alone), checkpoint(tmp_path / "two")
+    assert whole.keys() == parts.keys()
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    count = sum(tensor.numel() for name, tensor in whole.items() if name.startswith("model."))
+    steps = [each for each in figures(tmp_path / "two") if "loss" in each]
+    assert [each["sent_bytes"] for each in steps] == [4 * (count + 1) * n for n in (1, 2, 3, 4)]  # a ring of two
+    assert all(0 < each["waited_s"] < each["elapsed_s"] for each in steps)
+
+
+def test_shards_train_like_one_rank_and_any_number_of_ranks_resumes_them(
+    config: Path, alone: Path, tmp_path: Path
+) -> None:
+    assert two(config, tmp_path / "two") == [DONE, DONE]
+    check_close(checkpoint(alone), checkpoint(tmp_path / "two"))
+    held = [
+        [each["heldout_loss"] for each in figures(out) if "heldout_loss" in each] for out in (alone, tmp_path / "two")
+    ]
+    assert held[0] == pytest.approx(held[1], abs=1e-4)
+    (tmp_path / "two" / "checkpoints" / f"step-{STEPS:08d}.safetensors").unlink()
+    assert one(config, tmp_path / "two") == DONE  # from the checkpoint that two ranks wrote
+    check_close(checkpoint(alone), checkpoint(tmp_path / "two"))
+
+
+def test_what_breaks_the_training_ends_all_ranks(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert two(config, tmp_path / "lr", "pretrain.lr=1e30") == [FAILED, DONE]
+    assert capfd.readouterr().err.count("lower pretrain.lr") == 1
+
+
+def test_micro_batches_that_ranks_cannot_share_are_refused(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="5 micro-batches of pretrain.micro_batch = 2, which 2 ranks cannot share"):
+        Net(torch.nn.Linear(1, 1), PretrainSection(batch=9, micro_batch=2), Ranks(0, 2))
