@@ -58,7 +58,7 @@ def main() -> None:
             run = data_parallel if name == "data-parallel" else sites
             found = run(FOLDER / f"{name}-{repeat}", dict(SETTINGS[name]))
             held["runs"].append({"name": name, "settings": SETTINGS[name], "repeat": repeat} | found)
-            arguments.out.write_text(json.dumps(held, indent=1) + "\n")
+            arguments.out.write_text(json.dumps(held) + "\n")
             print(name, json.dumps(found["summary"]), flush=True)  # noqa: T201
 
 
