@@ -29,7 +29,8 @@ ROOMS = {
     "view": ["protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
-    "learner": ["config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
+    "plan": ["config", "errors", "model"],
+    "learner": ["config", "diloco", "errors", "files", "model", "plan", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks"],
     "pretrain": ["config", "diloco", "errors", "files", "learner", "model"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
@@ -51,7 +52,6 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
-    "plan": ["config", "errors", "model"],
     "doctor": ["config", "model", "protocol", "sandbox"],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",

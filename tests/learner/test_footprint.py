@@ -72,6 +72,12 @@ def test_what_does_not_fit_is_said_with_the_settings_that_do(monkeypatch: pytest
     assert sevenB()[-1] == "no row fits: use more ranks"
 
 
+def test_smaller_moments_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "available_bytes", lambda _: 80e9)
+    sizes = [float(sevenB(activation_checkpointing=True, optimizer=of)[2].split()[2]) for of in ("adamw", "adamw_8bit")]
+    assert sizes[0] - sizes[1] == pytest.approx(6 * 6.5 / 8, abs=0.1), "6 bytes of 6.5 billion entries on 8 devices"
+
+
 def test_of_a_real_policy_all_is_said(tiny_folder: Path) -> None:
     said = footprint.lines(parse({"learner": {"checkpoint_every": 3}}), make_policy(tiny_folder))
     assert len(said) == 3 and "every 3 step(s) of up to 0.0 GB (learner.checkpoint_every), 2 kept" in said[1]

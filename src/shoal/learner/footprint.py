@@ -7,6 +7,7 @@ Called by `shoal learner`, on the leading rank.
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from shoal.plan.sizes import Sizes, SizesError, sizes_of
 from shoal.plan.work import work_of
 
 GB = 1e9
+SAVED_BYTES = {"adamw": 0, "adamw_8bit": 6, "muon": 4}  # of state, per entry of the blocks' matrices, against AdamW
 UNIT = 1024  # tokens; suggested rows are multiples
 
 
@@ -53,7 +55,10 @@ def _memory(config: Config, policy: Policy, sizes: Sizes, available: float) -> l
         work = work_of(planned, prompt=1, length=1)
         cpu = policy.device.type == "cpu"
         found = memory_of(sizes, work, policy.compute.itemsize, devices=policy.ranks.size, cpu=cpu)
-        return found.roles["learner"]
+        return found.roles["learner"] - SAVED_BYTES[section.optimizer] * sizes.body / policy.ranks.size
+
+    def fits(recomputes: bool, row_tokens: int) -> bool:
+        return needed(row_tokens, recomputes) <= available
 
     own = needed(section.row_tokens, section.activation_checkpointing)
     how = "recomputed in the backward pass" if section.activation_checkpointing else "kept"
@@ -63,15 +68,11 @@ def _memory(config: Config, policy: Policy, sizes: Sizes, available: float) -> l
     )
     if own <= available:
         return [said]
-    fitting = [
-        f"learner.row_tokens = {rows}{' with learner.activation_checkpointing = true' if recomputes else ''}"
-        for recomputes in dict.fromkeys((section.activation_checkpointing, True))
-        if (
-            rows := _largest_row(
-                lambda n, r=recomputes: needed(n, r) <= available, config.sampling.max_tokens, section.row_tokens
-            )
-        )  # type: ignore[misc]
-    ]
+    fitting = []
+    for recomputes in dict.fromkeys((section.activation_checkpointing, True)):
+        rows = _largest_row(partial(fits, recomputes), config.sampling.max_tokens, section.row_tokens)
+        with_ = " with learner.activation_checkpointing = true" if recomputes else ""
+        fitting += [f"learner.row_tokens = {rows}{with_}"] if rows else []
     return [said, f"full rows will not fit: set {' or '.join(fitting)}" if fitting else "no row fits: use more ranks"]
 
 
