@@ -7,9 +7,9 @@
 SmolLM2-135M, seeded sampling at temperature 1, hidden states kept and TOPLOC proofs built, as a worker does.
 
     1, 16, 64  as many completions of 200 tokens, prompts of 40 tokens in groups of up to 8
-    mixed      256 completions that end on their own after 1 to 200 tokens
+    mixed      128 completions that end on their own after 1 to 200 tokens
 
-Each tree has one process, which waits while the other one computes; the first round warms up. `--memory` generates
+Each tree has one process, which waits while the other one computes, and warms up with 8 tokens. `--memory` generates
 submissions of many sizes with the tiny model, one after the other, then from two threads, and keeps the resident memory.
 
 Writes benchmarks/results/engine_speed.json, or engine_memory.json.
@@ -40,7 +40,7 @@ from shoal.model.sources import SMOLLM2, TINY, resolve
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 CASES = ("1", "16", "64", "mixed")
-GROUP, PROMPT, TOKENS, MIXED = 8, 40, 200, 256
+GROUP, PROMPT, TOKENS, MIXED = 8, 40, 200, 128
 CHUNK_TOKENS = 32
 
 
@@ -78,14 +78,14 @@ def compare(arguments: argparse.Namespace) -> None:
     known = json.loads(path.read_text()) if path.exists() else {}
     for case in arguments.cases:
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-        for number in range(arguments.rounds + 1):
+        for number in range(arguments.rounds):
             for name in sorted(trees, reverse=bool(number % 2)):
-                found = ask(children[name], case)
-                if number:
-                    rounds[name].append(found)
+                rounds[name].append(ask(children[name], case))
         result["cases"][case] = rounds
-        rates = {n: statistics.median(one["tokens"] / one["wall_s"] for one in found) for n, found in rounds.items()}
-        sys.stdout.write(f"{case}: { ({name: round(rate, 1) for name, rate in rates.items()}) } tokens/s\n")
+        for unit in ("wall_s", "cpu_s"):
+            rates = {n: statistics.median(one["tokens"] / one[unit] for one in found) for n, found in rounds.items()}
+            said = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+            sys.stdout.write(f"{case}, tokens by {unit}: {said}\n")
         sys.stdout.flush()
         path.write_text(json.dumps(known | {f"{arguments.threads} threads": result}, indent=1) + "\n")
     for process in children.values():
@@ -113,12 +113,16 @@ def ask(process: "subprocess.Popen[str]", case: str) -> dict[str, float]:
 def child(dtype: Any, numerics: Any) -> None:
     engine = TorchEngine(dtype, "cpu", numerics)
     engine.load(resolve(SMOLLM2))
+    warm: set[str] = set()
     for line in sys.stdin:
+        if line not in warm:
+            warm.add(line)
+            measured(engine, line.strip(), 8)
         sys.stdout.write(json.dumps(measured(engine, line.strip())) + "\n")
         sys.stdout.flush()
 
 
-def measured(engine: TorchEngine, case: str) -> dict[str, float]:
+def measured(engine: TorchEngine, case: str, tokens: int = TOKENS) -> dict[str, float]:
     """One case: tokens, seconds, CPU seconds, and the process's largest resident size so far in MiB."""
     draw = random.Random(0)
     vocabulary = engine.model.config.vocab_size
@@ -127,7 +131,7 @@ def measured(engine: TorchEngine, case: str) -> dict[str, float]:
     prompts = [[draw.randrange(5, vocabulary) for _ in range(PROMPT)] for _ in range(-(-count // GROUP))]
     seeds = [list(range(start, min(start + GROUP, count))) for start in range(0, count, GROUP)]
     started_s, cpu_started_s = time.perf_counter(), time.process_time()
-    groups = engine.generate(prompts, seeds, Sampling(1.0, TOKENS, ends))
+    groups = engine.generate(prompts, seeds, Sampling(1.0, tokens, ends))
     generated_s = time.perf_counter() - started_s
     flat = [one for group in groups for one in group]
     toploc.build_many([one.hidden_TH for one in flat], chunk_tokens=CHUNK_TOKENS)

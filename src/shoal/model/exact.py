@@ -14,7 +14,7 @@ not be exact: it is the cascade's (`attention`). Registered with transformers as
 Left out: other devices than the CPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -121,20 +121,26 @@ def rounded(count: int, unit: int) -> int:
 # --- decoding: every row of a batch has one new token ------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Few:
+    """Some neighbouring sequences of a step: as many as the CPU's cache holds once converted."""
+
+    rows: slice
+    keys: int  # the first ones of the cache: as many as their longest needs
+    start: int  # every query sees the keys before
+    bias_N11K: Tensor  # float32, of the keys from `start` on: 0, or -inf where the query does not see the key
+
+
 class Step:
     """One step of decoding B sequences: row b sees the first lengths_B[b] keys of its cache, its own key included."""
 
     def __init__(self, lengths_B: Tensor) -> None:
-        self.keys = rounded(int(lengths_B.max()), KEYS)
-        start = int(lengths_B.min())
-        hidden_BK = torch.arange(start, self.keys) >= lengths_B[:, None]
-        bias_BK = torch.zeros(hidden_BK.shape).masked_fill_(hidden_BK, float("-inf"))
-        self.hidden = Hidden(start, bias_BK[:, None], (len(lengths_B), -1))
+        self.lengths_B = lengths_B
+        self.few: list[Few] = []
         self.query_BkRD = torch.empty(0)
-        self.scores_BkRK = torch.empty(0)
 
     def attend(self, query_BhD: Tensor, key_BkKD: Tensor, value_BkKD: Tensor, scale: float) -> Tensor:
-        """With the cache's first K keys and values, in any dtype. Returns output_BhD, float32.
+        """With the cache's first keys and values, in any dtype. Returns output_BhD, float32.
 
         Queries behind the cache's last row are padding: their output is 0.
         """
@@ -143,35 +149,34 @@ class Step:
         sharing = heads // key_heads
         rows = rounded(sharing, fewest_rows(depth))
         if self.query_BkRD.shape != (batch, key_heads, rows, depth):  # of all blocks
+            self.few = self._parts(max(1, CACHED // (key_heads * keys * depth)))
             self.query_BkRD = torch.zeros(batch, key_heads, rows, depth)  # rows of padding stay 0
-            self.scores_BkRK = torch.empty(batch, key_heads, rows, keys)
-        query_BkRD, scores_BkRK = self.query_BkRD, self.scores_BkRK
-        own_BkgD = query_BhD[:batch].view(batch, key_heads, sharing, depth)
-        query_BkRD[:, :, :sharing] = own_BkgD  # scaled in float32, not before
-        query_BkRD[:, :, :sharing].mul_(scale)
-        for some, key_NKD in _in_float32(key_BkKD):
-            torch.bmm(query_BkRD[some].flatten(0, 1), key_NKD.transpose(1, 2), out=scores_BkRK[some].flatten(0, 1))
-        self.hidden.hide_(scores_BkRK.flatten(0, 1))
-        torch.softmax(scores_BkRK, -1, out=scores_BkRK)
-        output_BkRD = torch.empty_like(query_BkRD)
-        for some, value_NKD in _in_float32(value_BkKD):
-            weighted_sum_(output_BkRD[some].flatten(0, 1), scores_BkRK[some].flatten(0, 1), value_NKD)
-        output_BhD = output_BkRD.new_zeros(padded, heads, depth)
-        output_BhD[:batch].view(batch, key_heads, sharing, depth).copy_(output_BkRD[:, :, :sharing])
+            self.output_BkRD = torch.empty_like(self.query_BkRD)
+        self.query_BkRD[:, :, :sharing] = query_BhD[:batch].view(batch, key_heads, sharing, depth)
+        self.query_BkRD[:, :, :sharing].mul_(scale)  # in float32, not before
+        for few in self.few:
+            query_NRD = self.query_BkRD[few.rows].flatten(0, 1)
+            scores_NRK = torch.bmm(query_NRD, self._float(key_BkKD, few).transpose(1, 2))
+            scores_NRK.view(-1, key_heads, rows, few.keys)[..., few.start :].add_(few.bias_N11K)
+            torch.softmax(scores_NRK, -1, out=scores_NRK)
+            weighted_sum_(self.output_BkRD[few.rows].flatten(0, 1), scores_NRK, self._float(value_BkKD, few))
+        output_BhD = self.output_BkRD.new_zeros(padded, heads, depth)
+        output_BhD[:batch].view(batch, key_heads, sharing, depth).copy_(self.output_BkRD[:, :, :sharing])
         return output_BhD
 
+    def _float(self, x_BkKD: Tensor, few: Few) -> Tensor:
+        """What few sequences need, x_NKD in float32: it is read from the CPU's cache once converted."""
+        return x_BkKD[few.rows, :, : few.keys].float().flatten(0, 1)
 
-def _in_float32(x_BkKD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """A few sequences at a time, as (sequences, x_NKD): they are read from the CPU's cache once converted."""
-    if x_BkKD.dtype == torch.float32:
-        yield slice(None), x_BkKD.flatten(0, 1)
-        return
-    batch = len(x_BkKD)
-    step = max(1, CACHED // x_BkKD[0].numel())
-    converted = x_BkKD.new_empty(min(step, batch), *x_BkKD.shape[1:], dtype=torch.float32)
-    for start in range(0, batch, step):
-        some = slice(start, min(start + step, batch))
-        yield some, converted[: some.stop - start].copy_(x_BkKD[some]).flatten(0, 1)
+    def _parts(self, step: int) -> list[Few]:
+        found = []
+        for at in range(0, len(self.lengths_B), step):
+            lengths_N = self.lengths_B[at : at + step]
+            start, keys = int(lengths_N.min()), rounded(int(lengths_N.max()), KEYS)
+            hidden_NK = torch.arange(start, keys) >= lengths_N[:, None]
+            bias_NK = torch.zeros(hidden_NK.shape).masked_fill_(hidden_NK, float("-inf"))
+            found.append(Few(slice(at, at + len(lengths_N)), keys, start, bias_NK[:, None, None]))
+        return found
 
 
 # --- packed trees ------------------------------------------------------------------------------------------------------
