@@ -267,7 +267,7 @@ class _Batch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Generation, Piece]]:
-        """Drop who left, draw a token for each row, and compute on for those that go on."""
+        """Drop rows that left, draw a token for each other row, and compute the next step of those that continue."""
         out = [(one, Piece(one.text.end(), finish="cancelled")) for one in self.live if one.cancelled]
         self._keep([row for row, one in enumerate(self.live) if not one.cancelled])
         if not self.live:
