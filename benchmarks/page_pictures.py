@@ -23,22 +23,14 @@ from playwright.sync_api import sync_playwright
 OUT = Path(__file__).parent.parent / "docs" / "images"
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 WAIT_MS = 600_000  # a reply on a slow machine
-DASHBOARD = [  # name, view, theme, screen
-    ("dashboard", "overview", "light", WIDE),
-    ("dashboard-dark", "overview", "dark", WIDE),
-    ("dashboard-phone", "overview", "light", PHONE),
-    ("dashboard-phone-dark", "overview", "dark", PHONE),
-    ("dashboard-timeline", "timeline", "light", WIDE),
-    ("dashboard-timeline-dark", "timeline", "dark", WIDE),
-    ("dashboard-timeline-phone", "timeline", "light", PHONE),
-    ("dashboard-nodes-dark", "nodes", "dark", WIDE),
-    ("dashboard-nodes-phone", "nodes", "light", PHONE),
-    ("dashboard-validation", "validation", "light", WIDE),
-    ("dashboard-rollouts", "rollouts", "light", WIDE),
-    ("dashboard-rollouts-phone-dark", "rollouts", "dark", PHONE),
-]
-
-SITES = [("dashboard-sites", "sites", "light", WIDE)]
+DASHBOARD = {  # by view: screens and themes, as they stand in the file's name
+    "overview": ["", "-dark", "-phone", "-phone-dark"],
+    "timeline": ["", "-dark", "-phone"],
+    "nodes": ["-dark", "-phone"],
+    "validation": [""],
+    "rollouts": ["", "-phone-dark"],
+}
+SITES = {"sites": [""]}
 
 
 def main() -> None:
@@ -56,12 +48,15 @@ def main() -> None:
                 chat(browser, url, arguments.chat, arguments.out)
         else:
             with serving("dashboard", arguments.run, "--port", "0") as url:
-                for name, view, theme, screen in SITES if arguments.sites else DASHBOARD:
-                    dashboard(browser, url, view, theme, screen, arguments.out / f"{name}.png")
+                for view, looks in (SITES if arguments.sites else DASHBOARD).items():
+                    for look in looks:
+                        dashboard(browser, url, view, look, arguments.out)
         browser.close()
 
 
-def dashboard(browser: Any, url: str, view: str, theme: str, screen: dict[str, int], path: Path) -> None:
+def dashboard(browser: Any, url: str, view: str, look: str, out: Path) -> None:
+    screen, theme = PHONE if "phone" in look else WIDE, "dark" if "dark" in look else "light"
+    path = out / f"dashboard{'' if view == 'overview' else f'-{view}'}{look}.png"
     page = browser.new_page(viewport=screen, color_scheme=theme)
     page.goto(f"{url}/#{view}")
     page.wait_for_selector("#view section")

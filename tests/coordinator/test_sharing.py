@@ -456,6 +456,9 @@ def test_only_a_published_invite_that_is_open_and_valid_is_listed(tmp_path: Path
         path.unlink()
     invite_from(place.folder, "worker", "one", None, 1).save(path)
     assert place.listed() == ClosedRun(place="a", why=BY_FAULT), "an invite for one node is not for the public"
+    path.unlink()
+    place.why = BY_OPERATOR
+    assert place.listed() == ClosedRun(place="a", why=BY_OPERATOR), "also while its last requests end"
     place.close()
 
 
@@ -538,3 +541,17 @@ def test_a_flood_of_strangers_at_one_run_does_not_delay_the_members_of_another(
     asyncio.run(attack())
     for place in opened:
         place.close()
+
+
+def test_a_refusal_by_a_run_counts_once_for_its_listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener's front stands before all of its runs; a run with a front of its own would hold each refusal twice."""
+    front, held = Front(), list[str]()
+    monkeypatch.setattr(front.strangers, "refusal_hold_s", lambda address: held.append(address) or 0.0)
+    opened = places(tmp_path, "a", front=front)
+
+    async def ask() -> int:
+        async with TestClient(TestServer(shared_application(opened, front, Identity.generate()))) as client:
+            return (await client.post("/runs/a/v1/heartbeat")).status
+
+    assert asyncio.run(ask()) == 401 and len(held) == 1
+    opened[0].close()

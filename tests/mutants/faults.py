@@ -307,7 +307,7 @@ FAULTS = [
         SHARED,
         "one_run_is_closed",
     ),
-    Fault(SHARING, "self.run.coordinator.routes() if", "self.run.coordinator.app() if", SHARED, "allowance"),
+    Fault(SHARING, "self.run.coordinator.routes() if", "self.run.coordinator.app() if", SHARED, "counts_once"),
     Fault(SERVED, "seal(self.coordinator.pool.db)", "pass", SHARED, "sealed"),
     Fault(
         SERVED,
@@ -331,9 +331,9 @@ FAULTS = [
     Fault(DISCOVERY, 'if "content-encoding" in response.headers:', "if False:", FOUND),
     Fault(DISCOVERY, 'invite.check("worker", None)', "pass", SHARED, "not_the_runs_own"),
     Fault(MEMBERS, 'if node.state == "left":\n                self', "if False:\n                self", PLACES),
-    Fault(MEMBERS, "self.count_workers(but=key) >= places", "self.count_workers() >= places", PLACES),
+    Fault(MEMBERS, "self.count_workers() >= places", "self.count_workers() > places", PLACES),
     Fault(NODES, "state NOT IN ('left', 'dismissed', 'banned')", "state NOT IN ('left', 'dismissed')", PLACES),
-    Fault(NODES, '" AND seen_s >= ? AND key <> ?"', '" AND seen_s >= ? - 100 AND key <> ?"', PLACES),
+    Fault(NODES, '" AND seen_s >= ?"', '" AND seen_s >= ? - 100"', PLACES),
     Fault(
         ESCROW,
         "if self.db.is_trained(self.config.run.steps):",
@@ -344,7 +344,7 @@ FAULTS = [
     Fault(
         ESCROW,
         "self._credit(worker, self.db.submissions.pending_of(worker))\n        else",
-        "self._credit(worker, [(submission, tokens)])\n        else",
+        "pass\n        else",
         "coordinator/credit/test_escrow.py",
         "after_the_last_step",
     ),

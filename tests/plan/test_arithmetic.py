@@ -85,8 +85,8 @@ def test_validation_prefills_what_was_generated() -> None:
 @pytest.mark.parametrize(
     ("links", "rate_bps"),
     [
-        (Links(origin_up_bps=800, relays=4), 200),
-        (Links(origin_up_bps=8000, relay_up_bps=100, relays=4), 40),
+        (Links(origin_up_bps=800, relays=4), 800),
+        (Links(origin_up_bps=8000, relay_up_bps=130, relays=4), 40),
         (Links(worker_down_bps=16, relay_up_bps=1e9), 16),
     ],
 )

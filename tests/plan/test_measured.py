@@ -9,6 +9,7 @@ import pytest
 from shoal.config import load
 from shoal.learner import metrics
 from shoal.plan import BUNDLED, Device, Fleet, Links, Work, memory_of, plan, work_of
+from shoal.plan.steps import broadcast_s
 from shoal.plan.work import forward_flops
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,20 @@ def test_the_memory_of_whole_runs(name: str) -> None:
     }.items():
         peak = statistics.fmean(run["peak_rss_bytes"][process] for run in runs)  # type: ignore[index]
         assert memory.roles[role] == pytest.approx(peak, rel=0.25), role
+
+
+@pytest.mark.parametrize("name", ["quiet", "loss", "faults", "peers", "public", "star"])
+def test_the_broadcast_over_emulated_links(name: str) -> None:
+    """One origin, 4 relays, 16 workers: each shard leaves the origin once, whatever the number of relays."""
+    raw = json.loads((RESULTS / f"wan-{name}.json").read_text())
+    links = raw["plan"]
+    planned_s = broadcast_s(
+        raw["size_bytes"],
+        Links(links["origin_bps"], links["relay_bps"], links["client_bps"], links["relays"]),
+        links["clients"],
+    )
+    seconds = [transfer["seconds"] for transfer in raw["transfers"] if transfer["system"] == "shoal"]
+    assert planned_s == pytest.approx(statistics.median(seconds), rel=0.25)
 
 
 def test_flops_are_those_that_the_learner_reports() -> None:

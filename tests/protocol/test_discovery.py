@@ -7,38 +7,32 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.config.checking import RequirementsSection
 from shoal.protocol import discovery
 from shoal.protocol.answers import sign_answer
 from shoal.protocol.discovery import DOMAIN, DiscoveryError, FoundRuns, find_runs
 from shoal.protocol.identity import Identity, Signed
-from shoal.protocol.messages import VERSION, RunList, RunOffer
+from shoal.protocol.messages import VERSION, RunList
 
-OWNER, OTHER = Identity.generate(), Identity.generate()
-OFFER: dict[str, Any] = {
-    "place": "sums",
-    "run": "sums-1",
-    "key": OWNER.public,
-    "url": "http://h:1/runs/sums",
-    "model": "bundled:tiny",
-    "state": "running",
-    "step": 3,
-    "steps": 24,
-    "workers": 2,
-    "places_free": None,
-    "requirements": RequirementsSection().model_dump(),
-}
+from ..cli.test_discover import OWNER, offer
+
+OTHER = Identity.generate()
 
 
 def found(
-    *, protocol: int = VERSION, signer: Identity = OWNER, list_signer: Identity = OWNER, key: str = "", **changed: Any
+    *,
+    protocol: int = VERSION,
+    signer: Identity = OWNER,
+    list_signer: Identity = OWNER,
+    domain: str = DOMAIN,
+    key: str = "",
+    **changed: Any,
 ) -> FoundRuns:
     """What `find_runs` makes of a list with one offer; `signer` signs the answer, `list_signer` the list."""
 
     def listener(request: httpx.Request) -> httpx.Response:
         assert str(request.url) == "http://h:1/runs"
-        listed = RunList(protocol=protocol, runs=[RunOffer(**OFFER | changed)])
-        body = Signed.make(list_signer, listed.model_dump_json(), domain=DOMAIN).model_dump_json().encode()
+        listed = RunList(protocol=protocol, runs=[offer("sums", **changed)])
+        body = Signed.make(list_signer, listed.model_dump_json(), domain=domain).model_dump_json().encode()
         answer = {"status": 200, "body_sha256": sha256(body).digest(), "created_s": 1}
         return httpx.Response(200, content=body, headers=sign_answer(signer, request.headers, **answer))
 
@@ -50,7 +44,7 @@ def client(listener: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
 
 
 def test_a_list_is_read_from_the_listener_of_a_runs_url() -> None:
-    assert [offer.place for offer in found().runs.runs] == ["sums"] and found().url == "http://h:1"
+    assert [one.place for one in found().runs.runs] == ["sums"] and found().url == "http://h:1"
     assert found(key=OWNER.public).key == OWNER.public
 
 
@@ -62,6 +56,7 @@ def test_a_list_is_read_from_the_listener_of_a_runs_url() -> None:
         ({"key": OTHER.public}, "cannot be trusted: "),
         ({"signer": OTHER}, "cannot be trusted: "),
         ({"list_signer": OTHER}, "cannot be trusted: "),
+        ({"domain": "run"}, "cannot be trusted: the signature of "),
         ({"signer": OTHER, "list_signer": OTHER, "key": OWNER.public}, "cannot be trusted: "),
     ],
 )

@@ -81,7 +81,7 @@ class Watch:
             raise GraderFailsError(
                 f"{words}; grade some completions by hand with `shoal grade CONFIG {self.folder / 'rollouts.jsonl'}`. A run "
                 "keeps the tasks and rewards it began with: fix them and start a new run, or raise "
-                "tasks.grader_error_limit and go on with this one"
+                "tasks.grader_error_limit and continue this one"
             )
 
     def _grader_fails(self, grading: Grading) -> str:

@@ -5,8 +5,9 @@
     rollouts    rounds of `at_once` completions, each `length` times: read weights and cache, compute 2 FLOPs a parameter and
                 completion. Both add up, as on a CPU; with perfect overlap the larger would count. Plus prompts' prefill.
     validation  forward_flops x generated / (devices x flops x prefill)
-    broadcast   bytes x 8 / the slowest of: origin's upload, shared by relays; relays' uploads, shared by workers; a worker's
-                download. Shards are passed on while they arrive, so hops do not add up.
+    broadcast   bytes x 8 / the slowest of: origin's upload, which sends each shard to one relay; relays' uploads, shared by
+                workers and the other relays; a worker's download. Shards are passed on while they arrive, so hops do not
+                add up.
 
 With async level A, batch s + 1 + A may use version s + 1, so A + 1 steps are in flight (Little's law):
 
@@ -127,8 +128,8 @@ def validation_s(sizes: Sizes, work: Work, fleet: Fleet) -> float:
 
 def broadcast_s(size_bytes: float, links: Links, workers: int) -> float:
     rates = [
-        links.origin_up_bps / links.relays if links.origin_up_bps else math.inf,
-        links.relay_up_bps * links.relays / workers if links.relay_up_bps else math.inf,
+        links.origin_up_bps or math.inf,
+        links.relay_up_bps * links.relays / (workers + links.relays - 1) if links.relay_up_bps else math.inf,
         links.worker_down_bps or math.inf,
     ]
     return 8 * size_bytes * links.delta / min(rates)

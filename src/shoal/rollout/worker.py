@@ -1,8 +1,8 @@
 """The worker's loop: get a task, produce the submission, upload it. Untrusted; it makes outbound requests only.
 
-An upload that takes longer than SHORT_S goes on while the next submission is generated: the worker names the file's hash, by
-which the coordinator knows that this task is done. One upload at a time.
-Invariant: no submission is dropped but by the coordinator's refusal, and none is produced before the one before the last is
+An upload that takes longer than SHORT_S continues while the next submission is generated: the worker names the file's
+hash, by which the coordinator knows that this task is done. One upload at a time.
+Invariant: only the coordinator's refusal drops a submission, and none is produced before the one before the last is
 uploaded. Called by `shoal worker`. It meets the rest of the system only through messages and files.
 Left out: keeping a finished file over a restart.
 """

@@ -4,7 +4,7 @@ Invariant: what follows in this process is no longer host root, whoever started 
 RLIMIT_NPROC and could read root's files. So root first becomes a uid that no account has. Then
 `bubblewrap`  executes bwrap, which executes the interpreter again for `server.main`;
 `kernel`      makes the same namespaces and the same root folder by itself (`mounts.py`) and becomes process 1;
-`rlimits`     goes on as it is.
+`rlimits`     continues as it is.
 Called by `pool.py`, in an interpreter with an empty environment that got its modules through a file descriptor.
 Left out: seccomp, Landlock and limits. Each program gets its own, in `program.py`.
 """

@@ -24,7 +24,7 @@ import torch
 
 from shoal import toploc
 from shoal.config import Config
-from shoal.config.sections import ValidatorSection
+from shoal.config.checking import ValidatorSection
 from shoal.model.turns import fit, model_positions, model_spans, model_tokens
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest

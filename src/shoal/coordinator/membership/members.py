@@ -50,23 +50,23 @@ class Members:
             if node.invite != entry:
                 raise PoolError(f"this key is already registered as {node.name}")
             if node.state == "left":
-                self._check_place(key, invite.role)
+                self._check_place(invite.role)
             return
         if self.db.clock() > invite.expires_s:
             raise PoolError("the invite has expired; ask for a new one", 403)
         if self.db.nodes.is_taken(entry, name):
             raise PoolError(f"the invite for {name} was used by another key; ask for a new one", 403)
-        self._check_place(key, invite.role)
+        self._check_place(invite.role)
         if invite.open:
             self._check_stake(key)
 
-    def count_workers(self, *, but: str = "") -> int:
-        """Workers that live and may work: each has one of the run's places. `but`: a key that is not counted."""
-        return self.db.nodes.count_workers(self.db.clock() - self.config.coordinator.node_timeout_s, but=but)
+    def count_workers(self) -> int:
+        """Workers that live and may work: each has one of the run's places."""
+        return self.db.nodes.count_workers(self.db.clock() - self.config.coordinator.node_timeout_s)
 
-    def _check_place(self, key: str, role: Role) -> None:
+    def _check_place(self, role: Role) -> None:
         places = self.config.requirements.places
-        if role == "worker" and places and self.count_workers(but=key) >= places:
+        if role == "worker" and places and self.count_workers() >= places:
             raise PoolError(f"this run is full: it has places for {places} workers; try again when one has left", 403)
 
     def _check_stake(self, key: str) -> None:

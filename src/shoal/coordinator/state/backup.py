@@ -1,4 +1,4 @@
-"""A copy of a coordinator's folder that is itself one: `shoal coordinator --dir COPY` goes on from there.
+"""A copy of a coordinator's folder that is itself one: `shoal coordinator --dir COPY` continues from there.
 
     pool.sqlite     by SQLite's online backup, so that the coordinator may be at work; checked
     nonces.sqlite   empty, of another boot: what was signed before the copy is opened is refused, so nothing is served twice

@@ -92,14 +92,13 @@ class Nodes:
     def is_taken(self, invite: str, name: str) -> bool:
         return self.connection.row("SELECT 1 FROM nodes WHERE invite = ? OR name = ?", invite, name) is not None
 
-    def count_workers(self, seen_after_s: float, *, but: str = "") -> int:
-        """Those that may work and gave a sign of life since then, without the key `but`."""
+    def count_workers(self, seen_after_s: float) -> int:
+        """Those that may work and gave a sign of life since then."""
         return int(
             self.connection.value(
                 "SELECT count(*) FROM nodes WHERE role = 'worker' AND state NOT IN ('left', 'dismissed', 'banned')"
-                " AND seen_s >= ? AND key <> ?",
+                " AND seen_s >= ?",
                 seen_after_s,
-                but,
             )
         )
 

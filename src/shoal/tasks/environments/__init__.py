@@ -1,7 +1,7 @@
 """Environments: what answers the model between its turns, for tasks in several turns.
 
 interface      what an environment is                    calculator   calc(12*7) is answered 84
-conversation   when turns go on, and with which tokens   template     text to tokens, by the model's chat template
+conversation   when turns continue, and with which tokens   template     text to tokens, by the model's chat template
 python         runs the model's programs                 plain        which programs print the same everywhere
 """
 

@@ -1,4 +1,4 @@
-"""Whether a conversation goes on after a turn of the model, and with which tokens: the same code for worker and validator.
+"""Whether a conversation continues after a turn of the model, and with which tokens: the same code for worker and validator.
 
     the model's turn ends with an end token -> its text -> the environment of the task's source -> text -> tokens
 
