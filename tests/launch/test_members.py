@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from shoal.config import Config
+from shoal.config import Config, parse
 from shoal.launch import members
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import read_invite, run_id
@@ -20,3 +20,14 @@ def test_a_members_invite_is_its_owners_alone_and_is_kept(tmp_path: Path) -> Non
         found.check("worker", now_s=None)
     members.invite(worker, Identity.generate(), "run-0", "http://127.0.0.1:1", tmp_path)
     assert read_invite(str(path)) == found
+
+
+def test_workers_and_cheaters_are_started_with_the_engines_in_turn(tmp_path: Path) -> None:
+    settings = parse(
+        {"workers": {"engines": ["torch", "vllm"], "count": 3, "cheat": ["forged_reward", "wrong_temperature"]}}
+    )
+    started = {one.name: members.command(one, settings, tmp_path, 2) for one in members.members(settings)}
+    with_vllm = {
+        name for name, words in started.items() if words[words.index("--join") + 2 :][:2] == ["--engine", "vllm"]
+    }
+    assert with_vllm == {"worker-1", "cheater-1"}

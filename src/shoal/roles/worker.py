@@ -54,8 +54,6 @@ def generator(
 
     vLLM's results depend on its batches, so it claims no exactness class. Raises VllmMissingError.
     """
-    from shoal.model import numerics
-
     device = config.model.device
     if name == "vllm":
         from shoal.engine.vllm.client import VllmEngine
@@ -64,9 +62,8 @@ def generator(
             yield vllm, f"{name}/{device.partition(':')[0]}", lambda: ""
         return
     from shoal.engine.torch_engine import TorchEngine
+    from shoal.model import numerics
 
-    engine, prints = (
-        TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device)),
-        fingerprinter(config, dtype),
-    )
+    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device))
+    prints = fingerprinter(config, dtype)
     yield engine, "", lambda: prints(engine.model)

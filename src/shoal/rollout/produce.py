@@ -61,11 +61,11 @@ class Producer:
         Raises TooManyTokensError if the run's completions do not fit the model.
         """
         check_max_tokens(folder, self.config.sampling.max_tokens)
-        self.engine.load(folder)
-        if self.tokenizer is None:
+        if self.tokenizer is None:  # first: an engine may take long, and the folder be dropped meanwhile
             self.tokenizer = load_tokenizer(folder)
             self.sampling = Sampling(self.sampling.temperature, self.sampling.max_tokens, eos_ids(folder))
             self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
+        self.engine.load(folder)
         return version
 
     def reload(self, folder: Path, version: int) -> None:
