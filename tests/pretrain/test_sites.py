@@ -22,11 +22,8 @@ class Run:
         self.folder, self.config = folder, config
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *overrides: str, ranks: int = 1) -> None:
+    def start(self, name: str, *overrides: str) -> None:
         command = [sys.executable, "-m", "shoal"]
-        if ranks > 1:
-            run = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "shoal"]
-            command = [sys.executable, "-m", *run]
         if name == "meet":
             command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
         else:
@@ -143,25 +140,3 @@ def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None
         assert words in done.stderr.splitlines()[-1]
     run.start("site-0")
     assert [run.end(name) for name in ("site-0", "meet")] == [0, 0]
-
-
-@pytest.mark.parametrize("parallel", ["shards", "replicas"])
-def test_a_site_of_two_ranks_is_killed_and_all_end_with_the_same_bits(run: Run, parallel: str) -> None:
-    run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 60").replace("batch = 2", "batch = 4"))
-    run.start("meet", "sites.sites=2")
-    run.start("site-0")
-    settings = ["pretrain.micro_batch=2", f"pretrain.parallel={parallel}"]
-    run.start("site-1", *settings, ranks=2)
-    run.until_round(2)
-    run.processes["site-1"].terminate()  # torchrun ends its ranks
-    run.end("site-1")
-    run.start("site-1", *settings, ranks=2)
-    assert [run.end(name) for name in ("site-0", "site-1", "meet")] == [0, 0, 0], run.log("site-1")[-2000:]
-    agreed = {each["round"]: each["digest"] for each in run.rounds()}
-    assert run.rounds()[-1]["kept"] == ["site-0", "site-1"]
-    for name in ("site-0", "site-1"):
-        landed = [each for each in run.figures(name) if "digests" in each and each["quorum"]]
-        assert landed[-1]["round"] == 6
-        assert all(each["digests"] == [agreed[each["round"] - 1]] for each in landed)
-    models = {(run.folder / name / "model" / "model.safetensors").read_bytes() for name in ("site-0", "site-1")}
-    assert len(models) == 1
