@@ -19,11 +19,8 @@ class Run:
         self.folder, self.config, self.trains = folder, config, trains
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *overrides: str, out: Path | None = None, ranks: int = 1) -> None:
-        command = [sys.executable, "-m"]
-        if ranks > 1:
-            command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        command += ["shoal"]
+    def start(self, name: str, *overrides: str, out: Path | None = None) -> None:
+        command = [sys.executable, "-m", "shoal"]
         if name == "meet":
             command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
         else:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,16 @@ from torch import Tensor
 
 from shoal.cli import pretrain
 from shoal.cli.main import DONE, FAILED, main
-from shoal.config import ConfigError
+from shoal.config import Config, ConfigError
 from shoal.config.sites import PretrainSection
+from shoal.diloco.agreed import Agreed
+from shoal.diloco.direct import Direct
+from shoal.diloco.meeting import Meeting
+from shoal.diloco.messages import Greeting, Welcome
 from shoal.learner.ranks import Ranks
 from shoal.model.plain import plain_model
 from shoal.pretrain.net import Net
+from shoal.pretrain.outer import Outer, terms_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LR, STEPS, LIMIT_S = 3e-3, 4, 300.0
@@ -51,13 +57,13 @@ def one(config: Path, out: Path, *overrides: str) -> int:
     return main(command(config, out, *overrides))
 
 
-def two(config: Path, out: Path, *overrides: str) -> list[int]:
+def two(config: Path, out: Path, *overrides: str, join: bool = False) -> list[int]:
     """The same on two ranks, as torchrun would start them. Returns their exit statuses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     forked = multiprocessing.get_context("fork")  # a new process would import PyTorch for seconds
-    words = command(config, out, *overrides)
+    words = command(config, out, *overrides) + (["--join", "invite"] if join else [])
     ranks = [forked.Process(target=_rank, args=(rank, port, words)) for rank in range(2)]
     for each in ranks:
         each.start()
@@ -125,6 +131,37 @@ def test_shards_train_like_one_rank_and_any_number_of_ranks_resumes_them(
     check_close(checkpoint(alone), checkpoint(tmp_path / "two"))
 
 
+@pytest.mark.parametrize("parallel", ["replicas", pytest.param("shards", marks=pytest.mark.slow)])
+def test_what_a_meeting_agrees_on_reaches_every_rank(
+    config: Path, tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrain, "read_invite", lambda path: None)
+    monkeypatch.setattr(pretrain, "_outer", alone_in_a_meeting)
+    rounds = ("sites.sites=1", "sites.inner_steps=1", f"pretrain.parallel={parallel}")
+    assert main([*command(config, tmp_path / "one", *rounds), "--join", "invite"]) == DONE
+    assert two(config, tmp_path / "two", *rounds, join=True) == [DONE, DONE]
+    check_close(checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two"))
+    agreed = [[each["digests"] for each in figures(tmp_path / name) if "digests" in each] for name in ("one", "two")]
+    assert len(agreed[0]) == STEPS
+    if parallel == "replicas":
+        assert agreed[0] == agreed[1]
+
+
+class Alone(Direct):
+    """A site in a meeting of its own."""
+
+    def join(self, greeting: Greeting) -> Welcome:
+        self.meeting.about = dict(greeting.about)
+        return super().join(greeting)
+
+
+def alone_in_a_meeting(config: Config, net: Net, out: Path, invite: None, stop: Any) -> Outer:
+    terms = terms_of(config, net.tensors)
+    exchange = Alone(Meeting(out / "meet", terms, {}, "run", lambda: Agreed.of(net.tensors, terms.fragments)), "site-0")
+    return Outer("site-0", config.sites, terms, exchange, exchange, net.tensors, out, stop.is_set)
+
+
+@pytest.mark.slow
 def test_what_breaks_the_training_ends_all_ranks(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
