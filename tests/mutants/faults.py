@@ -305,7 +305,7 @@ FAULTS = [
         "        if self.run is None or self.why:\n            return ClosedRun",
         "        if self.run is None:\n            return ClosedRun",
         SHARED,
-        "one_run_is_closed",
+        "published_invite",
     ),
     Fault(SHARING, "self.run.coordinator.routes() if", "self.run.coordinator.app() if", SHARED, "counts_once"),
     Fault(SERVED, "seal(self.coordinator.pool.db)", "pass", SHARED, "sealed"),

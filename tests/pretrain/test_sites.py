@@ -87,3 +87,24 @@ def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None
         assert words in done.stderr.splitlines()[-1]
     run.start("site-0")
     assert [run.end(name) for name in ("site-0", "meet")] == [0, 0]
+
+
+def test_a_site_whose_disk_is_full_ends_with_that_message_and_the_others_go_on(run: Run, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 60"))
+        run.start("meet")
+        for name in ("site-0", "site-2"):
+            run.start(name)
+        run.start("site-1", out=disk / "site-1")
+        assert run.end("site-1") == 1
+        assert "No space left on device" in run.log("site-1").splitlines()[-1]
+        assert [run.end(name) for name in ("site-0", "site-2", "meet")] == [0, 0, 0]
+    finally:
+        run.close()
+        subprocess.run(["umount", disk], check=True)
+    assert run.model("site-0") == run.model("site-2")
+    assert "site-1" in run.rounds()[0]["kept"] and run.rounds()[-1]["kept"] == ["site-0", "site-2"]

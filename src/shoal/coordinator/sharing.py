@@ -10,7 +10,7 @@ which nodes take for a coordinator that is away. What is signed for one run is r
 audience are signed, and no two runs of a listener have one audience. The limits of strangers hold for the listener as a
 whole.
 Called by `shoal coordinator --runs`. Left out: `coordinator.database` and remote trackers, which take a process of their
-own; opening a run while others are served (nodes outlast the restart); a run whose disk hangs, which holds up all of them.
+own; opening a run while others are served (nodes wait for a restart); a run whose disk hangs, which holds up all others.
 """
 
 import asyncio

@@ -69,7 +69,7 @@ def plan_groups(
 ) -> list[GroupPlan]:
     """The plan of every group of one submission. `pick` draws a task's index from 32 random bytes.
 
-    `curriculum` names the page that `pick` goes by: with another page all draws are other ones.
+    `curriculum` names the page that `pick` uses: another page changes all draws.
     """
     plans = []
     page = f"\n{curriculum}" if curriculum else ""

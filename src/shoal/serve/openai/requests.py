@@ -68,7 +68,7 @@ class Message(BaseModel):
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are the assistant's")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a message of role tool, and no other, has a tool_call_id")
+            raise ValueError("only a message of role tool has a tool_call_id")
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing")
         return self

@@ -1,0 +1,245 @@
+"""Requests to a coordinator that is away, silent, busy, somebody else, or answers too much."""
+
+import gzip
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from shoal.protocol import calling
+from shoal.protocol import node as node_module
+from shoal.protocol.calling import ASKING, NodeError, RefusedError, StoppedError, TooLargeError
+from shoal.protocol.messages import Ok
+from shoal.protocol.node import Node
+
+from .support import OTHER, FakeCoordinator, NoPauses, answered, invite, join
+
+# --- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path) -> None:
+    coordinator, stop = FakeCoordinator(away=6), NoPauses()
+    assert join(coordinator, tmp_path, stop=stop).name == "w-0"
+    assert len(coordinator.requests) == 7
+    assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "ever longer, up to two seconds"
+
+
+def test_each_attempt_is_signed_anew(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator(away=3)
+    join(coordinator, tmp_path, stop=NoPauses())
+    assert len({request.headers["signature"] for request in coordinator.requests}) == 4, "or it would be a replay"
+
+
+def test_a_large_body_goes_out_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """httpcore copies what is left of a piece after each part that is sent: 270 MB in one piece took 15 s on loopback."""
+    monkeypatch.setattr(calling, "SEND_BYTES", 1000)
+    coordinator = FakeCoordinator()
+    node, data = join(coordinator, tmp_path), bytes(range(250)) * 10
+    coordinator.answers["/v1/x"] = "{}"
+    node.put("/v1/x", data, Ok)
+    assert isinstance(stream := coordinator.requests[-1].stream, httpx.SyncByteStream)
+    assert [len(piece) for piece in stream] == [1000, 1000, 500] and b"".join(stream) == data
+    assert coordinator.requests[-1].headers["content-length"] == "2500"
+
+
+def test_the_deadline_names_whom_it_waited_for(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(NodeError, match="http://c:1 did not answer POST /v1/register for 0 s .ConnectError.") as caught:
+        join(FakeCoordinator(away=1_000), tmp_path, patience_s=0.4)
+    assert time.monotonic() - started_s < 5
+    assert not isinstance(caught.value, RefusedError) and "is it running" in str(caught.value)
+
+
+def test_a_node_that_is_told_to_stop_makes_no_further_attempt(tmp_path: Path) -> None:
+    coordinator, stop = FakeCoordinator(away=1_000), NoPauses(most=2)
+    with pytest.raises(StoppedError, match="http://c:1 did not answer POST /v1/register"):
+        join(coordinator, tmp_path, patience_s=1e9, stop=stop)
+    assert len(coordinator.requests) == 3
+
+
+def test_a_stop_does_not_wait_for_a_coordinator_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()  # the clock goes on by a quarter of a second with each look at it
+    monkeypatch.setattr(calling, "time", SimpleNamespace(monotonic=lambda: next(looks) / 4))
+    monkeypatch.setattr(calling, "LOOK_S", 0.001)
+    stop, freed = threading.Event(), threading.Event()
+    looks_before_stop = 0
+
+    def silent(request: httpx.Request) -> httpx.Response:
+        nonlocal looks_before_stop
+        looks_before_stop = next(looks)
+        stop.set()
+        freed.wait(60)
+        return httpx.Response(500)
+
+    try:
+        with pytest.raises(StoppedError):
+            Node.join(invite(), tmp_path, stop=stop, transport=httpx.MockTransport(silent))
+    finally:
+        freed.set()
+    assert calling.GRACE_S <= (next(looks) - looks_before_stop) / 4 <= calling.GRACE_S + 1.5
+
+
+def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
+
+
+def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    coordinator.answers["/v1/claims"] = httpx.Response(502, text="<html>bad gateway</html>")
+    with pytest.raises(RefusedError, match="POST /v1/claims: HTTP 502"):
+        node.post("/v1/claims", None, Ok)
+
+
+# --- whose answers ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_of_anybody_else_counts_as_none(tmp_path: Path) -> None:
+    """A proxy whose coordinator is away, or somebody on the way: neither may stop a node, nor be believed."""
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
+    for signer, word in ((None, "not signed"), (OTHER, "signed by")):
+        coordinator.signer = signer
+        for status in (200, 403, 502):
+            coordinator.answers["/v1/claims"] = httpx.Response(status, json={"ok": True})
+            with pytest.raises(NodeError, match=f"status {status}, but it is {word}") as caught:
+                node.post("/v1/claims", None, Ok)
+            assert not isinstance(caught.value, RefusedError)
+
+
+@pytest.mark.parametrize("change", ["body", "status", "another request"])
+def test_an_answer_that_was_changed_on_the_way_counts_as_none(tmp_path: Path, change: str) -> None:
+    """Also the coordinator's own answer to another request, such as another worker's task or a batch of another step."""
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path, patience_s=0.2, stop=NoPauses())
+    asked_first: list[httpx.Request] = []
+
+    def between(request: httpx.Request) -> httpx.Response:
+        asked_first.append(request)
+        answer = answered(asked_first[0], httpx.Response(200, json={"ok": True}))
+        if change == "body":
+            return httpx.Response(200, json={"ok": False}, headers={**answer.headers, "content-length": "12"})
+        if change == "status":
+            return httpx.Response(409, content=answer.content, headers=answer.headers)
+        return answer
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(between))
+    if change == "another request":
+        assert node.post("/v1/steps", None, Ok).ok
+    with pytest.raises(NodeError, match="UnsignedAnswerError"):
+        node.post("/v1/steps", None, Ok)
+
+
+def test_a_node_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> None:
+    coordinator, stop = FakeCoordinator(), NoPauses()
+    node = join(coordinator, tmp_path, stop=stop)
+    busy = [httpx.Response(429, json={"error": "wait"}), httpx.Response(429, json={"error": "wait"})]
+    coordinator.answers["/v1/steps"] = '{"ok": true}'
+    good = coordinator.__call__
+
+    def first_busy(request: httpx.Request) -> httpx.Response:
+        return answered(request, busy.pop()) if busy else good(request)
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(first_busy))
+    assert node.post("/v1/steps", None, Ok).ok and stop.pauses == pytest.approx([0.1, 0.2])
+
+
+def test_a_request_that_was_signed_before_the_coordinator_started_is_signed_again(tmp_path: Path) -> None:
+    """A coordinator that has just started refuses what may be a replay, and an honest node must not end of that."""
+    coordinator, stop = FakeCoordinator(), NoPauses()
+    node = join(coordinator, tmp_path, stop=stop)
+    coordinator.answers["/v1/steps"] = '{"ok": true}'
+    signatures: list[str] = []
+
+    def early_once(request: httpx.Request) -> httpx.Response:
+        signatures.append(request.headers["signature"])
+        return (
+            answered(request, httpx.Response(425, json={"error": "replayed"}))
+            if len(signatures) == 1
+            else coordinator(request)
+        )
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(early_once))
+    assert node.post("/v1/steps", None, Ok).ok and len(set(signatures)) == 2
+
+
+def test_the_longer_answers_take_the_less_often_a_node_asks_again(tmp_path: Path) -> None:
+    """So that a coordinator with more members than it can answer at their pace is not asked ever more."""
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    node.answered_in_s = 0.0
+    assert node.pause_s(0.1) == 0.1
+    quick = coordinator.__call__
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        time.sleep(0.2)
+        return quick(request)
+
+    node.client = httpx.Client(base_url="http://c:1", auth=node.client.auth, transport=httpx.MockTransport(slow))
+    node.beat()
+    assert node.pause_s(0.1) >= 0.2 * (1 - ASKING) / ASKING
+
+
+def test_an_answer_that_is_not_the_message_is_refused(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    coordinator.answers["/v1/steps"] = '{"ok": true, "more": 1}'
+    with pytest.raises(NodeError, match="/v1/steps: unexpected answer"):
+        node.post("/v1/steps", None, Ok)
+
+
+# --- how much ---------------------------------------------------------------------------------------------------------
+
+
+class Endless(httpx.SyncByteStream):
+    """A body without end; `sent` counts its bytes."""
+
+    sent = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self.sent < 1 << 24:  # where nobody stops reading, the test ends all the same
+            self.sent += 1024
+            yield bytes(1024)
+
+
+def test_an_answer_above_its_limit_is_not_read_on(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    coordinator.answers["/v1/tasks/a"] = httpx.Response(200, content=bytes(5000))
+    assert node.get_bytes("/v1/tasks/a", most_bytes=5000) == bytes(5000)
+    endless = Endless()
+    coordinator.answers["/v1/tasks/a"] = httpx.Response(200, stream=endless)
+    with pytest.raises(TooLargeError, match=r"http://c:1 answers GET /v1/tasks/a with more than 4999 bytes"):
+        node.get_bytes("/v1/tasks/a", most_bytes=4999)
+    assert endless.sent <= 1 << 17
+
+
+def test_messages_and_curriculum_pages_have_limits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "PAGE_BYTES", 2000)
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    for path in ("/v1/batches/1", "/v1/curricula/a"):
+        coordinator.answers[path] = httpx.Response(200, stream=Endless())
+    with pytest.raises(TooLargeError, match="more than 2000 bytes"):
+        node.curriculum_page("a")
+    with pytest.raises(TooLargeError, match="more than 4096 bytes"):
+        node.get("/v1/batches/1", Ok, most_bytes=4096)
+
+
+def test_a_compressed_answer_is_refused(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    node = join(coordinator, tmp_path)
+    data = gzip.compress(bytes(1 << 20))
+    coordinator.answers["/v1/tasks/a"] = httpx.Response(
+        200, stream=httpx.ByteStream(data), headers={"content-encoding": "gzip"}
+    )
+    with pytest.raises(NodeError, match="answers GET /v1/tasks/a in gzip"):
+        node.get_bytes("/v1/tasks/a", most_bytes=1 << 21)
+    assert coordinator.requests[-1].headers["accept-encoding"] == "identity"
