@@ -227,7 +227,13 @@ def picture(found: dict[str, Any], sites: int, path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot(found["loss_by_round"], color="#bbbbbb", linewidth=0.6, label="training, mean of the sites")
     heldout = found["heldout_loss_by_round"]
-    above.plot([int(round) for round in heldout], list(heldout.values()), color="#4477aa", linewidth=1.5, label="held out, after the round")
+    above.plot(
+        [int(round) for round in heldout],
+        list(heldout.values()),
+        color="#4477aa",
+        linewidth=1.5,
+        label="held out, after the round",
+    )
     low, top = above.get_ylim()
     above.set_ylim(low, top + 0.4 * (top - low))  # room for the legend
     for kind, color in zip(KINDS, COLORS, strict=True):
