@@ -125,6 +125,7 @@ def hivemind_peer(first: str, peer: int, peers: int, count: int) -> None:
     import hivemind
     import torch
     from hivemind.averaging.control import AveragingStage
+    from hivemind.compression import Float16Compression
 
     torch.set_num_threads(1)
     dht = hivemind.DHT([first] if first else None, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
@@ -134,7 +135,7 @@ def hivemind_peer(first: str, peer: int, peers: int, count: int) -> None:
         start=True,
         prefix="outer",
         target_group_size=peers,
-        compression=hivemind.Float16Compression(),
+        compression=Float16Compression(),
     )
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes(count).values()]
     outer = torch.optim.SGD(parameters, LR, MOMENTUM, nesterov=True)
@@ -291,7 +292,7 @@ def main() -> None:
                 for engine in (shoal, other):
                     engine.end()
     held = {
-        "command": f"python benchmarks/diloco_hivemind.py {' '.join(sys.argv[1:])}",
+        "command": f"python {' '.join(sys.argv)}".replace(arguments.hivemind, "PYTHON"),
         "machine": describe(),
         "parameters": arguments.matrices * SIDE * SIDE,
         "kind": KIND,
