@@ -1,8 +1,8 @@
 """Simulate pools of 10 to 10,000 workers, and a run that was recorded.
 
-    cd benchmarks; python -m simulate [--run RUN_FOLDER] [--quick]
+    cd benchmarks; python -m simulate [--sizes 10 100 1000 10000] [--names "same batch"] [--run RUN_FOLDER]
 
-`--run` compares with a run's folder and keeps its figures; without it, the comparison in the results file stays as it is.
+`--run` compares with a run's folder. What is not asked for stays in the results file as it is.
 Writes results/simulate.json, docs/images/simulate.png, and prints the tables of docs/outgrown.md.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from simulate.pool import Pool
 from simulate.recorded import recorded
-from simulate.settings import cases
+from simulate.settings import SIZES, cases
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "simulate.json"
@@ -26,30 +26,34 @@ SEEDS = range(5)  # of the comparison
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="the folder of a finished run to compare with")
-    parser.add_argument("--quick", action="store_true", help="only pools of up to 100 workers; writes nothing")
+    parser.add_argument("--sizes", type=int, nargs="*", choices=SIZES, default=SIZES, help="of the pools")
+    parser.add_argument("--names", nargs="*", help="of the cases; none: all")
     arguments = parser.parse_args()
-    result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if arguments.run:
-        result["compared"] = compare(arguments.run)
-    result["pools"] = []
+        keep({"compared": compare(arguments.run)})
     for case in cases():
-        if arguments.quick and case.workers > 100:
+        if case.workers not in arguments.sizes or (arguments.names and case.name not in arguments.names):
             continue
         started_s = time.perf_counter()
         found = asdict(Pool(case.setting).run())
         took_s = time.perf_counter() - started_s
-        result["pools"].append(
-            {"name": case.name, "workers": case.workers, "async_level": case.async_level} | found | {"took_s": took_s}
-        )
+        name = {"name": case.name, "workers": case.workers, "async_level": case.async_level}
+        keep({"pools": {f"{case.name}, {case.workers}, level {case.async_level}": name | found | {"took_s": took_s}}})
         shares = [f"{found[name]:.0%}" for name in ("generating", "links", "validators", "learner", "wasted")]
         sys.stdout.write(
             f"| {case.name} | {case.workers:,} | {case.async_level} | {found['step_s'] / 60:.0f} min | "
             f"{' | '.join(shares)} | {found['staleness']:.1f} |\n"
         )
         sys.stdout.flush()
-    if not arguments.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result["pools"], ROOT / "docs" / "images" / "simulate.png")
+    draw(list(keep({})["pools"].values()), ROOT / "docs" / "images" / "simulate.png")
+
+
+def keep(new: dict[str, Any]) -> dict[str, Any]:
+    """Put these figures into the results file beside the others. Returns all."""
+    result: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"pools": {}}
+    result = result | new | {"pools": result["pools"] | new.get("pools", {})}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def compare(folder: Path) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def draw(pools: list[dict[str, Any]], path: Path) -> None:
     for panel, level in zip(panels, levels, strict=True):
         chosen = [one for one in pools if one["async_level"] == level and not one["name"].startswith("paper")]
         for name in dict.fromkeys(one["name"] for one in chosen):
-            own = [one for one in chosen if one["name"] == name]
+            own = sorted((one for one in chosen if one["name"] == name), key=lambda one: one["workers"])
             panel.plot([one["workers"] for one in own], [100 * one["generating"] for one in own], "o-", label=name)
         panel.set(xscale="log", xlabel="workers", title=f"async level {level}", ylim=(0, 100))
     panels[0].set_ylabel("workers generating, % of the time")

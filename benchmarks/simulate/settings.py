@@ -20,7 +20,8 @@ RIG_GROUPS = 4
 UPLOAD_BITS = 4 * 16 * 8_000 * 18 * 8  # a submission: groups x completions x tokens x bytes x 8
 UP_BPS = 50e6
 LOAD_S = 60.0
-STEPS = 24
+MOST_STEPS, FEWEST_STEPS, STEP_WORKERS = 24, 6, 12_000  # fewer of large pools, whose every step is many events
+SIZES = (10, 100, 1_000, 10_000)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def pool(workers: int, async_level: int, *, grows: bool, spread: float = 1.0, re
     factor = max(workers // WORKERS, 1) if grows else 1
     validators = 8 * factor
     return Setting(
-        steps=STEPS,
+        steps=max(FEWEST_STEPS, min(MOST_STEPS, STEP_WORKERS // workers)),
         async_level=async_level,
         batch=BATCH * factor,
         rigs=[rig(draw, spread, relays * 10e9 or float("inf"), workers) for _ in range(workers)],
@@ -80,7 +81,7 @@ def cases() -> list[Case]:
         setting = pool(WORKERS, level, grows=False)
         found.append(Case("paper", WORKERS, level, setting))
         found.append(Case("paper, versions arrive at once", WORKERS, level, without_network(setting)))
-    for workers in (10, 100, 1_000, 10_000):
+    for workers in SIZES:
         for level in (1, 2, 4):
             found += [
                 Case("grows", workers, level, pool(workers, level, grows=True)),
