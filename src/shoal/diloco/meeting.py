@@ -73,8 +73,7 @@ class Meeting:
         `publish` is given the open round and what is agreed before it: at the start, and after each round.
         """
         self.folder, self.terms, self.about, self.run, self.clock = folder, terms, dict(about), run, clock
-        self.publish, self.archive, self.members = publish, Archive(folder), Members()
-        self.round = 0
+        self.round, self.publish, self.archive, self.members = 0, publish, Archive(folder), Members()
         self.norms: list[float] = []
         self.outcomes: dict[int, Outcome] = {}
         self.offers: dict[str, Offer] = {}
