@@ -81,7 +81,7 @@ def test_another_key_than_the_invites_is_not_believed() -> None:
     mine = invite(identity)
     errors, config, _ = seen(pool(Identity.generate(), mine.run, []), Targets(URL, invite=mine))
     assert config is None
-    assert "not to be believed" in errors[URL]
+    assert "cannot be trusted" in errors[URL]
 
 
 def test_another_run_than_the_invites_is_named() -> None:

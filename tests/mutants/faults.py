@@ -236,7 +236,7 @@ FAULTS = [
     # --- the validator
     Fault(CHECKS, "if far == 0 and beyond <= allowed", "if beyond <= allowed", JUDGED),
     Fault(CHECKS, "mean <= limits.sampling_margin_mean:", "True:", JUDGED),
-    Fault(CHECKS, "if error <= rules.config.validator.logprob_error_mean:", "if True:", JUDGED),
+    Fault(CHECKS, "if error <= rules.limits(case).logprob_error_mean:", "if True:", JUDGED),
     Fault(
         CHECKS,
         "likely_N = prefill.logprobs_N.exp() > limits.eos_probability",

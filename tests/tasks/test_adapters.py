@@ -54,7 +54,7 @@ def rows(options):
         ("def rows(options):\n  yield {'question': 'a'}\n  raise KeyError('late')", "KeyError: 'late'"),
         ("def rows(options):\n  yield {'question': 'a'}\n  os._exit(3)", "ends with status 3"),
         ("def rows(options): os._exit(0)", "no complete list"),
-        ("this is not Python", "SyntaxError"),
+        ("this is no Python", "SyntaxError"),
     ],
 )
 def test_a_list_is_complete_or_an_error_says_why(tmp_path: Path, code: str, message: str) -> None:

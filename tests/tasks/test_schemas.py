@@ -388,7 +388,7 @@ def b64(data: bytes) -> str:
     [
         (b64(pickle.dumps(Evil())), "a pickle of more than a string, which is never loaded"),
         (b64(pickle.dumps(["[]", "[]"])), "a pickle of more than a string"),
-        (b64(b"no pickle"), "no pickled string"),
+        (b64(b"no pickle"), "not a pickled string"),
         ("?!", "neither JSON nor compressed"),
         (b64(pickle.dumps("x" * (65 << 20))), "unpacks to more than 64 MB"),
         (b64(pickle.dumps("not json")), "is not JSON"),

@@ -6,7 +6,7 @@ import torch
 from shoal.config import parse
 from shoal.protocol.messages import Spent
 from shoal.protocol.messages.checking import MOST_MISSED
-from shoal.store.rollouts import AcceptedRollout
+from shoal.store.rollouts import AcceptedRollout, Header
 from shoal.tasks.derive import GroupPlan
 from shoal.validator.case import Case, Prefill
 from shoal.validator.spending import missed, spent
@@ -32,8 +32,9 @@ def case(margins: list[list[float]], rewards: list[float], group_size: int = 4) 
     )
     plan = GroupPlan.__new__(GroupPlan)
     object.__setattr__(plan, "seeds", tuple(range(group_size)))
+    header = Header.model_construct(engine="torch/cpu")
     empty = Case.__new__(Case)
-    for name, value in {"plans": [plan], "rewards": rewards, "prefill": prefill}.items():
+    for name, value in {"header": header, "plans": [plan], "rewards": rewards, "prefill": prefill}.items():
         object.__setattr__(empty, name, value)
     return empty
 

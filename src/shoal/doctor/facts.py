@@ -23,6 +23,7 @@ Role = Literal["run", "coordinator", "learner", "origin", "relay", "worker", "va
 COMPUTING: tuple[Role, ...] = ("run", "learner", "worker", "validator", "evaluator")
 PORTS: dict[Role, int] = {"coordinator": 8700, "origin": 8710, "relay": 8720}  # as docs/deploy.md proposes them
 EXTRAS = {  # one package of each extra in pyproject.toml
+    "8bit": "bitsandbytes",
     "browser": "playwright",
     "evm": "web3",
     "evals": "lm_eval",
