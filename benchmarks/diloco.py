@@ -65,10 +65,9 @@ class Setting:
 
 GRID = [
     Setting(1, 0),
-    Setting(4, 50, "fp32"),
-    *(Setting(sites, steps) for sites in (4, 8, 2, 1) for steps in (50, 500, 100)),
-    Setting(4, 50, "int8"),
-    Setting(4, 50, "int4"),
+    *(Setting(4, 50, kind) for kind in ("fp32", "fp16", "int8", "int4")),
+    *(Setting(sites, 50) for sites in (8, 2, 1)),
+    *(Setting(sites, steps) for steps in (500, 100) for sites in (4, 8, 2, 1)),
     Setting(4, 50, "int4", fragments=2, delay=5, keep=0.5),
 ]
 
@@ -162,6 +161,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
         held = read()
         held |= {
             "command": f"python benchmarks/diloco.py {' '.join(sys.argv[1:])}",
+            "threads": 1,
             "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__},
             "size": asdict(SIZE),
             "sequences_per_step": SEQUENCES,
@@ -169,7 +169,8 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
             "steps_before": BEFORE,
             "train_tokens": train_tokens,
         }
-        held["runs"].append(run)
+        if (run["setting"], run["seed"]) not in [(done["setting"], done["seed"]) for done in held["runs"]]:
+            held["runs"].append(run)
         write_file(RESULT, (json.dumps(held, indent=1) + "\n").encode())
 
 
