@@ -1,6 +1,6 @@
 """`Config`: a run's whole config, one section per process and the learning recipe, checked against each other.
 
-Called by `loading`, which reads it from a file, and by everything that is told how to run.
+Called by `loading`, which reads it from a file, and by everything that needs a setting.
 """
 
 from typing import Literal
