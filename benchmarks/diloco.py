@@ -5,7 +5,7 @@
 
 Every step trains on the same `SEQUENCES` sequences in every setting: data-parallel training computes one gradient of all of
 them, and each of n sites an AdamW step on its n-th part. As in the paper, DiLoCo starts from a model that was trained
-data-parallel for a while; all sites start with its weights and moments, and data-parallel training continues from the same state.
+data-parallel for a while; all sites start with its weights and moments, and so does data-parallel training.
 
 The sites are simulated: they train in turn in this process, but offer, average, round and apply with the package's own code,
 and the bytes are those of its files. A ring all-reduce of float32 gradients sends 2·(n−1)/n·4 bytes per parameter and step.
