@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
@@ -11,7 +12,9 @@ import aiohttp
 import httpx
 import pytest
 
+from shoal.config.sections import LedgerSection
 from shoal.dashboard.feed import MOST_WAITING
+from shoal.dashboard.watched import WatchedFolder
 
 from .conftest import MARKUP, Serving
 
@@ -83,6 +86,18 @@ def test_the_timeline_has_a_lane_for_each_node_and_its_downloads(finished: Path,
 def test_a_node_shows_what_it_has_at_stake(finished: Path, serving: Serving) -> None:
     nodes = {node["name"]: node for node in everything(serving(finished))["/api/nodes"].json()["nodes"]}
     assert (nodes["alice"]["stake"], nodes["mallory"]["stake"]) == (500, 0)
+
+
+def test_what_a_contract_holds_is_shown_as_the_coordinator_last_read_it(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    with sqlite3.connect(folder / "coordinator" / "pool.sqlite") as database:
+        database.execute("UPDATE nodes SET staked = 70 WHERE name = 'alice'")
+    watched = WatchedFolder(folder)
+    assert watched.config
+    contract = LedgerSection(backend="evm", rpc="http://x", contract="0x" + "11" * 20)
+    watched.config = watched.config.model_copy(update={"ledger": contract})
+    assert watched.stakes() == {"alice": 70}
+    watched.close()
 
 
 def test_other_runs_come_with_their_reward_and_accuracy(finished: Path, serving: Serving) -> None:

@@ -240,6 +240,10 @@ class Queries:
         marks = ", ".join("?" * len(ids))
         return dict(self.connection.rows(f"SELECT id, seq FROM submissions WHERE id IN ({marks})", *ids))
 
+    def staked(self) -> dict[str, int]:
+        """By node's name: what the coordinator last read in the contract, where that is anything."""
+        return dict(self.connection.rows("SELECT name, staked FROM nodes WHERE staked > 0"))
+
     def names(self) -> dict[str, str]:
         """Node's name by key."""
         return dict(self.connection.rows("SELECT key, name FROM nodes"))

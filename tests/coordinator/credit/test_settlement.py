@@ -10,6 +10,7 @@ from shoal.coordinator.credit import settlement
 from shoal.coordinator.credit.settlement import Settlement
 from shoal.coordinator.credit.stakes import ChainStakes
 from shoal.coordinator.state.database import PoolError
+from shoal.coordinator.tables.nodes import Nodes
 from shoal.ledger.evm.contract import EvmStakes, deploy
 from shoal.ledger.evm.opening import read_key
 from shoal.ledger.evm.web3_chain import ChainLostError
@@ -79,6 +80,12 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(monkeypatch)
 
 
+def staked(nodes: Nodes, key: str) -> int:
+    node = nodes.get(key)
+    assert node
+    return node.staked
+
+
 async def until(is_so, *, of: Settlement) -> None:  # type: ignore[no-untyped-def]
     """Settle until then, a minute at most."""
     task = asyncio.create_task(of.run())
@@ -103,9 +110,13 @@ def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> Non
     scene.credit(ALICE, "a-1", 30)
     asyncio.run(until(lambda: scene.stakes.at_risk(ALICE) == 150 and not settling.waiting, of=settling))
     assert (scene.credited(ALICE), scene.credited(BOB)) == (30, 0)
+    nodes = scene.harness.pool.db.nodes
+    asyncio.run(until(lambda: staked(nodes, ALICE) == 150, of=settling))  # the dashboard reads it there
     scene.harness.pool.db.ledger.append(
         "slashed", {"worker": ALICE, "submission": "a-2", "reason": "proof", "file": "cd" * 32}
     )
+    nodes.change_state(ALICE, "active", "banned", "slashed", 0.0)
+    asyncio.run(until(lambda: staked(nodes, ALICE) == 0, of=settling))
     settling.finish()
     assert scene.contract.pool() == 150 and not scene.notices
 

@@ -64,6 +64,7 @@ class Settlement:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 self._tell(None)
+                self._keep()
                 pause_s = LOOK_S
             await asyncio.sleep(0 if self.waiting and pause_s == LOOK_S else pause_s)
 
@@ -104,7 +105,17 @@ class Settlement:
                 self.waiting.append(entry)
         since_s = self.db.clock() - 2 * self.config.coordinator.node_timeout_s
         nodes = self.db.nodes.all()
-        return [node.key for node in nodes if node.joined_by_stake and node.seen_s >= since_s and not node.evicted]
+        return [
+            node.key
+            for node in nodes
+            if node.joined_by_stake and (node.staked > 0 if node.evicted else node.seen_s >= since_s)
+        ]
+
+    def _keep(self) -> None:
+        """Write what each member has at risk into the table of nodes, for the dashboard."""
+        for node in self.db.nodes.all():
+            if self.stakes.members.get(node.key, node.staked) != node.staked:
+                self.db.nodes.set_staked(node.key, self.stakes.members[node.key])
 
     def _tell(self, error: LedgerError | None) -> None:
         """Once each time that the news changes."""

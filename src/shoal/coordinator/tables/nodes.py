@@ -19,7 +19,7 @@ SCHEMA = [
     suspensions BIGINT NOT NULL DEFAULT 0, took_s DOUBLE PRECISION NOT NULL DEFAULT 0,
     size BIGINT NOT NULL DEFAULT 0, tokens_per_s DOUBLE PRECISION NOT NULL DEFAULT 0, speeds BIGINT NOT NULL DEFAULT 0,
     missed DOUBLE PRECISION NOT NULL DEFAULT 0, missed_in_a_row BIGINT NOT NULL DEFAULT 0,
-    rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0)""",
+    rests_until_s DOUBLE PRECISION NOT NULL DEFAULT 0, staked BIGINT NOT NULL DEFAULT 0)""",
     "CREATE INDEX IF NOT EXISTS nodes_role ON nodes (role, seq)",  # each heartbeat asks for the relays among all workers
     "CREATE INDEX IF NOT EXISTS nodes_banned ON nodes (seq) WHERE state = 'banned'",
     "CREATE INDEX IF NOT EXISTS nodes_took ON nodes (took_s) WHERE took_s > 0",
@@ -51,6 +51,7 @@ class Node:
     missed: float  # recent share of its tasks that it never uploaded
     missed_in_a_row: int
     rests_until_s: float  # no new task before
+    staked: int  # in a contract, when it was last read
 
     @property
     def evicted(self) -> bool:
@@ -154,6 +155,9 @@ class Nodes:
 
     def set_capability(self, key: str, capability: str) -> None:
         self.connection.change("UPDATE nodes SET capability = ? WHERE key = ?", capability, key)
+
+    def set_staked(self, key: str, amount: int) -> None:
+        self.connection.change("UPDATE nodes SET staked = ? WHERE key = ?", amount, key)
 
     def set_size(self, key: str, size: int) -> None:
         self.connection.change("UPDATE nodes SET size = ? WHERE key = ?", size, key)
