@@ -19,12 +19,13 @@ import statistics
 import sys
 import tempfile
 import time
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diloco_model import Size, Trainee, perplexity, processor, tokens
+from diloco_model import Size, Trainee, Trainees, perplexity, processor, tokens
 from filelock import FileLock
 from torch import Tensor
 
@@ -80,24 +81,21 @@ def start(train_N: Tensor, seed: int) -> Trainee:
     return trainee
 
 
-def copy(first: Trainee, numbers: list[int]) -> Trainee:
-    """The same weights and moments, and the draws `numbers` of each step."""
-    trainee = Trainee(first.train_N, first.seed, numbers, SIZE)
-    trainee.model.load_state_dict(first.model.state_dict())
-    trainee.optimizer.load_state_dict(first.optimizer.state_dict())
-    return trainee
-
-
 def dense(first: Trainee, held_N: Tensor) -> dict[str, Any]:
-    trainee = copy(first, list(range(SEQUENCES)))
+    trainees = Trainees(first, 1)
     for step in range(BEFORE, SIZE.steps):
-        trainee.step(step)
-    return {"perplexity": perplexity(trainee.model, held_N, SIZE)}
+        trainees.step(step)
+    return {"perplexity": perplexity_of(trainees.tensors[0], first, held_N)}
+
+
+def perplexity_of(tensors: dict[str, Tensor], first: Trainee, held_N: Tensor) -> float:
+    network = deepcopy(first.model)
+    network.load_state_dict(tensors, strict=False)  # tied weights have one name
+    return perplexity(network, held_N, SIZE)
 
 
 def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
-    share = SEQUENCES // setting.sites
-    trainees = [copy(first, list(range(at, at + share))) for at in range(0, SEQUENCES, share)]
+    trainees = Trainees(first, setting.sites)
     shapes = {name: tuple(tensor.shape) for name, tensor in first.tensors.items()}
     every = setting.inner_steps // setting.fragments
     terms = Terms(
@@ -117,25 +115,24 @@ def sparse(setting: Setting, first: Trainee, held_N: Tensor) -> dict[str, Any]:
         for exchange in exchanges:
             exchange.join(Greeting(about={}, round=0, digests=agreed.digests))
         for step in range(1, STEPS + 1):
-            for trainee in trainees:
-                trainee.step(BEFORE + step - 1)
+            trainees.step(BEFORE + step - 1)
             last = step == STEPS
             if step % every == 0:
-                offers = [site.offer(trainee.tensors) for site, trainee in zip(sites, trainees, strict=True)]
+                offers = [site.offer(tensors) for site, tensors in zip(sites, trainees.tensors, strict=True)]
                 for exchange, (digest, offered) in zip(exchanges, offers, strict=True):
                     exchange.offer(meeting.round, digest, offered)
                 sent += len(offers[0][1])
             if step >= every and (step % every == setting.delay or last):
-                for exchange, site, trainee in zip(exchanges, sites, trainees, strict=True):
+                for exchange, site, tensors in zip(exchanges, sites, trainees.tensors, strict=True):
                     found = exchange.outcome(site.round)
                     assert isinstance(found, tuple)
-                    site.apply(trainee.tensors, *found, 0.0 if last else setting.keep)
+                    site.apply(tensors, *found, 0.0 if last else setting.keep)
                 received += len(found[1])
         assert len({tuple(site.agreed.digests) for site in sites}) == 1
         for number, vector in enumerate(sites[0].agreed.parameters):  # what all agree on, whichever fragment came last
-            terms.fragments.scatter_(trainees[0].tensors, number, vector)
+            terms.fragments.scatter_(trainees.tensors[0], number, vector)
     return {
-        "perplexity": perplexity(trainees[0].model, held_N, SIZE),
+        "perplexity": perplexity_of(trainees.tensors[0], first, held_N),
         "sent_bytes_per_site": sent,
         "received_bytes_per_site": received,
         "rounds": terms.rounds,

@@ -4,6 +4,7 @@ The text is the standard library as installed here (PSF licence), without its te
 weights and the optimizer are float32; products run in bfloat16 (`torch.autocast`) where `Size.autocast` says so.
 """
 
+import copy
 import math
 import platform
 import sysconfig
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.func import functional_call, vmap
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.config.sites import PretrainSection
@@ -104,6 +106,45 @@ class Trainee:
         draw = torch.Generator().manual_seed((self.seed * 64 + number) * 1_000_003 + step)
         starts = torch.randint(len(self.train_N) - self.size.length, (self.size.sequences,), generator=draw)
         return torch.stack([self.train_N[at : at + self.size.length] for at in starts.tolist()])
+
+
+class Trainees:
+    """`count` copies of a trainee, its weights and its moments. Each trains on its share of the draws, all in one pass.
+
+    Letter S: sites. One pass (`torch.func.vmap`) takes two thirds of the time that one after the other takes.
+    """
+
+    def __init__(self, first: Trainee, count: int) -> None:
+        self.first, self.count = first, count
+        self.stacked = {name: torch.stack([tensor] * count).requires_grad_() for name, tensor in first.tensors.items()}
+        self.tensors = [{name: own.detach()[site] for name, own in self.stacked.items()} for site in range(count)]
+        self.optimizer = torch.optim.AdamW(self.stacked.values(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        for own, tensor in zip(self.stacked.values(), first.model.parameters(), strict=True):
+            state = first.optimizer.state[tensor]
+            self.optimizer.state[own] = {
+                name: torch.stack([value] * count) if value.dim() else value.clone() for name, value in state.items()
+            }
+        self.network = copy.deepcopy(first.model)
+        self.network.set_attn_implementation("eager")  # vmap and autocast give the fused one unequal dtypes
+
+    def step(self, step: int) -> None:
+        ids_BT = torch.cat([self.first.window(step, number) for number in self.first.numbers])
+        ids_SBT = ids_BT.view(self.count, -1, ids_BT.shape[-1])
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(step, self.first.settings)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.first.size.autocast):
+            logits_SBTV = vmap(self.logits)(self.stacked, ids_SBT)
+        mean = F.cross_entropy(logits_SBTV[..., :-1, :].flatten(0, 2).float(), ids_SBT[..., 1:].flatten())
+        (mean * self.count).backward()  # the sum over sites of each one's mean
+        gradients = [own.grad for own in self.stacked.values() if own.grad is not None]
+        norms_S = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        for gradient in gradients:
+            gradient.mul_((1 / (norms_S + 1e-6)).clamp(max=1).view(-1, *[1] * (gradient.dim() - 1)))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def logits(self, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
+        return functional_call(self.network, tensors, (), {"input_ids": ids_BT, "use_cache": False}).logits
 
 
 def loss_of(network: Any, ids_BT: Tensor, size: Size) -> Tensor:
