@@ -2,10 +2,10 @@
 
 Invariant: a worker works on at most one task, and neither a restart nor older weights give it a different one. Its nonce
 is unpredictable, and each later task is of the same version or a newer one, so a worker cannot choose among tasks without
-missing some (see `arrivals`). One with accepted work gets its next task while it uploads the one before, whose bytes it
-has named by their hash: at most two are open, and what the second is can change nothing in the first. The pool never assigns
-more work than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted work never hold
-more than half of that while a worker with accepted work is there.
+missing some (see `arrivals`). One with accepted work gets its next task while it uploads the one before. It has named that
+file by its hash, so the second task can change nothing in the first. At most two are open. The pool never assigns more work
+than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted work never hold more than
+half of that while a worker with accepted work is there.
 Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
 chosen here; its size follows the worker's measured speed (`sizes`).
 """
