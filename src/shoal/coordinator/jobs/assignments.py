@@ -161,9 +161,9 @@ class Assignments:
         More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
         worker with accepted work is there, half of the batch is for such workers, however many young keys hold tasks.
 
-        A worker's own size may be more than is missing: what is left over goes into the next batch. Where that could not use
-        it, because the version is too old by then or the run is over, no task holds more than is missing; and while the
-        learner is still busy, it is asked for as if all groups were useful, so that nothing is left over.
+        A worker's own size may be more than is missing: what is left over goes into the next batch. Where the next batch
+        could not use it (its version is too old by then, or the run is over), no task holds more than is missing. While the
+        learner is still busy, all groups then count as useful, so that nothing is left over.
         """
         section, node = self.config.coordinator, self.db.nodes.get(worker)
         keeps = version > step - section.async_level and step + 1 < self.config.run.steps
