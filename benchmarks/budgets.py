@@ -21,7 +21,7 @@ from matplotlib import pyplot
 
 HERE = Path(__file__).parent
 ENDS = 10  # steps that count as the run's beginning, and as its end
-SMOOTH = 5  # steps of which a curve shows the mean
+SMOOTH = 5  # a curve shows the mean of so many steps
 COLOURS = {"target-short": "#1f6fb4", "target-long": "#d1495b"}
 
 Metrics = list[dict[str, Any]]  # of one run, step by step

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.adversary.attacks import ATTACKS, Lab
@@ -17,6 +16,8 @@ from shoal.store.rollouts import RolloutFile, read_submission
 from shoal.validator.by_hand import offline_assignment
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALICE, BOB = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
 CONFIG = parse(
@@ -59,14 +60,6 @@ SUBTLE = {
     *("int8_weights", "int4_weights", "fp8_cache", "fp16_cache"),  # a few tokens do not tell them from numerics
     "end_suppressed",  # one wrong token in a completion of 40, where limits are for a share of all tokens
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,10 @@
 """The short form of benchmarks/fuzz.py: a few thousand damaged proofs, submissions and requests, each properly refused."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +13,8 @@ from .damage import CRASH, damaged
 from .files import fuzz_files
 from .proofs import fuzz_proofs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Noted(Counter[str]):
     def __call__(self, outcome: str) -> None:
@@ -22,14 +22,6 @@ class Noted(Counter[str]):
 
     def crashes(self) -> list[str]:
         return [outcome for outcome in self if outcome.startswith(CRASH)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_damaged_proofs_are_refused_or_fail() -> None:

@@ -3,6 +3,7 @@
 What rank R found goes to OUT/R.json (`tests.learner.process`).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,21 +121,29 @@ class Live(TorchDispatchMode):
 
 def muon(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Which matrices, of rows that the ranks divide or not, get other bits from Muon sharded than whole."""
+    shapes = [(8, 12), (13, 6), (3, 20)]
+    return {"differ": _updated_otherwise(ranks, shapes, lambda of: Muon([of], 0.01, 0.9, 0.1, torch.bfloat16))}
+
+
+def _updated_otherwise(
+    ranks: Ranks, shapes: list[tuple[int, int]], optimizer_of: Callable[[torch.nn.Parameter], torch.optim.Optimizer]
+) -> list[str]:
+    """Which matrices get other bits in three steps sharded than whole."""
     mesh = init_device_mesh("cpu", (ranks.size,))
     differ = []
-    for shape in ((8, 12), (13, 6), (3, 20)):
+    for shape in shapes:
         draw = torch.Generator().manual_seed(shape[0])
         start, *grads = (torch.randn(shape, generator=draw) for _ in range(4))
         one = torch.nn.Parameter(start.clone())
         shard = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
-        optimizers = [Muon([of], 0.01, 0.9, 0.1, torch.bfloat16) for of in (one, shard)]
+        optimizers = [optimizer_of(of) for of in (one, shard)]
         for grad in grads:
             one.grad, shard.grad = grad.clone(), distribute_tensor(grad.clone(), mesh, [Shard(0)])
             for optimizer in optimizers:
                 optimizer.step()
         if not torch.equal(whole(shard.detach()), one.detach()):
             differ.append(str(shape))
-    return {"differ": differ}
+    return differ
 
 
 def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -145,20 +154,8 @@ def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, An
 
 def eight_bit(ranks: Ranks, out: Path, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Which matrices get other bits from 8-bit AdamW sharded than whole; and the digests of a checkpoint of two updates."""
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    differ = []
-    for shape in ((8, 512), (13, 256), (1, 256)):
-        draw = torch.Generator().manual_seed(shape[0])
-        start, *grads = (torch.randn(shape, generator=draw) for _ in range(4))
-        one = torch.nn.Parameter(start.clone())
-        shard = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
-        optimizers = [AdamW8bit([of], 0.01, (0.9, 0.99), 0.1) for of in (one, shard)]
-        for grad in grads:
-            one.grad, shard.grad = grad.clone(), distribute_tensor(grad.clone(), mesh, [Shard(0)])
-            for optimizer in optimizers:
-                optimizer.step()
-        if not torch.equal(whole(shard.detach()), one.detach()):
-            differ.append(str(shape))
+    shapes = [(8, 512), (13, 256), (1, 256)]
+    differ = _updated_otherwise(ranks, shapes, lambda of: AdamW8bit([of], 0.01, (0.9, 0.99), 0.1))
     policy = make_policy(model, ranks=ranks, **settings)
     for _ in range(2):
         policy.update(batches(), N_TOKENS)

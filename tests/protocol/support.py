@@ -14,14 +14,20 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.messages import VERSION, Heartbeat, HeartbeatAnswer, RunDescriptor
 from shoal.protocol.node import Node
+from shoal.protocol.signing import NonceStore, verify_head
 
 COORDINATOR, OTHER = Identity.generate(), Identity.generate()
 RUN = "run-0"
 
 
-class AllFresh:
-    def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        return True
+def signer_of(request: httpx.Request, audience: str, now_s: float, nonces: NonceStore | None = None) -> str:
+    """The key that signed this request, verified as servers do. Raises SignatureError."""
+    target = request.url.raw_path.decode("ascii")
+    head = verify_head(request.method, target, request.headers, audience=audience, now_s=now_s)
+    if nonces:
+        head.spend(nonces)
+    head.check_body(sha256(request.content).digest(), len(request.content))
+    return head.key
 
 
 def answered(

@@ -19,10 +19,9 @@ from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import open_payload
 from shoal.protocol.messages import MAX_SENDERS, VERSION
 from shoal.protocol.node import Node
-from shoal.protocol.signing import split_target, verify_request
 from shoal.shardcast import Arrival
 
-from .support import COORDINATOR, OTHER, RUN, AllFresh, FakeCoordinator, answered, invite, join
+from .support import COORDINATOR, OTHER, RUN, FakeCoordinator, answered, invite, join, signer_of
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
@@ -31,17 +30,7 @@ def test_joining_makes_a_key_and_shows_the_invite_under_it(tmp_path: Path) -> No
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path, url="http://me:2")
     (request,) = coordinator.requests
-    path, query = split_target(request.url.raw_path.decode())
-    signer = verify_request(
-        method=request.method,
-        path=path,
-        query=query,
-        headers=request.headers,
-        body=request.content,
-        audience=RUN,
-        now_s=time.time(),
-        nonces=AllFresh(),
-    )
+    signer = signer_of(request, RUN, time.time())
     body = httpx.Response(200, content=request.content).json()
     assert open_payload(body["invite"], COORDINATOR.public, RUN).name == "w-0"
     assert body["url"] == "http://me:2"

@@ -21,10 +21,10 @@ from shoal.protocol.signing import (
     content_digest,
     sign_request,
     signature_base,
-    split_target,
     verify_head,
-    verify_request,
 )
+
+from .support import signer_of
 
 ALICE = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 MALLORY = Identity(Ed25519PrivateKey.from_private_bytes(bytes([7]) * 32))
@@ -56,7 +56,11 @@ def signed(identity: Identity = ALICE, *, nonce: str = "0123456789abcdef", **cha
 
 def accept(nonces: Nonces, headers: Any, *, now_s: float = NOW_S, **changed: Any) -> str:
     request = REQUEST | {"audience": "run-1"} | changed
-    return verify_request(headers=headers, now_s=now_s, nonces=nonces, **request)
+    target, body = f"{request['path']}?{request['query']}", request["body"]
+    head = verify_head(request["method"], target, headers, audience=request["audience"], now_s=now_s)
+    head.spend(nonces)
+    head.check_body(sha256(body).digest(), len(body))
+    return head.key
 
 
 def reason(nonces: Nonces, headers: Any, **changed: Any) -> str:
@@ -103,7 +107,8 @@ def test_content_digest_is_the_example_of_rfc_9530() -> None:
         ({"body": b"{ }"}, "body changed"),
         ({"audience": "run-2"}, "wrong audience"),
         ({"path": "/submit/3\n"}, "malformed"),
-        ({"path": "/submit/3?step=3"}, "malformed"),
+        ({"path": "/submit/3?step=3"}, "bad signature"),
+        ({"path": "submit/3"}, "malformed"),
         ({"query": "step=3 "}, "malformed"),
         ({"method": "POST\n"}, "malformed"),
     ],
@@ -171,14 +176,14 @@ def test_after_a_restart_of_the_machine_nothing_signed_before_it_is_served(tmp_p
 
 def test_a_head_is_verified_without_the_body_and_the_body_against_its_digest_after(nonces: Nonces) -> None:
     headers = signed()
-    head = {name: part for name, part in REQUEST.items() if name != "body"} | {"audience": "run-1", "headers": headers}
-    found = verify_head(now_s=NOW_S, nonces=nonces, **head)
+    found = verify_head("POST", "/submit/3?step=3&name=a%20b", headers, audience="run-1", now_s=NOW_S)
+    found.spend(nonces)
     assert (found.key, found.digest) == (ALICE.public, headers["content-digest"])
     found.check_body(sha256(b"{}").digest(), 2)
     with pytest.raises(SignatureError, match="body changed: the body of 3 bytes"):
         found.check_body(sha256(b"{ }").digest(), 3)
     with pytest.raises(SignatureError, match="replayed"):
-        verify_head(now_s=NOW_S, nonces=nonces, **head)
+        found.spend(nonces)
 
 
 def test_another_keys_signature_is_refused(nonces: Nonces) -> None:
@@ -317,18 +322,8 @@ def test_a_pool_signature_does_not_serve_a_request() -> None:
 
 def server(nonces: Nonces) -> httpx.MockTransport:
     def answer(request: httpx.Request) -> httpx.Response:
-        path, query = split_target(request.url.raw_path.decode())
         try:
-            key = verify_request(
-                method=request.method,
-                path=path,
-                query=query,
-                headers=request.headers,
-                body=request.content,
-                audience="run-1",
-                now_s=NOW_S,
-                nonces=nonces,
-            )
+            key = signer_of(request, "run-1", NOW_S, nonces)
         except SignatureError as error:
             return httpx.Response(401, text=error.reason)
         return httpx.Response(200, text=key)

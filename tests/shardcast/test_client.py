@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import Client, FetchError, Origin, SignedManifest, Store
-from shoal.shardcast.fetch import client as client_module
 from shoal.shardcast.fetch import partial as partial_module
+from shoal.shardcast.fetch import stream as stream_module
 from shoal.shardcast.fetch.partial import PartialShard
 from shoal.shardcast.fetch.standing import Standing
 from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN, FileEntry
@@ -426,7 +426,7 @@ def test_a_client_has_the_first_shards_before_the_last_byte_is_written(tmp_path,
 
 
 def test_a_version_that_stops_growing_is_given_up_by_name(tmp_path, drafts_at_once, monkeypatch):
-    monkeypatch.setattr(client_module, "STALL_S", 0.3)
+    monkeypatch.setattr(stream_module, "STALL_S", 0.3)
     source = origin(tmp_path)
     dead = source.stream(7, [FileEntry(path="a", size_bytes=37_612)])
     dead.__enter__()(memoryview(bytes(25_000)))

@@ -411,7 +411,7 @@ def test_siblings_take_each_shard_from_the_origin_about_once(tmp_path):
             family(tmp_path, "abc", counted.url) as (relays, _),
         ):
             relays["c"].poll_s = 0.3
-            await until(lambda: all(len(one._siblings) == 2 for one in relays.values()))
+            await until(lambda: all(len(one.place.siblings) == 2 for one in relays.values()))
             source.publish(tmp_path / "large", 7)
             await all_hold(relays, 7)
             return counted.sent_bytes
@@ -463,7 +463,7 @@ def test_a_sibling_that_dies_in_the_middle_costs_little_time(tmp_path, death):
             other.upstream = lambda: [slow.url, here]
             await stack.enter_async_context(mirroring(mirror))
             task = asyncio.create_task(other.mirror())
-            await until(lambda: mirror._siblings and other._siblings)
+            await until(lambda: mirror.place.siblings and other.place.siblings)
             source.publish(tmp_path / "large", 7)
             await until(lambda: dying.sent_bytes > 10_000)
             task.cancel()
@@ -491,7 +491,7 @@ def test_two_relays_that_know_only_each_other_find_nothing_and_then_the_origin(t
             async with mirroring(a), mirroring(b):
                 await asyncio.sleep(0.3)
                 assert (a.status.versions, b.status.versions) == ([], [])
-                assert not a._parents and not b._parents
+                assert not a.place.parents and not b.place.parents
                 async with serving(source.store) as up:
                     known.append(up)
                     await all_hold({"a": a, "b": b}, 7)
@@ -502,7 +502,7 @@ def test_two_relays_that_know_only_each_other_find_nothing_and_then_the_origin(t
                 async with serving(source.store) as up:
                     known[:] = [up]
                     await all_hold({"a": a, "b": b}, 8)
-                    await until(lambda: [source.url for source in a._parents + b._parents] == [up, up])
+                    await until(lambda: [source.url for source in a.place.parents + b.place.parents] == [up, up])
 
     asyncio.run(run())
 
@@ -546,8 +546,8 @@ def test_nearest_to_the_origin_are_the_parents_however_many_are_known(tmp_path):
             last = relay(tmp_path, *urls[2:], name="last")  # b, behind a; and c, behind b
             await stack.enter_async_context(mirroring(last))
             await until(lambda: last.status.versions == [7])
-            assert [source.url for source in last._parents] == [urls[2]]
-            assert [source.url for source in last._siblings.values()] == [urls[3]]
+            assert [source.url for source in last.place.parents] == [urls[2]]
+            assert [source.url for source in last.place.siblings.values()] == [urls[3]]
 
     asyncio.run(run())
 
@@ -618,13 +618,13 @@ def test_second_relays_take_from_different_first_ones_and_no_loop_comes_of_it(tm
                 await stack.enter_async_context(mirroring(one))
             await all_hold(second, 7)
             taken_from = {
-                by_choice(one.store.id, one._parents)[0].url for one in second.values()
+                by_choice(one.store.id, one.place.parents)[0].url for one in second.values()
             }  # both, in 31 of 32 runs
-            await until(lambda: all(len(first[url]._behind) > 0 for url in taken_from))
+            await until(lambda: all(len(first[url].place.behind) > 0 for url in taken_from))
             for above in first.values():
-                assert [parent.url for parent in above._parents] == [up]
+                assert [parent.url for parent in above.place.parents] == [up]
             for one in second.values():
-                chosen = by_choice(one.store.id, one._parents)[0].url
+                chosen = by_choice(one.store.id, one.place.parents)[0].url
                 path = json.loads((one.store.path / "versions.json").read_text())["path"]
                 assert path == [source.store.id, first[chosen].store.id, one.store.id]
                 arrival = one.status.arrival
@@ -713,6 +713,6 @@ def test_an_absurd_path_is_ignored(tmp_path):
     async def run():
         async with answering(answer) as url, mirroring(relay(tmp_path, url)) as mirror:
             await asyncio.sleep(0.2)
-            assert mirror._parents == []
+            assert mirror.place.parents == []
 
     asyncio.run(run())

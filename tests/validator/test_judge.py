@@ -18,7 +18,8 @@ from shoal.tasks.curriculum import Curriculum
 from shoal.toploc import build
 from shoal.validator.case import Case
 from shoal.validator.checks import ALL, rewards
-from shoal.validator.judge import Examined, Judge, group_results
+from shoal.validator.judge import Examined, Judge
+from shoal.validator.results import group_results
 from shoal.validator.service import Validator
 
 from ..workers import RUN, VALIDATOR, produced, signed

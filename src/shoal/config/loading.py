@@ -76,7 +76,7 @@ def nearest(path: list[str]) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section a field holds, optional or not, or of which it holds a list; None for a plain value."""
+    """The section that a field holds, alone, optional or in a list; None for a plain value."""
     options = [annotation, *getattr(annotation, "__args__", ())]  # of a list: the section of its entries
     return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
 

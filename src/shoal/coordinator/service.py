@@ -23,7 +23,7 @@ from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role
-from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener
+from shoal.shardcast.serve.connections import PATIENCE, Listener, started
 from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.server import url_of
 
@@ -89,21 +89,16 @@ async def listening(application: web.Application, host: str, port: int, per_addr
     Raises OSError if the port is taken.
     """
     listener = Listener(host, port, PATIENCE, per_address=per_address, total=MAX_CONNECTIONS)
-    application[LISTENER] = listener
-    application.cleanup_ctx.append(listener.watching)
-    runner = web.AppRunner(
+    runner = await started(
         application,
-        access_log=None,
+        listener,
+        backlog=BACKLOG,
         logger=LOG,
-        shutdown_timeout=1.0,
-        keepalive_timeout=PATIENCE.idle_s,
         lingering_time=0,  # `Front` reads what is left of a refused body
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,
     )
-    await runner.setup()
     try:
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         yield url_of(host, int(listener.getsockname()[1]))
     finally:
         await runner.cleanup()

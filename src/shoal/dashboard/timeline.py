@@ -1,10 +1,10 @@
 """Who did what when, as lanes: the learner, each relay, worker and validator, and when versions were published.
 
 This is the figure of asynchrony in the paper (INTELLECT-2, section 2): workers generate with one version while the learner
-trains the next. Invariant: every bar comes from times that the coordinator recorded, except the learner's, which follow from
-its own report of when a step ended and how long it computed and waited, and those of downloads, whose lengths the nodes
-state. A validator that holds several claims is shown at the one that it judged next. At most MOST submissions are told;
-`cut_s` says from when on they are complete. Called by the server.
+trains the next. Invariant: every bar comes from times that the coordinator recorded, with two exceptions. The learner's
+follow from its own report: when a step ended, how long it computed and waited. The lengths of downloads are the nodes'
+statements. A validator that holds several claims is shown at the one that it judged next. At most MOST submissions are
+told; `cut_s` says from when on they are complete. Called by the server.
 """
 
 from collections.abc import Mapping, Sequence

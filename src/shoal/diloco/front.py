@@ -20,7 +20,7 @@ from shoal.diloco.gate import Gate, read_body
 from shoal.diloco.messages import MeetingError
 from shoal.protocol.answers import sign_answer
 from shoal.protocol.identity import Identity
-from shoal.protocol.signing import MAX_AGE_S, SignatureError, split_target, verify_head
+from shoal.protocol.signing import MAX_AGE_S, SignatureError, verify_head
 
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20  # is hashed beside the event loop
@@ -82,16 +82,9 @@ class Front:
         """
 
         async def respond(request: web.Request) -> web.StreamResponse:
-            path, query = split_target(request.raw_path)
             try:
                 head = verify_head(
-                    method=request.method,
-                    path=path,
-                    query=query,
-                    headers=request.headers,
-                    audience=self.run,
-                    now_s=time.time(),
-                    nonces=None,
+                    request.method, request.raw_path, request.headers, audience=self.run, now_s=time.time()
                 )
                 if name := self.names.get(head.key, ""):
                     head.spend(self.nonces)  # of sites alone: strangers could fill the memory

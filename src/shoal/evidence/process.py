@@ -1,9 +1,9 @@
 """The capital of several bettors who play one worker's observations, each of whom may begin at any observation.
 
 Bettor b begins at observation j with a share w_j = 1 / (j (j + 1)) of his money and multiplies it by his bet's e-value at
-each observation from then on. So a worker that is honest for n observations and cheats then has to be out-bet by a factor
-of n (n + 1) more only, about 2 ln n nats, and not by all that was lost before. What has not been staked yet, 1 / (n + 1),
-stays 1 / (n + 1).
+each observation from then on. So a worker that is honest for n observations and then cheats has gained a factor of
+n (n + 1), about 2 ln n nats, and not all that the bets before had lost. What has not been staked yet, 1 / (n + 1), stays
+1 / (n + 1).
 
     capital = mean over bets b of ( R_b + 1 / (n + 1) ),      R_b <- (R_b + w_n) * e_b
 

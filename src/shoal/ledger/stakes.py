@@ -10,8 +10,8 @@ Two backends keep this, and one conformance suite holds for both: `LedgerStakes`
 and a contract on an EVM chain (`evm`).
 Invariant: what is staked, leaving, in the pool and withdrawn always adds up to what was paid in. The rules are in `Book`;
 the contract has the same ones. An action that they forbid changes nothing and raises LedgerError.
-Called by the coordinator (`coordinator.stakes`, `settle`), the audit and `shoal stake`. Left out: what the pool spends its
-stake on.
+Called by the coordinator (`coordinator/credit/stakes`, `settle`), the audit and `shoal stake`. Left out: what the pool
+spends its stake on.
 """
 
 import json

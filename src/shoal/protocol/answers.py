@@ -4,8 +4,8 @@ Invariant: an accepted answer has the status and body with which the coordinator
 covers the request's own, which is over its method, path, body, audience and nonce. So nobody on the way can change an
 answer, nor give the answer to another request, or of another time. It also says when it was given (`clock`).
 The base begins with `"@status"`: none of the pool's other signatures does.
-Signed by the coordinator (`coordinator.front`), checked by `node`. Left out: answers to requests without a signature; an
-answer that does not come.
+Signed by the coordinator (`coordinator/http/front`), checked by `node`. Left out: answers to requests without a signature;
+an answer that does not come.
 """
 
 import re

@@ -3,18 +3,16 @@
 Invariant: an accepted request was made by the named key, for this audience, with this method, path, query and body, within
 a minute of our clock, and is accepted once.
 
-Verification has two parts. `verify_head` needs the headers only: a server can refuse a stranger before it reads the body.
-`SignedHead.check_body` then compares the body's hash with the signed digest. `verify_request` does both for a body that is
-in memory.
+A server verifies in three parts. `verify_head` needs the headers only, so a stranger is refused before the body is read.
+`SignedHead.spend` refuses a head that was served before. `SignedHead.check_body` compares the body's hash with the signed
+digest.
 
 The signature covers the bare RFC 9421 base, so other implementations can make it. The base begins with `"@method"` and all
 other signatures of the pool begin with `shoal/`, so neither can be used as the other.
 
-`SignedAuth` signs for every httpx client of the pool; `verify_head` and `verify_request` are called by servers, with path
-and query as they came over the wire (`split_target`), never decoded.
-
-Left out: answers (`answers`), headers other than ours (a server must not base a decision
-on an uncovered header, such as Content-Type), more than one signature.
+`SignedAuth` signs for every httpx client of the pool. Servers call `verify_head`.
+Left out: answers (`answers`), headers other than ours (a server must not base a decision on an uncovered header, such as
+Content-Type), more than one signature.
 """
 
 import re
@@ -121,8 +119,8 @@ class SignedHead:
 
     key: str
     digest: str  # the `content-digest` header
-    nonce: str = ""
-    created_s: int = 0
+    nonce: str
+    created_s: int
 
     def spend(self, nonces: NonceStore) -> None:
         """Raise SignatureError if this head was served before."""
@@ -135,24 +133,15 @@ class SignedHead:
             raise SignatureError("body changed", f"the body of {size_bytes} bytes does not match its digest")
 
 
-def verify_head(
-    *,
-    method: str,
-    path: str,
-    query: str,
-    headers: Mapping[str, str],
-    audience: str,
-    now_s: float,
-    nonces: NonceStore | None,
-    max_age_s: int = MAX_AGE_S,
-) -> SignedHead:
+def verify_head(method: str, target: str, headers: Mapping[str, str], *, audience: str, now_s: float) -> SignedHead:
     """Verify everything that needs no body. SignatureError unless the named key signed this head.
 
-    The server must not use the body before `check_body` has passed. Clocks may differ: `created` may be max_age_s in the
-    past or in the future. The nonce is spent last, so a head that another key forged cannot spend it. A head is served
-    once: a repetition with another body is refused before that body is read. `nonces` None: the server calls `spend`
-    on the result itself, once it knows that the key may ask at all.
+    `target` is the request target as it came over the wire, never decoded. Clocks may differ: `created` may be MAX_AGE_S
+    in the past or in the future. The server must not use the body before `check_body` has passed. It calls `spend` as soon
+    as it knows that the key may ask: a head is then served once, and a repetition with another body is refused before that
+    body is read.
     """
+    path, query = split_target(target)
     ours = _our_headers(headers)
     parameters, signature = _parse_signature(ours)
     digest, claimed_audience = ours["content-digest"], ours["shoal-audience"]
@@ -161,40 +150,10 @@ def verify_head(
     if not DIGEST.fullmatch(digest):
         raise SignatureError("malformed", "content-digest must hold exactly one sha-256 digest")
     _check_audience(claimed_audience, audience)
-    _check_time(parameters.created_s, now_s, max_age_s)
+    _check_time(parameters.created_s, now_s)
     base = signature_base(method, path, query, digest, claimed_audience, str(parameters))
     _check_signature(parameters.key, base, signature)
-    head = SignedHead(parameters.key, digest, parameters.nonce, parameters.created_s)
-    if nonces is not None:
-        head.spend(nonces)
-    return head
-
-
-def verify_request(
-    *,
-    method: str,
-    path: str,
-    query: str,
-    headers: Mapping[str, str],
-    body: bytes,
-    audience: str,
-    now_s: float,
-    nonces: NonceStore,
-    max_age_s: int = MAX_AGE_S,
-) -> str:
-    """Verify head and body of a request that is in memory whole. Returns the public key that signed it."""
-    head = verify_head(
-        method=method,
-        path=path,
-        query=query,
-        headers=headers,
-        audience=audience,
-        now_s=now_s,
-        nonces=nonces,
-        max_age_s=max_age_s,
-    )
-    head.check_body(sha256(body).digest(), len(body))
-    return head.key
+    return SignedHead(parameters.key, digest, parameters.nonce, parameters.created_s)
 
 
 def signature_base(method: str, path: str, query: str, digest: str, audience: str, parameters: str) -> bytes:
@@ -256,11 +215,11 @@ def _check_audience(claimed: str, audience: str) -> None:
         raise SignatureError("wrong audience", f"signed for {claimed}, this is {audience}")
 
 
-def _check_time(created_s: int, now_s: float, max_age_s: int) -> None:
+def _check_time(created_s: int, now_s: float) -> None:
     age_s = now_s - created_s
-    if age_s > max_age_s:
-        raise SignatureError("stale", f"signed {age_s:.0f} s ago, at most {max_age_s} s is served: check the clock")
-    if age_s < -max_age_s:
+    if age_s > MAX_AGE_S:
+        raise SignatureError("stale", f"signed {age_s:.0f} s ago, at most {MAX_AGE_S} s is served: check the clock")
+    if age_s < -MAX_AGE_S:
         raise SignatureError("future", f"signed {-age_s:.0f} s ahead of this clock: check the clock")
 
 

@@ -31,13 +31,12 @@ from shoal.serve.metrics import Metrics
 from shoal.serve.openai.routes import OpenAI
 from shoal.serve.sources import Source
 from shoal.serve.versions import Versions
-from shoal.shardcast.serve.connections import LISTENER, Listener, Patience
+from shoal.shardcast.serve.connections import LISTENER, Listener, Patience, started
 from shoal.web.headers import secure
 
 PATIENCE = Patience(slowest_Bps=1.0)  # a reply is slow text: only a reader who takes nothing is cut
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
-BACKLOG = 1024
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 log = logging.getLogger("serve")
@@ -159,20 +158,8 @@ async def _serve(service: Service, stop: threading.Event, say: Callable[[str], N
     settings = service.settings
     settings.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     listener = Listener(settings.host, settings.port, PATIENCE, per_address=PER_ADDRESS, total=CONNECTIONS)
-    application = service.app()
-    application[LISTENER] = listener
-    application.cleanup_ctx.append(listener.watching)
-    runner = web.AppRunner(
-        application,
-        access_log=None,
-        logger=log,
-        handler_cancellation=True,  # who leaves frees its rows
-        shutdown_timeout=1.0,
-        keepalive_timeout=PATIENCE.idle_s,
-    )
-    await runner.setup()
+    runner = await started(service.app(), listener, logger=log, handler_cancellation=True)  # who leaves frees its rows
     try:
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         say(f"{service.source.name} at {url}{' (the page)' if settings.chat else ''} and {url}/v1 (the API)")
         was_ready = False

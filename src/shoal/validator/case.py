@@ -5,11 +5,12 @@ The worker's figures are compared with the recomputed ones, which alone reach th
 Called by `judge` (makes it), `prefill` and `checks` (read it).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shoal.model.turns import model_positions
 from shoal.protocol.messages import Assignment, Reason
 from shoal.store.rollouts import Header, Rollout
 from shoal.tasks import Grade, Task
@@ -71,3 +72,9 @@ class Case:
         if self.prefill is None:
             raise RuntimeError("the prefill must run before the checks that read it")
         return self.prefill
+
+    def sampled(self) -> Iterator[tuple[int, int]]:
+        """Every token that the model wrote, behind the number of its rollout; in the order of the prefill's results."""
+        for number, row in enumerate(self.rows):
+            for position in model_positions(row.turns, len(row.tokens)):
+                yield number, row.tokens[position]

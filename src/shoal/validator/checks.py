@@ -16,7 +16,7 @@ Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on va
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from shoal import toploc
 from shoal.config import Config
 from shoal.config.checking import ValidatorSection
-from shoal.model.turns import fit, model_positions, model_spans, model_tokens
+from shoal.model.turns import fit, model_spans, model_tokens
 from shoal.protocol.messages import Reason
 from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import versions
@@ -232,7 +232,7 @@ def termination(rules: Rules, case: Case) -> Outcome:
     likely_N = prefill.logprobs_N.exp() > limits.eos_probability
     yielded_N = prefill.margins_N <= limits.sampling_margin
     fine_N = (likely_N | yielded_N).tolist()
-    for (number, token), fine in zip(_sampled(case), fine_N, strict=True):
+    for (number, token), fine in zip(case.sampled(), fine_N, strict=True):
         if not fine and token in rules.eos_ids:
             return rejected(
                 Reason.TERMINATION, f"rollout {number} ends with an unlikely end token its seed does not yield"
@@ -243,7 +243,7 @@ def termination(rules: Rules, case: Case) -> Outcome:
 def special_tokens(rules: Rules, case: Case) -> Outcome:
     """Is every special token (used only by chat templates) one that its seed yields?"""
     limit = rules.limits(case).sampling_margin
-    for (_, token), margin in zip(_sampled(case), case.computed().margins_N.tolist(), strict=True):
+    for (_, token), margin in zip(case.sampled(), case.computed().margins_N.tolist(), strict=True):
         if token in rules.special_ids and margin > limit:
             return rejected(Reason.SPECIAL_TOKENS, f"contains special token {token}, which its seed does not yield")
     return PASSED
@@ -307,13 +307,6 @@ FILE: list[Check] = [context, derived_tasks, prompts, replayed, bounds, endings,
 EXPENSIVE: list[Check] = [proof, sampling, logprobs, termination, special_tokens, distribution]
 GRADED: list[Check] = [environment, rewards]
 ALL: list[Check] = [*FILE, *EXPENSIVE, *GRADED]
-
-
-def _sampled(case: Case) -> Iterator[tuple[int, int]]:
-    """Every token that the model wrote, behind the number of its rollout; in the order of the prefill's results."""
-    for number, row in enumerate(case.rows):
-        for position in model_positions(row.turns, len(row.tokens)):
-            yield number, row.tokens[position]
 
 
 def run(checks: Sequence[Check], rules: Rules, case: Case) -> Outcome:

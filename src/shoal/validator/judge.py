@@ -11,7 +11,6 @@ that program is one which the run's own model wrote, not one which the worker ma
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import MILLION, Assignment, GroupResult, Outcomes, Reason, Sample
+from shoal.protocol.messages import Assignment, Reason
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
@@ -40,8 +39,8 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
-from shoal.tasks import Grade, TaskSet
-from shoal.tasks.budget import reward, rewards_differ
+from shoal.tasks import TaskSet
+from shoal.tasks.budget import reward
 from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
@@ -53,7 +52,6 @@ from shoal.validator.prefill import prefill
 
 Choose = Callable[[Sequence[int], int], list[int]]
 DRAW: Choose = SystemRandom().sample
-SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
 
 
 @dataclass(frozen=True)
@@ -258,58 +256,6 @@ def _expensive(case: Case) -> list[Check]:
 def plausible(case: Case) -> bool:
     """Whether every logprob is one that sampling can yield. The learner would leave out the groups of a file with others."""
     return all(logprob >= LOWEST_LOGPROB for row in case.rows for logprob in row.logprobs)
-
-
-def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
-    """Each group of an accepted case as recomputed, with its first completion for people to read."""
-    size = case.group_size
-    results = []
-    for start in range(0, len(case.rows), size):
-        rewards, grades = case.rewards[start : start + size], case.grades[start : start + size]
-        row = case.rows[start]
-        sample = Sample(
-            task=row.task[:200],
-            prompt=_cut(completion_text(tokenizer, case.prompts[row.group])),
-            completion=_cut(completion_text(tokenizer, row.tokens)),
-            reward=rewards[0],
-            tokens=model_tokens(row.turns, len(row.tokens)),
-        )
-        results.append(
-            GroupResult(
-                task=case.plans[row.group].task_index,
-                source=case.tasks[row.group].source,
-                target_length=row.target_length,
-                reward_mean=sum(rewards) / size,
-                score_millionths=sum(round(grade.score * MILLION) for grade in grades),
-                outcomes=_outcomes(grades),
-                parts=_parts(grades),
-                error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
-                useful=rewards_differ(rewards),
-                tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
-                sample=sample,
-            )
-        )
-    return results
-
-
-def _outcomes(grades: Sequence[Grade]) -> Outcomes:
-    counts = Counter(grade.outcome for grade in grades)
-    return Outcomes(graded=counts["graded"], wrong_format=counts["wrong_format"], grader_error=counts["grader_error"])
-
-
-def _parts(grades: Sequence[Grade]) -> dict[str, float]:
-    """The mean score of each reward, where several are weighted. A reward's file goes without its folder."""
-    names = dict.fromkeys(name for grade in grades for name in grade.parts)
-    means = {name: sum(grade.parts.get(name, 0.0) / len(grades) for grade in grades) for name in names}
-    return {name.rpartition("/")[2][-200:]: mean for name, mean in means.items()}
-
-
-def _cut(text: str) -> str:
-    """At most SAMPLE_CHARACTERS of a text: its beginning and its end."""
-    if len(text) <= SAMPLE_CHARACTERS:
-        return text
-    half = (SAMPLE_CHARACTERS - 5) // 2
-    return f"{text[:half]} ... {text[-half:]}"
 
 
 def _logprobs(case: Case) -> list[list[float]]:

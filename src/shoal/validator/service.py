@@ -35,7 +35,8 @@ from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.choices import changed
 from shoal.validator.exact import replay
-from shoal.validator.judge import Examined, Judge, group_results
+from shoal.validator.judge import Examined, Judge
+from shoal.validator.results import group_results
 from shoal.validator.spending import missed, spent
 from shoal.validator.witness import Witness
 

@@ -24,7 +24,7 @@ RUN = "r"
 
 
 def head_of(body: bytes) -> SignedHead:
-    return SignedHead("a" * 64, content_digest(body))
+    return SignedHead("a" * 64, content_digest(body), "nonce-of-this-test", 0)
 
 
 def pieces(*parts: bytes) -> Callable[[], Awaitable[bytes]]:

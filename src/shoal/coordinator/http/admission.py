@@ -17,7 +17,7 @@ from shoal.coordinator.http.front import member
 from shoal.coordinator.http.pace import Pace
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol.messages import Role
-from shoal.protocol.signing import NonceStore, SignedHead, split_target, verify_head
+from shoal.protocol.signing import NonceStore, SignedHead, verify_head
 
 BODY_TIMEOUT_S = 30.0  # for a whole message, and for the next piece of a file
 
@@ -38,16 +38,7 @@ class Admission:
         `roles` None: strangers too, whose nonce the route spends once it knows their invite; else they could fill the disk.
         Raises SignatureError, and PoolError with status 403, 413, 415 or 429.
         """
-        path, query = split_target(request.raw_path)
-        head = verify_head(
-            method=request.method,
-            path=path,
-            query=query,
-            headers=request.headers,
-            audience=self.run,
-            now_s=self.clock(),
-            nonces=None,
-        )
+        head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
         role = self.role_of(head.key)
         if role is not None:
             member(request)

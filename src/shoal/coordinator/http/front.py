@@ -4,7 +4,7 @@ Invariant: only a connection whose last request a member signed stays open; ever
 strangers hold no idle connection, and each of their refusals costs them a new one, held back longer the more there are.
 Every answer to a signed request is signed by the run that was asked, refusals included: a node accepts no other. A listener
 has one front, which stands before all of its runs.
-The rest of a refused body is read at a bounded rate, and not kept: a sender that reads no answer before its body is out
+The rest of a refused body is read at a bounded rate, and not kept. So a sender that reads no answer before its body is out
 gets the refusal, and a flood of bodies takes little of this process.
 Attached by `routes` and `sharing`. `member` is called by a route once the request was admitted.
 """

@@ -2,10 +2,10 @@
 
 Invariant: a worker works on at most one task, and neither a restart nor older weights give it a different one. Its nonce
 is unpredictable, and each later task is of the same version or a newer one, so a worker cannot choose among tasks without
-missing some (see `arrivals`). One with accepted work gets its next task while it uploads the one before, whose bytes it
-has named by their hash: at most two are open, and what the second is can change nothing in the first. The pool never assigns
-more work than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted work never hold
-more than half of that while a worker with accepted work is there.
+missing some (see `arrivals`). One with accepted work gets its next task while it uploads the one before. It has named that
+file by its hash, so the second task can change nothing in the first. At most two are open. The pool never assigns more work
+than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted work never hold more than
+half of that while a worker with accepted work is there.
 Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
 chosen here; its size follows the worker's measured speed (`sizes`).
 """
@@ -161,9 +161,9 @@ class Assignments:
         More would only grow old in the queue. Open tasks that are late, or whose workers are silent, do not count. While a
         worker with accepted work is there, half of the batch is for such workers, however many young keys hold tasks.
 
-        A worker's own size may be more than is missing: what is left over goes into the next batch. Where that could not use
-        it, because the version is too old by then or the run is over, no task holds more than is missing; and while the
-        learner is still busy, it is asked for as if all groups were useful, so that nothing is left over.
+        A worker's own size may be more than is missing: what is left over goes into the next batch. Where the next batch
+        could not use it (its version is too old by then, or the run is over), no task holds more than is missing. While the
+        learner is still busy, all groups then count as useful, so that nothing is left over.
         """
         section, node = self.config.coordinator, self.db.nodes.get(worker)
         keeps = version > step - section.async_level and step + 1 < self.config.run.steps

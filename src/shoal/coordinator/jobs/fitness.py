@@ -1,8 +1,8 @@
 """Whether a worker is what the run requires (`[requirements]`): by its own report when it joins, by its work afterwards.
 
 The report says memory, cores, device and engine. It can only shut its sender out: nothing is gained by a false one, because
-no task, size or pay follows from it. Speed is never asked for, it is measured. Each task is a challenge that nobody can tell
-from work, because it is work: its nonce is unpredictable, its tokens are proven and counted by a validator, and the
+no task, size or pay follows from it. Speed is never asked for, it is measured. Each task is a challenge that nobody can
+tell from work, because it is work. Its nonce is unpredictable, a validator checks and counts its tokens, and the
 coordinator's clock runs from task to upload. So a worker cannot be fast for a test only.
 
 Invariant: only accepted work counts, so nobody else can slow a worker down in the books, and whoever is too slow is paid for

@@ -2,7 +2,7 @@
 
 Invariant: at most one session holds the lock, and the leader writes through that very session. So a coordinator that lost
 the lock can write nothing any more. No clock is compared: a follower counts the leader's signs of life by its own watch.
-Called by `coordinator.lead`. PostgreSQL only: a SQLite file has one coordinator.
+Called by `coordinator/state/lead`. PostgreSQL only: a SQLite file has one coordinator.
 """
 
 from dataclasses import dataclass

@@ -34,8 +34,8 @@ class Nonces:
     """A `signing.NonceStore` that survives restarts.
 
     It forgets a nonce only when a newer one is more than keep_s younger. From then on it refuses everything that old, so
-    neither a setting nor a clock that jumps back can reopen a used nonce. keep_s must be at least twice the max_age_s of
-    `verify_head`, or slow requests are refused. Do not spend inside an open transaction: a rollback would undo it.
+    neither a setting nor a clock that jumps back can reopen a used nonce. keep_s must be at least twice MAX_AGE_S, or
+    slow requests are refused. Do not spend inside an open transaction: a rollback would undo it.
     """
 
     def __init__(

@@ -89,48 +89,36 @@ class Submissions:
         return _submission(row)
 
     def get(self, id: str) -> Submission | None:
-        row = self.connection.row(f"SELECT {COLUMNS} FROM submissions WHERE id = ?", id)
-        return None if row is None else _submission(row)
+        return self._first("id = ?", id)
 
     def open_of(self, worker: str) -> Submission | None:
         """The task that it works on."""
-        return self._open_of(worker, "announced = ''")
+        return self._first("worker = ? AND state = 'open' AND announced = ''", worker)
 
     def announced_of(self, worker: str) -> Submission | None:
         """The task that it finished and is uploading."""
-        return self._open_of(worker, "announced != ''")
-
-    def _open_of(self, worker: str, which: str) -> Submission | None:
-        row = self.connection.row(
-            f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'open' AND {which}", worker
-        )
-        return None if row is None else _submission(row)
+        return self._first("worker = ? AND state = 'open' AND announced != ''", worker)
 
     def holds_any(self, worker: str) -> bool:
-        found = self.connection.row("SELECT 1 FROM submissions WHERE worker = ? AND state = 'open' LIMIT 1", worker)
-        return found is not None
+        return self._first("worker = ? AND state = 'open'", worker) is not None
 
     def announce(self, id: str, file_hash: str) -> None:
         self.connection.change("UPDATE submissions SET announced = ? WHERE id = ?", file_hash, id)
 
     def next_number(self, worker: str) -> int:
-        return int(
-            self.connection.value("SELECT coalesce(max(number), -1) + 1 FROM submissions WHERE worker = ?", worker)
-        )
+        return self._integer("SELECT coalesce(max(number), -1) + 1 FROM submissions WHERE worker = ?", worker)
 
     def newest_version_of(self, worker: str) -> int:
         """The newest version that this worker was given a task of; -1 if there is none."""
-        return int(self.connection.value("SELECT coalesce(max(version), -1) FROM submissions WHERE worker = ?", worker))
+        return self._integer("SELECT coalesce(max(version), -1) FROM submissions WHERE worker = ?", worker)
 
     def expire_open_of(self, worker: str) -> None:
         self.connection.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
 
     def groups_unjudged(self) -> int:
         """Groups in what is uploaded and not yet judged."""
-        return int(
-            self.connection.value(
-                "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
-            )
+        return self._integer(
+            "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state IN ('uploaded', 'validating')"
         )
 
     def open_at(self, *, seen_since_s: float, now_s: float) -> list[tuple[int, float, float]]:
@@ -155,13 +143,11 @@ class Submissions:
 
     def claimable(self, validator: str, now_s: float) -> list[Submission]:
         """Unclaimed, claimed by this validator, or under a lease that has expired; oldest first."""
-        rows = self.connection.rows(
-            f"SELECT {COLUMNS} FROM submissions WHERE state = 'uploaded' OR (state = 'validating' AND"
-            " (lease_s < ? OR validator = ?)) ORDER BY seq",
+        return self._all(
+            "state = 'uploaded' OR (state = 'validating' AND (lease_s < ? OR validator = ?)) ORDER BY seq",
             now_s,
             validator,
         )
-        return [_submission(row) for row in rows]
 
     def set_claimed(self, id: str, validator: str, lease_s: float, full_check: bool) -> None:
         self.connection.change(
@@ -220,34 +206,28 @@ class Submissions:
 
     def honest_in_a_row(self, worker: str) -> int:
         """Accepted after a full check, since the worker's last rejection."""
-        return int(
-            self.connection.value(
-                "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
-                " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
-                worker,
-                worker,
-            )
+        return self._integer(
+            "SELECT count(*) FROM submissions WHERE worker = ? AND state = 'accepted' AND full_check AND seq >"
+            " (SELECT coalesce(max(seq), 0) FROM submissions WHERE worker = ? AND state = 'rejected')",
+            worker,
+            worker,
         )
 
     def count_rejected_of(self, worker: str, reasons: list[str], newest: int) -> int:
         """How many of the worker's newest judged submissions were rejected for one of these reasons."""
         marks = ", ".join("?" * len(reasons))
-        return int(
-            self.connection.value(
-                "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
-                f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
-                worker,
-                newest,
-                *reasons,
-            )
+        return self._integer(
+            "SELECT count(*) FROM (SELECT reason FROM submissions WHERE worker = ? AND judged_s IS NOT NULL"
+            f" ORDER BY seq DESC LIMIT ?) AS judged WHERE reason IN ({marks})",
+            worker,
+            newest,
+            *reasons,
         )
 
     def groups_unchecked(self) -> int:
         """Groups in what is claimed, not to be prefilled whole, and not yet judged."""
-        return int(
-            self.connection.value(
-                "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'validating' AND NOT full_check"
-            )
+        return self._integer(
+            "SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'validating' AND NOT full_check"
         )
 
     # --- credit ------------------------------------------------------------------------------------------------------
@@ -309,13 +289,10 @@ class Submissions:
 
     def missed_of(self, worker: str, limit: int) -> list[Submission]:
         """The newest tasks that this worker was given and did not upload, oldest first."""
-        rows = self.connection.rows(
-            f"SELECT {COLUMNS} FROM submissions WHERE worker = ? AND state = 'expired' AND file_hash IS NULL"
-            " ORDER BY seq DESC LIMIT ?",
-            worker,
-            limit,
+        newest = self._all(
+            "worker = ? AND state = 'expired' AND file_hash IS NULL ORDER BY seq DESC LIMIT ?", worker, limit
         )
-        return [_submission(row) for row in reversed(rows)]
+        return newest[::-1]
 
     def files(self) -> list[tuple[str, str | None, str | None]]:
         """Id, and the hashes of the uploaded and of the accepted file, of everything that was uploaded."""
@@ -325,7 +302,7 @@ class Submissions:
 
     def groups_too_late(self) -> int:
         """Groups in what came to be uploaded when no batch could take its version any more."""
-        return int(self.connection.value("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'"))
+        return self._integer("SELECT coalesce(sum(groups), 0) FROM submissions WHERE state = 'stale'")
 
     def count_by_state(self) -> dict[State, int]:
         return dict(self.connection.rows("SELECT state, count(*) FROM submissions GROUP BY state"))
@@ -349,6 +326,18 @@ class Submissions:
             " FROM submissions WHERE state IN ('accepted', 'rejected') AND judged_s IS NOT NULL"
         )
         return VerdictTotals(*row)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def _first(self, which: str, *arguments: object) -> Submission | None:
+        return next(iter(self._all(f"{which} LIMIT 1", *arguments)), None)
+
+    def _all(self, which: str, *arguments: object) -> list[Submission]:
+        rows = self.connection.rows(f"SELECT {COLUMNS} FROM submissions WHERE {which}", *arguments)
+        return [_submission(row) for row in rows]
+
+    def _integer(self, sql: str, *arguments: object) -> int:
+        return int(self.connection.value(sql, *arguments))
 
 
 def _submission(row: tuple[Any, ...]) -> Submission:

@@ -39,8 +39,8 @@ class Trust:
     def draw(self, worker: str, groups: int) -> bool:
         """Whether a submission of so many groups is checked in full.
 
-        It is if less waits in escrow than `validator.escrow_checks` such submissions earn (or, where fewer wait, as many as
-        wait): else a worker could risk the pay of small tasks for a lie in a large one.
+        It always is if less waits in escrow than `validator.escrow_checks` such submissions would earn (if fewer submissions
+        wait: than so many would). Else a worker could risk the pay of small tasks for a lie in a large one.
         """
         if self.random() < self.share(worker) or self._enough_unchecked():
             return True

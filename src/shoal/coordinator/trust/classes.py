@@ -80,7 +80,7 @@ class Classes:
         return [key for key in self.live_validators() if self.together(worker, key)]
 
     def checkers(self, submission: Submission) -> list[str]:
-        """The live validators one of which is to check this submission now.
+        """The live validators that may check this submission now.
 
         A doubted one goes to another validator than before. That one must be of the worker's class to confirm that the work
         is inexact; what is beyond the limits, any validator can confirm.

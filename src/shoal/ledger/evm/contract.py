@@ -2,8 +2,8 @@
 
 Invariant: the contract decides. A refused transaction changes nothing and is a LedgerError with the contract's own words;
 events are read from the chain's logs, in the order of the contract's own count.
-Called by `coordinator.settlement`, `shoal stakes` and the audit. `Chain` is all that differs between a node behind JSON-RPC
-and an EVM in the same process.
+Called by `coordinator/credit/settlement`, `shoal stake` and the audit. `Chain` is all that differs between a node behind
+JSON-RPC and an EVM in the same process.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,16 +9,16 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.serve import proof
 from shoal.serve.asking import PromptError
 from shoal.serve.chat.accounts import Accounts, Opened, Session, same
-from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, Conversations
+from shoal.serve.chat.conversations import Conversations
 from shoal.serve.chat.replies import Replies, Wanted
+from shoal.serve.chat.requests import LARGE_BYTES, SMALL_BYTES, Asked, Change, Credentials, Strict, body
 from shoal.serve.decoding.scheduler import BusyError, TooLargeError
 from shoal.serve.openai.requests import RequestError
 from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
@@ -30,36 +30,8 @@ STATIC = Path(__file__).parent / "static"
 SESSION, DEVICE = "shoal_session", "shoal_device"
 DEVICE_S = 180 * 86_400
 SESSION_S = 14 * 86_400
-SMALL_BYTES, LARGE_BYTES = 4096, 4 * MESSAGE_CHARACTERS + 4096
 OWN = web.RequestKey("own", Session)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Credentials(Strict):
-    name: Annotated[str, Field(max_length=200)]
-    password: Annotated[str, Field(max_length=2000)]
-
-
-class Asked(Strict):
-    """A new message (`content`), or another reply to the message `parent`."""
-
-    content: Annotated[str, Field(min_length=1, max_length=MESSAGE_CHARACTERS)] | None = None
-    parent: Annotated[str, Field(max_length=40)] | None = None
-    models: Annotated[list[Annotated[str, Field(max_length=300)]], Field(min_length=1, max_length=2)]
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    target: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    as_trained: bool = False
-
-
-class Change(Strict):
-    title: Annotated[str, Field(max_length=200)] | None = None
-    leaf: Annotated[str, Field(max_length=40)] | None = None
 
 
 class Chat:
@@ -153,13 +125,13 @@ class Chat:
     # --- accounts ----------------------------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Credentials, SMALL_BYTES)
+        asked = await body(request, Credentials, SMALL_BYTES)
         if self.is_open or not self.registration:
             raise RefusedError(403, "nobody can register here")
         return self._welcome(request, await self.accounts.register(asked.name, asked.password, self._address(request)))
 
     async def login(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Credentials, SMALL_BYTES)
+        asked = await body(request, Credentials, SMALL_BYTES)
         if self.is_open:
             raise RefusedError(403, "this server needs no login")
         old, device = request.cookies.get(SESSION, ""), request.cookies.get(DEVICE, "")
@@ -173,7 +145,7 @@ class Chat:
         return response
 
     async def delete_account(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Credentials, SMALL_BYTES)
+        asked = await body(request, Credentials, SMALL_BYTES)
         await self.accounts.delete(request[OWN], asked.password, self._address(request))
         return web.json_response({})
 
@@ -226,14 +198,14 @@ class Chat:
         return web.json_response(self.conversations.listed(request[OWN].user, search))
 
     async def create(self, request: web.Request) -> web.Response:
-        await _body(request, Strict, SMALL_BYTES)
+        await body(request, Strict, SMALL_BYTES)
         return web.json_response({"id": self.conversations.create(request[OWN].user)})
 
     async def read(self, request: web.Request) -> web.Response:
         return web.json_response(self.conversations.read(request[OWN].user, request.match_info["id"]))
 
     async def change(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Change, SMALL_BYTES)
+        asked = await body(request, Change, SMALL_BYTES)
         id = request.match_info["id"]
         self.conversations.change(request[OWN].user, id, title=asked.title, leaf=asked.leaf)
         return web.json_response({})
@@ -251,7 +223,7 @@ class Chat:
 
     async def reply(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events until all lanes are done. Closing the connection stops and saves them."""
-        asked = await _body(request, Asked, LARGE_BYTES)
+        asked = await body(request, Asked, LARGE_BYTES)
         user, id, parent = request[OWN].user, request.match_info["id"], asked.parent
         if asked.content is not None:
             if parent is not None:
@@ -279,7 +251,7 @@ class Chat:
         return _download(self.conversations.proof(request[OWN].user, found["id"], found["message"]), "reply.json")
 
     async def verify(self, request: web.Request) -> web.Response:
-        await _body(request, Strict, SMALL_BYTES)
+        await body(request, Strict, SMALL_BYTES)
         found = request.match_info
         text = self.conversations.proof(request[OWN].user, found["id"], found["message"])
         return await self._verdict(request, text.encode())
@@ -297,16 +269,6 @@ class Chat:
         return web.json_response(
             {"passed": verdict.passed, "exact": verdict.exact, "sentence": verdict.sentence, "findings": findings}
         )
-
-
-async def _body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
-    """Raises RefusedError."""
-    data = await json_body(request, most_bytes)
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise RefusedError(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

@@ -26,22 +26,21 @@ from pathlib import Path
 from shoal.files import discard
 from shoal.shardcast.fetch.access import Access, Arrival
 from shoal.shardcast.fetch.cache import RESULTS, Cache, delta_path
-from shoal.shardcast.fetch.download import Download
-from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors, first_error
+from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors
 from shoal.shardcast.fetch.partial import Partial
 from shoal.shardcast.fetch.plan import Step, offered, plan
 from shoal.shardcast.fetch.source import Offer
 from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.fetch.stream import fetch_stream
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.alongside import alongside
 from shoal.shardcast.format.delta import Link
 from shoal.shardcast.format.delta_format import DeltaError
-from shoal.shardcast.format.manifest import FileEntry, Manifest, Part, ShardEntry, Stream
+from shoal.shardcast.format.manifest import FileEntry, Manifest
 from shoal.shardcast.format.stream_files import Hashing
 
 LOOK_AGAIN_S = 0.2
 WITNESSES = 2  # servers asked for their newest version, as one may be behind
-STALL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -249,13 +248,19 @@ class Client:
         links: list[Link] = []
         for offer, part in steps:
             self.progress.doing = f"fetching version {offer[1].version} ({part})"
-            fetched, files = await self._fetch(sources, offer, part, deadline_s)
+            stream = offer[1].streams[part]
+            files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
+            partial = Partial(self.cache.temporary(offer[1].version, part), files, stream.shard_size_bytes)
+            self.progress.reused_bytes += sum(map(partial.recorded_bytes, stream.entries()))
+            fetched = await fetch_stream(sources, offer, part, partial, parallel=self.parallel, deadline_s=deadline_s)
             if part == "full":
-                folder = files
+                folder = partial.files
                 if len(steps) == 1:
                     signed, manifest = fetched  # it may have grown meanwhile
             else:
-                links.append(Link(files / "delta", tuple((file.path, file.size_bytes) for file in offer[1].files)))
+                links.append(
+                    Link(partial.files / "delta", tuple((file.path, file.size_bytes) for file in offer[1].files))
+                )
         assert folder is not None
         hashes: list[str] | None = None  # of the last files, taken while they were written
         if links:
@@ -290,49 +295,6 @@ class Client:
             links[-1].delta.replace(delta_path(self.cache.folder(manifest.version)))
         return folder, hashing.finish()
 
-    async def _fetch(self, sources: Sources, offer: Offer, part: Part, deadline_s: float) -> tuple[Offer, Path]:
-        """Fetches one stream, which may still be growing. Returns the last manifest, and the folder of the files."""
-        version, stream = offer[1].version, offer[1].streams[part]
-        files = offer[1].files if part == "full" else [FileEntry(path="delta", size_bytes=stream.size_bytes)]
-        partial = Partial(self.cache.temporary(version, part), files, stream.shard_size_bytes)
-        self.progress.reused_bytes += sum(map(partial.recorded_bytes, stream.entries()))
-        download = Download(sources, version, part, partial.sink, parallel=self.parallel, deadline_s=deadline_s)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(download.run())
-                download.add(stream.entries(), last=stream.complete)
-                grew_s = time.monotonic()
-                while not offer[1].streams[part].complete:
-                    await asyncio.sleep(LOOK_AGAIN_S)
-                    newer = await self._grown(sources, offer)
-                    new = _added(offer[1].streams[part], newer[1].streams[part])
-                    if new:
-                        grew_s = time.monotonic()
-                    elif time.monotonic() - grew_s > STALL_S:
-                        raise FetchError(
-                            f"version {version} is incomplete and has not grown for {STALL_S:.0f} s; check its origin"
-                        )
-                    offer = newer
-                    download.add(new, last=offer[1].streams[part].complete)
-        except ExceptionGroup as errors:
-            if not offer[1].streams[part].complete:
-                await self._check_offered(sources, offer)  # else its shards are others now
-            raise first_error(errors) from errors
-        return offer, partial.files
-
-    async def _grown(self, sources: Sources, offer: Offer) -> Offer:
-        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
-        if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
-            raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
-        offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]
-        return max([offer, *offers], key=lambda o: len(o[1].content.shards))
-
-    async def _check_offered(self, sources: Sources, offer: Offer) -> None:
-        """Raises ReplacedError if servers answer and none offers this version as it was begun."""
-        answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
-        if answers and not any(answer and answer[1].extends(offer[1]) for answer in answers.values()):
-            raise ReplacedError(f"version {offer[1].version} was given up while it was fetched; fetch again")
-
     @asynccontextmanager
     async def _sources(self) -> AsyncIterator[Sources]:
         progress = self.progress
@@ -352,7 +314,3 @@ class Client:
             finally:
                 reporting.cancel()
                 progress.by_source, progress.transferred_bytes = sources.by_source(), sources.received_bytes
-
-
-def _added(earlier: Stream, later: Stream) -> list[ShardEntry]:
-    return later.entries()[len(earlier.shards) :]

@@ -3,8 +3,8 @@
     await Download(sources, version, part, sink, ...).run()
 
 Endgame: when no shard is left to start, an idle task asks another server for the shard that has been in flight longest.
-This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little. A
-client also asks another server for any shard of which the first one sends nothing for a while.
+This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little. If a
+server sends nothing of a shard for a while, a client asks another one for it, too.
 Invariant: a sink's `done` is called after the shard's hash matched, and never twice.
 Called by client and relay.
 """

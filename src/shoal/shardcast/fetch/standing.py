@@ -39,8 +39,8 @@ class Standing:
         return self._unanswered > 0 and self._clock() - self._silent_s < self.SILENT_S
 
     def avoided(self) -> bool:
-        """Whether shards come from others: after one request without an answer for as long as one fetch of a delta takes,
-        which so loses time to it only once; after two in a row as long as it is `silent`."""
+        """Whether shards come from others. After one request without an answer: for as long as one fetch of a delta takes,
+        so that a fetch loses time to it only once. After two in a row: as long as it is `silent`."""
         limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
         return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from blake3 import blake3
 
 from shoal.files import NewFile
-from shoal.shardcast.format.manifest import Stream
+from shoal.shardcast.format.manifest import MAX_SHARDS, MAX_SIZE_BYTES, Stream
+from shoal.shardcast.publish.contents import PublishError
 
 
 class Cutter:
@@ -67,3 +68,18 @@ def cut(
     finally:
         cutter.close()
     return Stream(size_bytes=size_bytes, shard_size_bytes=shard_size_bytes, shards=tuple(cutter.shards))
+
+
+def shard_bytes(size_bytes: int, wanted_bytes: int | None) -> int:
+    """The size of a stream's shards. None wanted: small enough to spread a version over many connections, large enough to
+    make requests cheap. Raises PublishError if the stream is too long, or its shards too many."""
+    unit = 64 << 10
+    found = wanted_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
+    if size_bytes > MAX_SIZE_BYTES:
+        raise PublishError(f"a version of {size_bytes} bytes is larger than {MAX_SIZE_BYTES}; publish it in parts")
+    if (shards := -(-size_bytes // found)) > MAX_SHARDS:
+        raise PublishError(
+            f"{size_bytes} bytes make {shards} shards of {found}, and a version has at most {MAX_SHARDS}; "
+            f"raise the shard size to {-(-size_bytes // MAX_SHARDS)} bytes or more"
+        )
+    return found

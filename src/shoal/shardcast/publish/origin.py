@@ -14,7 +14,6 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the c
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,6 @@ from shoal.shardcast.format import delta
 from shoal.shardcast.format.alongside import alongside
 from shoal.shardcast.format.delta import Files, Folder
 from shoal.shardcast.format.manifest import (
-    MAX_SHARDS,
-    MAX_SIZE_BYTES,
     Delta,
     FileEntry,
     Manifest,
@@ -39,15 +36,14 @@ from shoal.shardcast.format.manifest import (
     Stream,
     public_key_hex,
 )
-from shoal.shardcast.format.newest import Newest, SignedNewest
 from shoal.shardcast.publish.contents import PublishError, check_apart, file_chunks, file_times, files_at
-from shoal.shardcast.publish.cutter import Cutter, cut
+from shoal.shardcast.publish.cutter import Cutter, cut, shard_bytes
 from shoal.shardcast.publish.growing import Growing
 from shoal.shardcast.publish.latest import Latest
+from shoal.shardcast.publish.statement import Statement
 from shoal.shardcast.store import Store, StoreFullError, chain
 
 DRAFT_S = 0.2  # between two manifests of a growing version
-STATE_S = 5.0  # between two statements of the newest version
 
 
 @dataclass(frozen=True)
@@ -84,27 +80,16 @@ class Origin:
         self.store.reached_via(())
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
         self._latest = Latest(self.store.path / ".latest")
-        self._stated = self._last_statement()
+        self._statement = Statement(self.store, key, run, clock)
 
     def published(self) -> list[int]:
         return self.store.versions()
 
     def state(self) -> None:
-        """Signs what the newest version is, at most every STATE_S unless that changed. Servers call this all the time."""
+        """Signs what the newest version is, if that is due. Servers call this all the time."""
         newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
-        if newest is None:
-            return
-        said, now_s = self._stated, self.clock()
-        same = said is not None and (said.version, said.created_s) == (newest.version, newest.created_s)
-        if said is not None and same and now_s < said.as_of_s + STATE_S:
-            return
-        as_of_s = now_s if said is None else max(now_s, math.nextafter(said.as_of_s, math.inf))
-        self._stated = Newest(run=self.run, version=newest.version, created_s=newest.created_s, as_of_s=as_of_s)
-        self.store.state(SignedNewest.sign(self._stated, self.key))
-
-    def _last_statement(self) -> Newest | None:
-        signed = self.store.newest
-        return signed.open(public_key_hex(self.key), run=self.run) if signed else None
+        if newest is not None:
+            self._statement.renew(newest)
 
     def next_version(self) -> int:
         return max(self._held, default=-1) + 1
@@ -232,15 +217,15 @@ class Origin:
         anchor, total_bytes = self._anchor_is_due(parent.version), _total(files)
         if anchor:
             self._make_room(version, (), total_bytes)
-        shard_bytes = self._shard_bytes(total_bytes)
-        cutter = Cutter(shard_bytes, self._new_shard(version) if anchor else None)
+        size_bytes = self._shard_bytes(total_bytes)
+        cutter = Cutter(size_bytes, self._new_shard(version) if anchor else None)
         try:
             with alongside(cutter.add) as passed:
                 delta = self._encode(source, files, version, parent, passed, anchor_bytes=anchor * total_bytes)
             cutter.finish()
         finally:
             cutter.close()
-        content = Stream(size_bytes=total_bytes, shard_size_bytes=shard_bytes, shards=tuple(cutter.shards))
+        content = Stream(size_bytes=total_bytes, shard_size_bytes=size_bytes, shards=tuple(cutter.shards))
         return _Found(content, delta, anchor)
 
     def _encode(
@@ -272,9 +257,8 @@ class Origin:
             delta.encode(self._latest.folder, source, [entry.path for entry in files], sink, passed)
             if not fits or size_bytes >= _total(files):
                 return None
-            shard_bytes = self._shard_bytes(size_bytes)
             chunks = (memoryview(file.read(at, CHUNK_BYTES)) for at in range(0, size_bytes, CHUNK_BYTES))
-            stream = cut(chunks, size_bytes, shard_bytes, self._new_shard(version, "delta"))
+            stream = cut(chunks, size_bytes, self._shard_bytes(size_bytes), self._new_shard(version, "delta"))
         return Delta(parent=parent.version, parent_digest=parent.digest, stream=stream)
 
     def _anchor_is_due(self, parent: int) -> bool:
@@ -336,17 +320,7 @@ class Origin:
         return lambda index: self.store.new_shard(version, part, index)
 
     def _shard_bytes(self, size_bytes: int) -> int:
-        """Small enough to spread a version over many connections, large enough to make requests cheap."""
-        unit = 64 << 10
-        shard_bytes = self.shard_size_bytes or min(max(-(-size_bytes // (256 * unit)) * unit, unit), 16 << 20)
-        if size_bytes > MAX_SIZE_BYTES:
-            raise PublishError(f"a version of {size_bytes} bytes is larger than {MAX_SIZE_BYTES}; publish it in parts")
-        if (shards := -(-size_bytes // shard_bytes)) > MAX_SHARDS:
-            raise PublishError(
-                f"{size_bytes} bytes make {shards} shards of {shard_bytes}, and a version has at most {MAX_SHARDS}; "
-                f"raise the shard size to {-(-size_bytes // MAX_SHARDS)} bytes or more"
-            )
-        return shard_bytes
+        return shard_bytes(size_bytes, self.shard_size_bytes)
 
     def _open(self, version: int) -> Manifest | None:
         """The stored manifest; None if it is missing or unreadable. Raises PublishError if it is not ours."""

@@ -5,7 +5,7 @@ The servers nearest to the origin are this relay's parents; those at its own dis
 never asked, so there are no loops. Siblings share the parents' uplink: each shard has one owner among them (round-robin by
 id), who fetches it from its parent. The others fetch it from the owner while it is still arriving there. So each byte
 leaves the origin about once, however many relays there are. With several parents, each relay prefers another one
-(`by_choice`) and uses the rest if that one fails.
+(`places.by_choice`) and uses the rest if that one fails.
 
     origin ──shard 1──▶ relay A ──shard 1──▶ relay B         owner of shard 1: A
            ──shard 2──▶ relay B ──shard 2──▶ relay A         owner of shard 2: B
@@ -31,15 +31,14 @@ from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedE
 from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
-from shoal.shardcast.format.names import MAX_HOPS, Listing
+from shoal.shardcast.format.names import Listing
 from shoal.shardcast.format.newest import Newest, SignedNewest
-from shoal.shardcast.relay.places import by_choice, owners_of
+from shoal.shardcast.relay.places import Place, owners_of
 from shoal.shardcast.relay.shard_file import ShardFile
 from shoal.shardcast.store import Store, chain, stored_bytes
 
 PARTS: tuple[Part, ...] = ("delta", "full", "delta")  # a version that is still being written names its delta last
 FEW = 8  # servers that a relay asks each round
-SLOW = 0.25  # siblings below this share of the best one's speed are skipped
 
 
 @dataclass
@@ -82,9 +81,7 @@ class Relay:
         self._missing: dict[int, set[tuple[Part, ShardEntry]]] = {}
         self._asked: list[Source] = []  # in this round
         self._known: dict[Source, Listing] = {}  # the last listing of each server that answered when it was last asked
-        self._parents: list[Source] = []
-        self._siblings: dict[str, Source] = {}  # by the id of their store
-        self._behind: set[Source] = set()  # they fetch through this relay, or are this relay
+        self.place = Place(store.id)
         self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
         self._unfit: set[int] = set()  # versions that the quota has no room for
         self._open_held()
@@ -106,7 +103,9 @@ class Relay:
     async def _round(self, sources: Sources) -> bool:
         """Completes the newest incomplete version, if any. Returns False if no upstream answered."""
         listings = await self._listings(sources)
-        self._find_place({s: listing for s, listing in self._known.items() if s in sources.sources} | listings)
+        known = {source: listing for source, listing in self._known.items() if source in sources.sources}
+        if path := self.place.find(known | listings):
+            self.store.reached_via(path)
         self._pass_on(listings.values())
         listed = {version for listing in listings.values() for version in listing.versions}
         # Only the newest of each source, so that one that lists nonsense cannot displace the others.
@@ -137,7 +136,7 @@ class Relay:
         """Of all servers if they are few; otherwise of the first parents and of some others, drawn again each round."""
         self._asked = list(sources.sources)
         if len(self._asked) > FEW:
-            parents = [source for source in self._parents if source in self._asked][: FEW // 2]
+            parents = [source for source in self.place.parents if source in self._asked][: FEW // 2]
             others = [source for source in self._asked if source not in parents]
             self._asked = parents + random.sample(others, FEW - len(parents))
         listings, _ = await sources.ask_all(lambda source: source.listing(), among=self._asked)
@@ -145,20 +144,6 @@ class Relay:
             self._known.pop(source, None)
         self._known |= listings
         return listings
-
-    def _find_place(self, listings: dict[Source, Listing]) -> None:
-        """Finds parents and siblings from the paths in the listings."""
-        own = self.store.id
-        self._behind = {source for source, listing in listings.items() if own in listing.path}
-        paths = {source: listing.path for source, listing in listings.items() if source not in self._behind}
-        others = {source: path for source, path in paths.items() if 0 < len(path) < MAX_HOPS}
-        if not others:
-            return
-        self._behind = {source for source in listings if source not in others}  # or may be, without a path
-        shortest = min(map(len, others.values()))
-        self._parents = by_choice(own, [source for source, path in others.items() if len(path) == shortest])
-        self._siblings = {path[-1]: source for source, path in others.items() if len(path) == shortest + 1}
-        self.store.reached_via(others[self._parents[0]])
 
     def _pass_on(self, listings: Iterable[Listing]) -> None:
         """Keeps the origin's latest statement that any server knows."""
@@ -190,7 +175,7 @@ class Relay:
         if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):
             raise ReplacedError(f"version {version} was replaced upstream; fetching it again")
         offers = [offer for offer in answers.values() if offer and (held is None or offer[1].extends(held))]
-        nearest = [o for source, o in answers.items() if source in self._parents and o in offers]
+        nearest = [o for source, o in answers.items() if source in self.place.parents and o in offers]
         best = max([*nearest, *offers], key=lambda offer: len(offer[1].content.shards), default=None)
         if best is not None and best[1] != held:
             signed, manifest = best
@@ -258,7 +243,7 @@ class Relay:
                 mine = [s for s in entries if owners_of(s, list(downloads))[0] == owner and (part, s) in missing]
                 download.add(mine, last=last)
 
-        for owner in [self.store.id, *self._siblings]:
+        for owner in [self.store.id, *self.place.siblings]:
             downloads[owner] = Download(
                 sources,
                 version,
@@ -266,7 +251,7 @@ class Relay:
                 lambda shard: ShardFile(self.store, version, part, shard),
                 parallel=self.parallel,
                 deadline_s=deadline_s,
-                order=lambda shard, usable: self._order(sources, shard, usable),
+                order=lambda shard, usable: self.place.order(sources, shard, usable),
                 on_shard=lambda shard: missing.discard((part, shard)),
             )
         try:
@@ -286,23 +271,6 @@ class Relay:
                         raise FetchError(f"version {version} made no progress for {self.stall_s} s; check upstream")
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
-
-    def _order(self, sources: Sources, shard: ShardEntry, usable: list[Source]) -> list[Source]:
-        """The sources for a shard, best first: the first healthy owner (a parent, if this relay is the owner), then the
-        parents in order of preference, then all others."""
-        best_Bps = max((sibling.standing.speed_Bps() or 0.0 for sibling in self._siblings.values()), default=0.0)
-
-        def healthy(source: Source) -> bool:
-            speed_Bps = source.standing.speed_Bps() or best_Bps
-            return source in usable and not sources.resting(source) and speed_Bps >= SLOW * best_Bps
-
-        usable = [source for source in usable if source not in self._behind]
-        owners = owners_of(shard, [self.store.id, *self._siblings])
-        owner = next(id for id in owners if id == self.store.id or healthy(self._siblings[id]))
-        first = self._siblings.get(owner)
-        places = {parent: place for place, parent in enumerate(self._parents)}
-        last = len(places)
-        return sorted(usable, key=lambda s: (s is not first, s not in places, not healthy(s), places.get(s, last)))
 
     def _open_held(self) -> None:
         for version in self.store.versions():

@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
+from ssl import SSLContext
+from typing import Any
 
 from aiohttp import web
 
@@ -222,6 +224,30 @@ class Listener(socket.socket):
 
 
 LISTENER = web.AppKey("listener", Listener)
+
+
+async def started(
+    application: web.Application,
+    listener: Listener,
+    *,
+    ssl: SSLContext | None = None,
+    shutdown_s: float = 1.0,
+    backlog: int = BACKLOG,
+    **more: Any,
+) -> web.AppRunner:
+    """Serves the application behind this listener, until the runner's `cleanup`, which gives requests `shutdown_s`."""
+    application[LISTENER] = listener
+    application.cleanup_ctx.append(listener.watching)
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+        keepalive_timeout=listener.patience.idle_s,
+        **more,
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener, ssl_context=ssl, backlog=backlog).start()
+    return runner
 
 
 def prefer_bbr(connection: socket.socket) -> str:

@@ -1,7 +1,7 @@
 """Who may read from a server, and how much: passes, bans, and a rate for each client.
 
-Invariant: with a `pool_key`, every request except /healthz needs a pass (`passes`): granted by this key for this audience,
-signed by its reader for this server just now, and by a reader that is not banned. A ban also cuts the reader's connections.
+Invariant: with a `pool_key`, every request except /healthz needs a pass (`passes`). This key granted it for this audience,
+and its reader, who is not banned, signed it for this server just now. A ban also cuts the reader's connections.
 Called by `server.app`, which attaches it. The roles origin and relay call `ban`, and set `servers`.
 Left out: client addresses behind a proxy.
 """

@@ -30,7 +30,7 @@ from aiohttp.abc import AbstractStreamWriter
 from shoal.files import temporary
 from shoal.shardcast.format.manifest import Part
 from shoal.shardcast.format.names import VERSION_PATTERN, parse_version
-from shoal.shardcast.serve.connections import BACKLOG, LISTENER, PATIENCE, Listener, Patience
+from shoal.shardcast.serve.connections import LISTENER, PATIENCE, Listener, Patience, started
 from shoal.shardcast.serve.guard import Guard
 from shoal.shardcast.serve.log import LOG
 from shoal.shardcast.serve.shelf import Held, Shelf
@@ -89,18 +89,14 @@ async def serve(
         per_address=guard.connections if guard else sys.maxsize,
         total=guard.total_connections if guard else sys.maxsize,
     )
-    application[LISTENER] = listener
-    application.cleanup_ctx.append(listener.watching)
-    runner = web.AppRunner(
+    runner = await started(
         application,
-        access_log=None,
+        listener,
+        ssl=ssl,
+        shutdown_s=shutdown_s,
         logger=LOG,
-        shutdown_timeout=shutdown_s,
-        keepalive_timeout=patience.idle_s,
         lingering_time=0,  # no reader sends a body: what is left of one is not read
     )
-    await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=ssl, backlog=BACKLOG).start()
     return runner, int(listener.getsockname()[1])
 
 

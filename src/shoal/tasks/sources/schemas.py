@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.tasks.rewards.math.final_answer import braced
 from shoal.tasks.rewards.number import last_number
 from shoal.tasks.sources import code_tests
 from shoal.tasks.sources.fields import Fields, LeftOutError, Row, RowError, as_json, metadata, parsed, text, value
@@ -111,18 +112,13 @@ def last_boxed(solution: str) -> str | None:
     >>> last_boxed(r"so \boxed{\frac{1}{2}} is it"), last_boxed(r"\boxed 5"), last_boxed("none")
     ('\\frac{1}{2}', '5', None)
     """
-    starts = [found.end() for found in re.finditer(r"\\(?:boxed|fbox)(?=[\s{])", solution)]
-    if not starts:
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?=[\s{])", solution))
+    if not boxes:
         return None
-    rest = solution[starts[-1] :].lstrip()
-    if not rest.startswith("{"):
-        return re.split(r"[\s$.,]", rest, maxsplit=1)[0] or None
-    depth = 0
-    for at, character in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(character, 0) if at == 0 or rest[at - 1] != "\\" else 0
-        if depth == 0:
-            return rest[1:at].strip() or None
-    return None
+    rest = solution[boxes[-1].end() :].lstrip()
+    if rest.startswith("{"):
+        return (braced(solution, boxes[-1].start()) or "").strip() or None
+    return re.split(r"[\s$.,]", rest, maxsplit=1)[0] or None
 
 
 def _math(row: Row, column: str) -> str:

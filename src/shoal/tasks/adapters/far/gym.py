@@ -1,10 +1,10 @@
 """reasoning-gym's side of the adapter: lists the entries of a data set and scores answers with its `score_answer`.
 
 Invariants: an entry survives the way through JSON with its tuples and integer keys, because some data sets score by them.
-Nine data sets evaluate an answer as Python; such an answer is scored only if it is a plain literal or formula,
-and else as an empty one, so that a completion never runs as code. Nor does an entry, which the run's author wrote: some data
-sets evaluate parts of it too, so while one scores, an audit hook lets only literals and formulas be compiled.
-Runs in a process of its own, without Shoal: see `listing.py` and `trunk.py`.
+Nine data sets evaluate an answer as Python. Such an answer is scored only if it is a plain literal or formula, otherwise as
+an empty one, so a completion never runs as code. Nor does an entry, which the run's author wrote: some data sets evaluate
+parts of it too, so while one scores, an audit hook lets only literals and formulas be compiled. Runs in a process of its
+own, without Shoal: see `listing.py` and `trunk.py`.
 """
 
 import ast

@@ -31,7 +31,7 @@ def final_answer(completion: str) -> str | None:
     text = completion[-CONSIDERED:].rpartition("</think>")[2]
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if box >= 0:
-        return tidy(_braced(text, box) or "") or None
+        return tidy(braced(text, box) or "") or None
     marks = list(MARK.finditer(text))
     if marks:
         return _first(text[marks[-1].end() :])
@@ -57,7 +57,7 @@ def prose(text: str) -> bool:
     return any(word.lower() not in MATHS_WORDS for word in WORD.findall(rest))
 
 
-def _braced(text: str, at: int) -> str | None:
+def braced(text: str, at: int) -> str | None:
     """What the braces after `at` hold; None if nothing but space comes before them, or if they never close."""
     start = text.find("{", at)
     if start < 0 or text[at:start].strip() not in ("\\boxed", "\\fbox"):

@@ -1,0 +1,69 @@
+"""What a verdict tells of an accepted case, group by group: figures for the coordinator, and a sample for people to read.
+
+Invariant: every figure is recomputed, none is the worker's. Called by the validator's service, after the judge.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.model.turns import model_tokens
+from shoal.protocol.messages import MILLION, GroupResult, Outcomes, Sample
+from shoal.tasks import Grade
+from shoal.tasks.budget import rewards_differ
+from shoal.tasks.prompt import completion_text
+from shoal.validator.case import Case
+
+SAMPLE_CHARACTERS = 2_000  # of a prompt or a completion that people are shown
+
+
+def group_results(case: Case, tokenizer: Any) -> list[GroupResult]:
+    """Each group of an accepted case as recomputed, with its first completion for people to read."""
+    size = case.group_size
+    results = []
+    for start in range(0, len(case.rows), size):
+        rewards, grades = case.rewards[start : start + size], case.grades[start : start + size]
+        row = case.rows[start]
+        sample = Sample(
+            task=row.task[:200],
+            prompt=_cut(completion_text(tokenizer, case.prompts[row.group])),
+            completion=_cut(completion_text(tokenizer, row.tokens)),
+            reward=rewards[0],
+            tokens=model_tokens(row.turns, len(row.tokens)),
+        )
+        results.append(
+            GroupResult(
+                task=case.plans[row.group].task_index,
+                source=case.tasks[row.group].source,
+                target_length=row.target_length,
+                reward_mean=sum(rewards) / size,
+                score_millionths=sum(round(grade.score * MILLION) for grade in grades),
+                outcomes=_outcomes(grades),
+                parts=_parts(grades),
+                error=next((grade.detail[:500] for grade in grades if grade.outcome == "grader_error"), ""),
+                useful=rewards_differ(rewards),
+                tokens=sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows[start : start + size]),
+                sample=sample,
+            )
+        )
+    return results
+
+
+def _outcomes(grades: Sequence[Grade]) -> Outcomes:
+    counts = Counter(grade.outcome for grade in grades)
+    return Outcomes(graded=counts["graded"], wrong_format=counts["wrong_format"], grader_error=counts["grader_error"])
+
+
+def _parts(grades: Sequence[Grade]) -> dict[str, float]:
+    """The mean score of each reward, where several are weighted. A reward's file goes without its folder."""
+    names = dict.fromkeys(name for grade in grades for name in grade.parts)
+    means = {name: sum(grade.parts.get(name, 0.0) / len(grades) for grade in grades) for name in names}
+    return {name.rpartition("/")[2][-200:]: mean for name, mean in means.items()}
+
+
+def _cut(text: str) -> str:
+    """At most SAMPLE_CHARACTERS of a text: its beginning and its end."""
+    if len(text) <= SAMPLE_CHARACTERS:
+        return text
+    half = (SAMPLE_CHARACTERS - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
