@@ -51,8 +51,20 @@ class Run:
             assert time.monotonic() < deadline_s, f"waited for {what}: {self.log('meet')[-2000:]}"
             time.sleep(0.1)
 
-    def until_round(self, count: int) -> None:
-        self.until(lambda: len(self.rounds()) >= count, f"round {count}")
+    def until_round(self, true: Callable[[dict[str, Any]], bool], what: str, since: int = 0) -> None:
+        """Wait for a round of which this is true, from round `since` on."""
+        self.until(lambda: any(true(each) for each in self.rounds()[since:]), f"a round {what}")
+
+    def until_together(self, *names: str) -> None:
+        """Wait for one more round in which all these count."""
+        since = len(self.rounds())
+        self.until_round(lambda each: set(names) <= set(each["kept"]), f"of {', '.join(names)}", since)
+
+    def without(self, name: str, number: int) -> None:
+        """Send a site this signal, and wait for a round that misses it."""
+        since = len(self.rounds())
+        self.signal(name, number)
+        self.until_round(lambda each: name in each["missing"], f"without {name}", since)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -61,7 +73,9 @@ class Run:
         return self.processes[name].wait(LIMIT_S)
 
     def figures(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        """The whole lines of its metrics: a killed site may have written a part of one."""
+        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def model(self, name: str) -> bytes:
         return (self.folder / name / "model" / "model.safetensors").read_bytes()
