@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 LIMIT_S = 600.0  # of any wait: several processes import PyTorch on a busy machine
 
 
@@ -19,8 +21,12 @@ class Run:
         self.folder, self.config, self.trains = folder, config, trains
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *overrides: str, out: Path | None = None) -> None:
-        command = [sys.executable, "-m", "shoal"]
+    def start(self, name: str, *overrides: str, out: Path | None = None, ranks: int = 1) -> None:
+        """`ranks` above 1: under torchrun."""
+        command = [sys.executable, "-m"]
+        if ranks > 1:
+            command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        command += ["shoal"]
         if name == "meet":
             command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
         else:
@@ -39,6 +45,11 @@ class Run:
         self.processes[name].send_signal(number)
         if number == signal.SIGKILL:
             self.processes[name].wait()
+
+    def kill_rank(self, name: str, rank: int) -> None:
+        """One process of a site under torchrun, which then ends the others."""
+        children = psutil.Process(self.processes[name].pid).children(recursive=True)
+        next(each for each in children if each.environ().get("RANK") == str(rank)).kill()
 
     def rounds(self) -> list[dict[str, Any]]:
         path = self.folder / "meet" / "rounds.jsonl"
@@ -83,6 +94,8 @@ class Run:
     def close(self) -> None:
         for process in self.processes.values():
             if process.poll() is None:
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    each.kill()
                 process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait()

@@ -71,6 +71,24 @@ def heldout(run: Run, name: str) -> list[dict[str, Any]]:
     return [each for each in run.figures(name) if "heldout_loss" in each]
 
 
+def test_a_site_of_two_ranks_meets_another_and_comes_back_after_one_rank_died(run: Run) -> None:
+    a_row_each = "pretrain.micro_batch=1"
+    run.start("meet", "sites.sites=2", "sites.quorum=2")  # so each waits for the other
+    run.start("site-0", a_row_each, ranks=2)
+    run.start("site-1")
+    run.until_together("site-0", "site-1")
+    run.kill_rank("site-0", 1)
+    assert run.end("site-0") != 0
+    run.start("site-0", a_row_each, ranks=2)
+    assert [run.end(name) for name in ("site-0", "site-1", "meet")] == [0, 0, 0], run.log("site-0")[-800:]
+    rounds = run.rounds()
+    assert [each["round"] for each in rounds] == list(range(30))
+    assert all(each["kept"] == ["site-0", "site-1"] for each in rounds)
+    assert run.model("site-0") == run.model("site-1")
+    held = [each["heldout_loss"] for each in heldout(run, "site-0")]
+    assert held[-1] < held[0]
+
+
 def test_a_site_that_differs_is_told_what_and_the_others_go_on(run: Run) -> None:
     run.config.write_text(run.config.read_text().replace("steps = 300", "steps = 20"))
     run.start("meet", "sites.sites=2")

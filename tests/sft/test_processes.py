@@ -1,4 +1,5 @@
-"""Fine-tuning at two sites as real processes: one is killed and comes back; what a site that differs is told."""
+"""Fine-tuning at two sites as real processes, one of two ranks: the other is killed and comes back; what a site that differs
+is told."""
 
 import json
 import signal
@@ -34,8 +35,8 @@ def run(tmp_path: Path, tiny_folder: Path, rows: Path) -> Iterator[Run]:
 def test_two_sites_end_with_the_same_model_though_one_is_killed(run: Run) -> None:
     sites = ["site-0", "site-1"]
     run.start("meet", "sites.quorum=2")
-    for name in sites:
-        run.start(name)
+    run.start("site-0", ranks=2)
+    run.start("site-1")
     run.until_together(*sites)
     run.signal("meet", signal.SIGKILL)
     run.start("meet")

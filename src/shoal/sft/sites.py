@@ -5,7 +5,8 @@ sites share a round; site i of n makes the round's updates i, i + n, ...: so non
 others make more.
 Invariant: at the end of a round the weights are equal at all sites, to the last bit. What a dead site had begun is lost; the
 meeting counts it.
-Called by `shoal sft --join`, on every rank of the site, and `shoal meet`. DiLoCo: arXiv 2311.08105. Left out: fragments, delayed results.
+Called by `shoal sft --join`, on every rank of the site, and `shoal meet`. DiLoCo: arXiv 2311.08105. Left out: fragments,
+delayed results.
 """
 
 import logging
