@@ -12,7 +12,7 @@ import pytest
 
 from tests.diloco.processes import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 WAIT_S = 4.0
 
 

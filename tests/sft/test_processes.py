@@ -15,7 +15,7 @@ from tests.diloco.processes import Run
 from .test_trainer import rows
 
 __all__ = ["rows"]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 EPOCHS, UPDATES, OF_ROUND = 30, 240, 4  # 16 conversations in batches of 2; two sites make two updates each
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.cli.arguments import USAGE
 from shoal.cli.main import DONE, FAILED, main
 from shoal.sft.batch import Data
 from tests.gloo import on_two_ranks
@@ -64,7 +65,7 @@ def test_what_stops_the_leader_ends_all_ranks(
     words = command(tiny_folder, rows, tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text('{"fingerprint": "another"}')
-    assert on_two_ranks(words) == [FAILED, FAILED]
+    assert on_two_ranks(words) == [USAGE, FAILED]
     assert capfd.readouterr().err.count("rank 0 ended: ") == 1
-    assert on_two_ranks([*words, "--set", "sft.data="]) == [FAILED, FAILED]
+    assert on_two_ranks([*words, "--set", "sft.data="]) == [USAGE, FAILED]
     assert capfd.readouterr().err.count("sft.data is empty") == 2

@@ -271,7 +271,7 @@ class Meeting:
             self.members.fail(name, outcome.round)
         for name, offer in self.offers.items():
             member = self.members[name]
-            member.accepted, member.failed = outcome.round, 0
+            member.accepted, member.failed, member.since = outcome.round, 0, min(member.since, self.round + 1)
             member.sent_bytes += offer.size_bytes
             self.figures[name] = offer.figures
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
