@@ -45,7 +45,6 @@ KINDS = (
     "kill the meeting during a round",
     "kill the meeting",
 )
-COLORS = ("#ee6677", "#cc3311", "#882255", "#aa3377", "#000000", "#ccbb44", "#228833", "#66ccee")
 CONFIG = f"""[model]
 name = "{{folder}}/model"
 dtype = "float32"
@@ -220,23 +219,24 @@ def verdict(run: Run, faults: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def picture(found: dict[str, Any], sites: int, path: Path) -> None:
-    """Loss and sites by round, with every fault at its round."""
+    """Loss, faults by kind, and sites, by round."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    above, middle, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1))
     above.plot(found["loss_by_round"], color="#bbbbbb", linewidth=0.6, label="training, mean of the sites")
     heldout = {int(round): loss for round, loss in found["heldout_loss_by_round"].items()}
     above.plot(*zip(*heldout.items(), strict=True), color="#4477aa", linewidth=1.5, label="held out, after the round")
-    low, top = above.get_ylim()
-    above.set_ylim(low, top + 0.4 * (top - low))  # room for the legend
-    for kind, color in zip(KINDS, COLORS, strict=True):
-        rounds = [each["round"] for each in found["faults"] if each["kind"] == kind]
-        above.plot(rounds, [top] * len(rounds), "v", color=color, markersize=6, label=kind)
     above.set_ylabel("loss, nats per token")
-    above.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    above.legend(frameon=False, fontsize=8, loc="upper right")
+    for row, kind in enumerate(KINDS):
+        rounds = [each["round"] for each in found["faults"] if each["kind"] == kind]
+        middle.plot(rounds, [row] * len(rounds), "v", color="#cc3311", markersize=5)
+    middle.set_yticks(range(len(KINDS)), KINDS, fontsize=8)
+    middle.set_ylim(len(KINDS) - 0.5, -0.5)
+    middle.grid(axis="y", color="#eeeeee")
     below.plot(found["kept_by_round"], drawstyle="steps-mid", color="#4477aa", linewidth=0.8)
-    below.set(xlabel="round (outer step)", ylabel="sites that counted", ylim=(0, sites + 0.5))
+    below.set(xlabel="round (outer step)", ylabel="sites that\ncounted", ylim=(0, sites + 0.5))
     figure.savefig(path)
 
 
@@ -263,9 +263,14 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="mean seconds from a fault's end to the next")
     parser.add_argument("--stop", type=float, default=60.0, help="seconds of a SIGSTOP")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the result; with --draw it is there already")
     parser.add_argument("--figure", type=Path, help="a PNG of the run")
+    parser.add_argument("--draw", action="store_true", help="only draw the figure")
     arguments = parser.parse_args()
+    if arguments.draw:
+        held = json.loads(arguments.out.read_text())
+        picture(held, held["sites"], arguments.figure)
+        return
     held = {"command": f"python benchmarks/diloco_churn.py {' '.join(sys.argv[1:])}", "machine": describe()}
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), arguments.sites)

@@ -12,7 +12,8 @@ import torch
 
 from shoal.audit import rerun as rerun_module
 from shoal.audit.opened import BrokenError
-from shoal.audit.rerun import rerun, states
+from shoal.audit.rerun import obstacle, rerun, states
+from shoal.config.sites import MeetingSection
 from shoal.learner.groups import gathering, validators
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
@@ -68,6 +69,19 @@ def test_every_step_with_a_state_before_it_can_be_run_again(found: Any, tmp_path
     partial = shutil.copytree(found.run.folder, tmp_path / "partial")
     shutil.rmtree(partial / "learner" / "checkpoints" / "step-000001")
     assert states(SimpleNamespace(folder=partial), found) == [0, 2]  # type: ignore[arg-type]
+
+
+def test_why_no_step_can_be_run_again(found: Any) -> None:
+    assert obstacle(found) == "no state before a step is at hand"
+    ranks = [
+        each.model_copy(update={"computed": each.computed.model_copy(update={"ranks": 2})}) for each in found.records
+    ]
+    several = SimpleNamespace(run=found.run, records=ranks, configs=found.configs)
+    assert states(found.run, several) == [] and "several ranks" in obstacle(several)  # type: ignore[arg-type]
+    config = found.configs[0]
+    sites = config.model_copy(update={"learner": config.learner.model_copy(update={"sites": MeetingSection()})})
+    spread = SimpleNamespace(run=found.run, records=found.records, configs=[sites] * STEPS)
+    assert states(found.run, spread) == [] and "the moments of the others" in obstacle(spread)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 2])

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 LIMIT_S = 600.0  # of any wait: several processes import PyTorch on a busy machine
 
 
@@ -19,8 +21,12 @@ class Run:
         self.folder, self.config, self.trains = folder, config, trains
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *overrides: str, out: Path | None = None) -> None:
-        command = [sys.executable, "-m", "shoal"]
+    def start(self, name: str, *overrides: str, out: Path | None = None, ranks: int = 1) -> None:
+        """`ranks` above 1: under torchrun."""
+        command = [sys.executable, "-m"]
+        if ranks > 1:
+            command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        command += ["shoal"]
         if name == "meet":
             command += ["meet", str(self.config), "--dir", str(self.folder / "meet")]
         else:
@@ -40,6 +46,11 @@ class Run:
         if number == signal.SIGKILL:
             self.processes[name].wait()
 
+    def kill_rank(self, name: str, rank: int) -> None:
+        """One process of a site under torchrun, which then ends the others."""
+        children = psutil.Process(self.processes[name].pid).children(recursive=True)
+        next(each for each in children if each.environ().get("RANK") == str(rank)).kill()
+
     def rounds(self) -> list[dict[str, Any]]:
         path = self.folder / "meet" / "rounds.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
@@ -51,8 +62,20 @@ class Run:
             assert time.monotonic() < deadline_s, f"waited for {what}: {self.log('meet')[-2000:]}"
             time.sleep(0.1)
 
-    def until_round(self, count: int) -> None:
-        self.until(lambda: len(self.rounds()) >= count, f"round {count}")
+    def until_round(self, true: Callable[[dict[str, Any]], bool], what: str, since: int = 0) -> None:
+        """Wait for a round of which this is true, from round `since` on."""
+        self.until(lambda: any(true(each) for each in self.rounds()[since:]), f"a round {what}")
+
+    def until_together(self, *names: str) -> None:
+        """Wait for one more round in which all these count."""
+        since = len(self.rounds())
+        self.until_round(lambda each: set(names) <= set(each["kept"]), f"of {', '.join(names)}", since)
+
+    def without(self, name: str, number: int) -> None:
+        """Send a site this signal, and wait for a round that misses it."""
+        since = len(self.rounds())
+        self.signal(name, number)
+        self.until_round(lambda each: name in each["missing"], f"without {name}", since)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -61,7 +84,9 @@ class Run:
         return self.processes[name].wait(LIMIT_S)
 
     def figures(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        """The whole lines of its metrics: a killed site may have written a part of one."""
+        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def model(self, name: str) -> bytes:
         return (self.folder / name / "model" / "model.safetensors").read_bytes()
@@ -69,6 +94,8 @@ class Run:
     def close(self) -> None:
         for process in self.processes.values():
             if process.poll() is None:
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    each.kill()
                 process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait()

@@ -194,4 +194,4 @@ def test_digests_are_of_bits() -> None:
     ],
 )
 def test_a_broken_vector_is_left_out_and_named(norms: dict[str, float], past: list[float], named: set[str]) -> None:
-    assert set(refused(norms, past, 10.0)) == named
+    assert set(refused(norms, past, 10.0, 0.0)) == named

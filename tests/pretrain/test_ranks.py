@@ -7,10 +7,6 @@ all but one in a thousand within 1e-5 of the largest weight.
 """
 
 import json
-import multiprocessing
-import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +27,10 @@ from shoal.learner.ranks import Ranks
 from shoal.model.plain import plain_model
 from shoal.pretrain.net import Net
 from shoal.pretrain.outer import Outer, terms_of
+from tests.gloo import on_two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LR, STEPS, LIMIT_S = 3e-3, 4, 300.0
+LR, STEPS = 3e-3, 4
 
 
 @pytest.fixture(scope="module")
@@ -59,28 +56,12 @@ def one(config: Path, out: Path, *overrides: str) -> int:
 
 def two(config: Path, out: Path, *overrides: str, join: bool = False) -> list[int]:
     """The same on two ranks, as torchrun would start them. Returns their exit statuses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    forked = multiprocessing.get_context("fork")  # a new process would import PyTorch for seconds
-    words = command(config, out, *overrides) + (["--join", "invite"] if join else [])
-    ranks = [forked.Process(target=_rank, args=(rank, port, words)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(LIMIT_S)
-        each.kill()
-    return [each.exitcode for each in ranks]
+    return on_two_ranks(command(config, out, *overrides) + (["--join", "invite"] if join else []), other_weights)
 
 
-def _rank(rank: int, port: int, words: list[str]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if rank:  # other weights than the leader's, which count
+def other_weights(rank: int) -> None:
+    if rank:  # the leader's count
         pretrain.model_of = lambda folder, config: plain_model(folder, 7)
-    status = main(words)
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def checkpoint(out: Path) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) ->
     if not asked.rerun:
         return
     from shoal.audit.proofs import judge_again
-    from shoal.audit.rerun import rerun, states
+    from shoal.audit.rerun import obstacle, rerun, states
 
     possible = states(run, found)
     for step in sorted(random.sample(possible, min(asked.rerun, len(possible)))):
@@ -74,7 +74,7 @@ def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) ->
             judge_again(run, sample, again.before, again.there.dtype, Path(scratch))
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
-        say("steps: none can be run again: no state before a step that one site trained is at hand")
+        say(f"steps: none can be run again: {obstacle(found)}")
 
 
 def _differs(again: object, name: str) -> bool:

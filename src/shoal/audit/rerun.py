@@ -6,7 +6,7 @@
 
 Invariant: only a machine that computes alike (`record.computed`) can say that bits are wrong. Another one says so, and
 compares nothing.
-Called by `audit`. Left out: a learner of several ranks, or at several sites.
+Called by `audit`. Left out: a learner of several ranks; one at several sites, for the reason that `obstacle` gives.
 """
 
 from collections.abc import Iterator
@@ -46,6 +46,18 @@ def states(run: Opened, found: Found) -> list[int]:
     kept = {0, *(int(path.name.removeprefix("step-")) for path in folders)}
     trained = [step for step in sorted(kept) if step < len(found.records) and not found.configs[step].learner.sites]
     return [step for step in trained if found.records[step].computed.ranks == 1]
+
+
+def obstacle(found: Found) -> str:
+    """Why none of the steps can be run again."""
+    if found.records and all(config.learner.sites for config in found.configs):
+        return (
+            "they were trained at several sites, and a record says how one of them computed; the moments of the others, and "
+            "what rounding left over at each, are in no checkpoint that it names"
+        )
+    if found.records and all(record.computed.ranks > 1 for record in found.records):
+        return "several ranks trained them, and one process sums in another order"
+    return "no state before a step is at hand"
 
 
 @contextmanager

@@ -65,10 +65,11 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
 def _net(config: Config) -> tuple[Net, Config, Path]:
     """The model on this rank, the leader's config, and the model's folder."""
     from shoal.launch.prepare import model_folder
-    from shoal.pretrain.net import Net, start
+    from shoal.learner.started import start
+    from shoal.pretrain.net import Net
 
-    ranks, config, autocast = start(config)
-    folder = model_folder(config.model.name)
+    ranks, config, dtype = start(config)
+    folder, autocast = model_folder(config.model.name), dtype == "bfloat16"
     net = Net(model_of(folder, config), config.pretrain, ranks, device=config.model.device, autocast=autocast)
     return net, config, folder
 

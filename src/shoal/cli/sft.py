@@ -44,7 +44,9 @@ def run_sft(arguments: argparse.Namespace) -> None:
     """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
     if arguments.config is None and arguments.join:
         raise UsageError("--join needs the config that the sites share")
-    sys.stdout.write(f"{_tiny() if arguments.config is None else _finetune(arguments)}\n")
+    model = _tiny() if arguments.config is None else _finetune(arguments)
+    if model is not None:
+        sys.stdout.write(f"{model}\n")
 
 
 def _tiny() -> Path:
@@ -54,26 +56,31 @@ def _tiny() -> Path:
     return train_tiny()
 
 
-def _finetune(arguments: argparse.Namespace) -> Path:
+def _finetune(arguments: argparse.Namespace) -> Path | None:
+    """Returns the model's folder; None on a rank that does not lead."""
     config = config_module.load(arguments.config, arguments.overrides)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.launch.prepare import model_folder
-    from shoal.model import dtype
+    from shoal.learner.started import from_leader, start
     from shoal.model.load import load_tokenizer
     from shoal.protocol.invite import read_invite
-    from shoal.sft.batch import load_data
+    from shoal.sft.batch import Data, load_data
     from shoal.sft.trainer import Sft, open_policy
 
-    folder = model_folder(config.model.name)
-    data = load_data(load_tokenizer(folder), folder, config)
-    picked, _ = dtype.pick(config.model.dtype, config.model.device)
+    ranks, config, picked = start(config)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    policy = open_policy(folder, config, picked)
+    out = Path(from_leader(ranks, lambda: str(out).encode()).decode())
+    folder = model_folder(config.model.name)
+    data = Data.from_bytes(from_leader(ranks, lambda: load_data(load_tokenizer(folder), folder, config).to_bytes()))
+    policy = open_policy(folder, config, picked, ranks)
     if arguments.join:
         training: Sft = _at_site(policy, data, config, folder, out, read_invite(arguments.join), stop)
     else:
         training = Sft(policy, data, config, out)
     model = training.run(stop)
+    ranks.stop()
+    if not ranks.leads:
+        return None
     if model is None:
         resumable = config.sft.checkpoint_every or arguments.join
         next_step = (
@@ -88,14 +95,16 @@ def _finetune(arguments: argparse.Namespace) -> Path:
 def _at_site(
     policy: Any, data: Any, config: Config, model: Path, out: Path, invite: Invite, stop: threading.Event
 ) -> Any:
+    from shoal.diloco.invites import name_of
     from shoal.diloco.remote import Remote
     from shoal.sft.batch import plan
     from shoal.sft.sites import SiteSft, sft_about, sft_terms
 
-    settings = config.sites
+    settings, about = config.sites, sft_about(data, config, policy, model)
+    if not policy.ranks.leads:
+        return SiteSft(policy, data, config, out, about, name_of(invite), None, None)
     updates = plan([len(example.tokens) for example in data.train], config.sft, config.run.seed)
-    authority = Path(settings.tls_ca) if settings.tls_ca else None
     terms = sft_terms(updates, config, policy)
+    authority = Path(settings.tls_ca) if settings.tls_ca else None
     remote = Remote(invite, out, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
-    about = sft_about(data, config, policy, model)
     return SiteSft(policy, data, config, out, about, remote.name, remote, remote)

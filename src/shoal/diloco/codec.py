@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save
 from torch import Tensor
 
 from shoal.errors import ShoalError
@@ -26,6 +26,14 @@ from shoal.errors import ShoalError
 Kind = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4"]
 KINDS = get_args(Kind)
 FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NAMES = {  # in a file's header
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 BLOCK, LARGEST = {"int8": 1024, "int4": 512}, {"int8": 127, "int4": 7}
 FP16_MAX = 65504.0
 HEADER_BYTES = 1024  # most that safetensors adds
@@ -56,15 +64,17 @@ class Encoded:
 
     @classmethod
     def from_bytes(cls, data: bytes, kind: Kind, length: int) -> "Encoded":
-        """Raises CodecError for any other bytes."""
+        """Raises CodecError for any other bytes, before any tensor is made of them."""
         try:
-            tensors: dict[str, Tensor] = load(data)
+            views = dict(deserialize(data))
         except SafetensorError as error:
             raise CodecError(f"not a safetensors file: {error}") from error
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        if found != (wanted := _layout(kind, length)):
-            raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {found}")
-        return cls(kind, length, tensors)
+        layout = _layout(kind, length)
+        found = {name: (view["dtype"], tuple(view["shape"])) for name, view in views.items()}
+        if found != (wanted := {name: (NAMES[dtype], shape) for name, (dtype, shape) in layout.items()}):
+            raise CodecError(f"expected {length} numbers as {kind}, {wanted}, not {str(found)[:200]}")
+        read = {name: torch.frombuffer(views[name]["data"], dtype=dtype) for name, (dtype, _) in layout.items()}
+        return cls(kind, length, read)
 
     def to_bytes(self) -> bytes:
         """As safetensors."""

@@ -10,13 +10,13 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 
 from aiohttp import web
 from pydantic import ValidationError
 
-from shoal.diloco.gate import Gate, read_body
+from shoal.diloco.gate import BusyError, Gate, read_body
 from shoal.diloco.messages import MeetingError
 from shoal.protocol.answers import sign_answer
 from shoal.protocol.identity import Identity
@@ -24,6 +24,8 @@ from shoal.protocol.signing import MAX_AGE_S, SignatureError, verify_head
 
 SMALL_BYTES = 64 << 10
 LARGE_BYTES = 1 << 20  # is hashed beside the event loop
+MOST_NONCES = 10_000  # of one site: more than `gate.SITE_RATE` lets it need
+SLOT = web.RequestKey("slot", ExitStack)  # held until the answer is sent
 
 Handler = Callable[[web.Request, str, bytes], Awaitable[web.Response]]
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,15 +35,18 @@ class Nonces:
     """Which requests were served, in memory: a restart forgets, and the clock bounds what can be served again."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], float] = {}
+        self._seen: dict[str, dict[str, float]] = {}  # by key
 
     def spend(self, key: str, nonce: str, created_s: int) -> bool:
-        now_s = time.time()
-        if len(self._seen) > 10_000:
-            self._seen = {each: end_s for each, end_s in self._seen.items() if end_s > now_s}
-        if (key, nonce) in self._seen:
+        """Raises BusyError for a key that asked more often than its rate allows, which would fill the memory."""
+        now_s, seen = time.time(), self._seen.setdefault(key, {})
+        if nonce in seen:
             return False
-        self._seen[key, nonce] = created_s + 2 * MAX_AGE_S
+        if len(seen) >= MOST_NONCES:
+            seen = self._seen[key] = {each: end_s for each, end_s in seen.items() if end_s > now_s}
+            if len(seen) >= MOST_NONCES:
+                raise BusyError(f"more than {MOST_NONCES} requests in {2 * MAX_AGE_S} s; wait")
+        seen[nonce] = created_s + 2 * MAX_AGE_S
         return True
 
 
@@ -53,6 +58,11 @@ class Front:
 
     @web.middleware
     async def around(self, request: web.Request, handler: Route) -> web.StreamResponse:
+        with ExitStack() as slot:
+            request[SLOT] = slot
+            return await self._answered(request, handler)
+
+    async def _answered(self, request: web.Request, handler: Route) -> web.Response:
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -69,16 +79,25 @@ class Front:
             created_s=int(time.time()),
         )
         response.headers.update(signed)
-        if response.status >= 400:
+        with suppress(ConnectionError):  # whoever asked is gone
             await response.prepare(request)
             await response.write_eof()
+        if response.status >= 400:
             await self.gate.discard(request)
         return response
 
-    def checked(self, handler: Handler, most: int = SMALL_BYTES, *, stranger: bool = False) -> Route:
+    def checked(
+        self,
+        handler: Handler,
+        most: int = SMALL_BYTES,
+        *,
+        stranger: bool = False,
+        rare: bool = False,
+        large: bool = False,
+    ) -> Route:
         """A route for requests that a site signed, or a `stranger` who may become one, with bodies of at most `most` bytes.
 
-        The handler is given the site's name (a stranger's key) and the body.
+        The handler is given the site's name (a stranger's key) and the body. `rare`, `large`: see `Gate.site`.
         """
 
         async def respond(request: web.Request) -> web.StreamResponse:
@@ -96,15 +115,16 @@ class Front:
                 return _refusal(411, "a body needs a content-length")
             if (request.content_length or 0) > most:
                 return _refusal(413, f"the body has {request.content_length} bytes, at most {most} are taken")
-            with self.gate.site(request, name) if name else nullcontext():
-                body = await read_body(request, most)
-                try:
-                    head.check_body(await _hash(body), len(body))
-                    return await handler(request, name or head.key, body)
-                except SignatureError as error:
-                    return _refusal(401, str(error))
-                except ValidationError as error:
-                    return _refusal(422, f"malformed: {error.errors()[0]['msg']}")
+            if name:
+                request[SLOT].enter_context(self.gate.site(request, name, rare=rare, large=large))
+            body = await read_body(request, most)
+            try:
+                head.check_body(await _hash(body), len(body))
+                return await handler(request, name or head.key, body)
+            except SignatureError as error:
+                return _refusal(401, str(error))
+            except ValidationError as error:
+                return _refusal(422, f"malformed: {error.errors()[0]['msg']}")
 
         return respond
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from aiohttp import web
 
@@ -27,7 +27,9 @@ REFUSED_RATE = 10.0  # from one address, before its refusals are held back
 LONGEST_HOLD_S = 5.0
 DISCARD_RATE = 8 << 20  # bytes a second of all refused bodies together
 LINGER_S = 30.0  # how long the rest of a refused body is read
-AT_ONCE = 8  # requests of one site: each may hold a body
+RARE_RATE = 1.0  # for what a site asks when it comes, heals or goes
+AT_ONCE = 8  # requests of one site
+LARGE_AT_ONCE = 2  # of them with an offer or an average, which is in memory
 OF_ADDRESS, CONNECTIONS = 64, 1024
 PIECE_S = 30.0  # for the next piece of a site's body
 STRANGER_S = 10.0  # for a stranger's whole body
@@ -56,22 +58,31 @@ class Gate:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._sites, self._open, self._refused = Rates(SITE_RATE), Rates(OPEN_RATE), Rates(REFUSED_RATE)
+        self._rare = Rates(RARE_RATE)
         self._discarded = Rates(DISCARD_RATE, clients=1)
-        self._under_way: Counter[str] = Counter()
+        self._under_way: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
-    def site(self, request: web.Request, name: str) -> Iterator[None]:
-        """Around a request that this site signed. Raises BusyError."""
+    def site(self, request: web.Request, name: str, *, rare: bool = False, large: bool = False) -> Iterator[None]:
+        """Around a request that this site signed, until its answer is sent. Raises BusyError."""
         request[SITE] = True
         asked(request)
         self._charge(self._sites, name, f"{SITE_RATE:g} requests a second by {name}")
-        if self._under_way[name] >= AT_ONCE:
-            raise BusyError(f"{AT_ONCE} requests of {name} are under way; wait for their answers")
-        self._under_way[name] += 1
+        if rare:
+            self._charge(self._rare, name, f"{RARE_RATE:g} such request a second by {name}")
+        second = self._place(name, "large requests", LARGE_AT_ONCE) if large else nullcontext()
+        with self._place(name, "requests", AT_ONCE), second:
+            yield
+
+    @contextmanager
+    def _place(self, name: str, what: str, most: int) -> Iterator[None]:
+        if self._under_way[name, what] >= most:
+            raise BusyError(f"{most} {what} of {name} are under way; wait for their answers")
+        self._under_way[name, what] += 1
         try:
             yield
         finally:
-            self._under_way[name] -= 1
+            self._under_way[name, what] -= 1
 
     def reader(self, request: web.Request) -> None:
         """Count a request for what anyone may read. Raises BusyError."""

@@ -100,9 +100,9 @@ class Meeting:
 
     def join(self, name: str, greeting: Greeting) -> Welcome:
         """Raises MeetingError if the site trains another model, tokenizer, data or recipe."""
-        if "data" not in self.about and "data" in greeting.about:  # the meeting itself reads none
-            self.about["data"] = greeting.about["data"]
-        compare(name, greeting.about, self.about)
+        wanted = {key: greeting.about[key] for key in ("data",) if key in greeting.about} | self.about
+        compare(name, greeting.about, wanted)
+        self.about = wanted  # the meeting itself reads no data: the first site that may join says which
         member = self.members.join(name, greeting, self.round)
         self._save()
         same = (greeting.round or 0) == self.round and greeting.digests == self.agreed.digests
@@ -125,8 +125,9 @@ class Meeting:
         if self.first_deal_s is None:
             self.first_deal_s = self.clock()
         if not self.dealt and (self._gathered() or self.clock() - self.first_deal_s >= self.terms.wait_s):
-            self.dealt = sorted(self.members.expected())
-            self._save()
+            self.dealt = self.members.sharing(round, self.terms.quorum)
+            if self.dealt:
+                self._save()
         return self.dealt
 
     def leave(self, name: str) -> None:
@@ -135,9 +136,10 @@ class Meeting:
         self._save()
 
     def heal(self, name: str, why: str) -> None:
-        """Note that a site takes over the state, and why."""
-        log.warning("%s is healed in round %d: %s", name, self.round, why)
-        self.healed[name] = why
+        """Note that a site takes over the state, and why: once a round."""
+        if name not in self.healed:
+            self.healed[name] = "".join(each if each.isprintable() else " " for each in why)
+            log.warning("%s is healed in round %d: %s", name, self.round, self.healed[name])
 
     # --- rounds ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +154,8 @@ class Meeting:
             raise ClosedError(f"the parameters of {name} differ from the others' before round {round}")
         if self.dealt and name not in self.dealt:
             raise ClosedError(f"the work of round {round} was shared before {name} came")
+        if name in self.offers:
+            return  # the first one stands: decoding more would keep the others waiting
         try:
             change = Encoded.from_bytes(data, self.terms.kind, self.terms.fragments.sizes[number])
         except CodecError as error:
@@ -195,7 +199,9 @@ class Meeting:
     def close(self) -> Outcome:
         """Average what was offered, make the outer step, and open the next round."""
         number, terms, missing = self.terms.fragment(self.round), self.terms, self.waiting_for()
-        left_out = refused({name: each.norm for name, each in self.offers.items()}, self.norms, terms.outlier)
+        own = float(torch.linalg.vector_norm(self.agreed.parameters[number], dtype=torch.float64))
+        norms = {name: each.norm for name, each in self.offers.items()}
+        left_out = refused(norms, self.norms, terms.outlier, own)
         kept = sorted(set(self.offers) - set(left_out))
         data = b""
         if kept:
@@ -261,9 +267,12 @@ class Meeting:
         for name in outcome.missing:
             log.warning("%s is missing in round %d: nobody waits for it until it is back", name, outcome.round)
             self.members[name].expected = False
+        for name in {*outcome.missing, *outcome.dealt} - self.offers.keys():
+            self.members.fail(name, outcome.round)
         for name, offer in self.offers.items():
-            self.members[name].accepted = outcome.round
-            self.members[name].sent_bytes += offer.size_bytes
+            member = self.members[name]
+            member.accepted, member.failed, member.since = outcome.round, 0, min(member.since, self.round + 1)
+            member.sent_bytes += offer.size_bytes
             self.figures[name] = offer.figures
         self.norms = [*self.norms, *(self.offers[name].norm for name in outcome.kept)][-PAST:]
         self.outcomes = {round: each for round, each in self.outcomes.items() if round > outcome.round - KEPT}

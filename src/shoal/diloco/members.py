@@ -1,5 +1,7 @@
 """Who takes part in a meeting, and which share of the data each site reads.
 
+A site that is missing again and again, because it crashes or lies, is counted on less and less often: after it failed n
+rounds in a row, not for 2^(n−1) rounds. One offer that comes in time ends that.
 Invariant: a share is given once. What is left of one whose site lost its place is lost, and counted.
 Called by `meeting`, which says when somebody is expected no more.
 """
@@ -10,6 +12,8 @@ from typing import Any
 
 from shoal.diloco.messages import Greeting, MeetingError
 
+LONGEST_PAUSE = 64  # rounds
+
 log = logging.getLogger(__name__)
 
 
@@ -17,6 +21,7 @@ log = logging.getLogger(__name__)
 class Member:
     expected: bool = True  # rounds wait for it
     since: int = 0  # the first round that waits for it
+    failed: int = 0  # rounds in a row that counted on it in vain
     share: int | None = None  # of the data, which it reads
     accepted: int = -1  # the last round that took its offer
     sent_bytes: int = 0  # of offers that were taken
@@ -39,11 +44,27 @@ class Members:
         if member is None or not member.expected:
             log.info("%s %s in round %d", name, "joins" if member is None else "is back", round)
             member = self.named.setdefault(name, Member())
-            member.expected, member.since = True, round + (round > 0)
+            member.expected, member.since = True, max(member.since, round + (round > 0))
         if greeting.round is None and member.share is not None:
             log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
             self.lost_shares, member.share = self.lost_shares + 1, None
         return member
+
+    def fail(self, name: str, round: int) -> None:
+        """This round counted on it in vain."""
+        member = self[name]
+        member.failed += 1
+        member.since = max(member.since, round + min(2 ** min(member.failed - 1, 32), LONGEST_PAUSE))
+
+    def sharing(self, round: int, quorum: int) -> list[str]:
+        """The sites that can share a round's work, in order: without those that failed lately, if the others are enough.
+
+        Empty: too few are here.
+        """
+        here = self.expected()
+        steady = sorted(name for name, each in here.items() if each.failed < 2 or each.since <= round)
+        found = steady if len(steady) >= quorum else sorted(here)
+        return found if len(found) >= quorum else []
 
     def take(self, name: str) -> int:
         """The next share of the data."""

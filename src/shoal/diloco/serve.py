@@ -35,7 +35,17 @@ from shoal.diloco.front import Front
 from shoal.diloco.gate import listen
 from shoal.diloco.invites import DOMAIN, STATE_DOMAIN, JoinRequest, SiteInvite
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import PIECE_BYTES, ClosedError, Dealt, Figures, MeetingError, Progress, Share, Why
+from shoal.diloco.messages import (
+    PIECE_BYTES,
+    ClosedError,
+    Dealt,
+    Figures,
+    MeetingError,
+    Progress,
+    Share,
+    Welcome,
+    Why,
+)
 from shoal.diloco.report import summary
 from shoal.errors import ShoalError
 from shoal.files import write_file
@@ -66,14 +76,14 @@ class Server:
         checked = self.front.checked
         application.add_routes(
             [
-                web.post("/v1/join", checked(self._join, stranger=True)),
-                web.put(r"/v1/rounds/{round:\d{1,9}}/{digest:[0-9a-f]{64}}", checked(self._offer, largest)),
+                web.post("/v1/join", checked(self._join, stranger=True, rare=True)),
+                web.put(r"/v1/rounds/{round:\d{1,9}}/{digest:[0-9a-f]{64}}", checked(self._offer, largest, large=True)),
                 web.get(r"/v1/rounds/{round:\d{1,9}}", checked(self._outcome)),
-                web.get(r"/v1/rounds/{round:\d{1,9}}/average", checked(self._average)),
-                web.post("/v1/state", checked(self._describe)),
+                web.get(r"/v1/rounds/{round:\d{1,9}}/average", checked(self._average, large=True)),
+                web.post("/v1/state", checked(self._describe, rare=True)),
                 web.get(r"/v1/state/{round:\d{1,9}}/{offset:\d{1,15}}", checked(self._state)),
                 web.post("/v1/shares", checked(self._share)),
-                web.post("/v1/leave", checked(self._leave)),
+                web.post("/v1/leave", checked(self._leave, rare=True)),
                 web.post(r"/v1/rounds/{round:\d{1,9}}/deal", checked(self._deal)),
                 web.get("/v1/status", self._status),
             ]
@@ -122,15 +132,19 @@ class Server:
     async def _join(self, request: web.Request, who: str, body: bytes) -> web.Response:
         asked = JoinRequest.model_validate_json(body)
         invited = self._invited(asked.invite)
-        key = who if who not in self.names.values() else next(key for key, name in self.names.items() if name == who)
-        holder = next((holder for holder, name in self.names.items() if name == invited.name), key)
-        if holder != key or self.names.get(key, invited.name) != invited.name:
-            raise MeetingError(f"the invite of {invited.name} is used by another key: ask for one of your own")
-        welcome = await self._alone(partial(self.meeting.join, invited.name, asked.greeting))
-        if key not in self.names:
-            self.names[key] = invited.name
-            write_file(self.keys_path, json.dumps(self.names).encode())
-        return _answer(welcome)
+
+        def join() -> Welcome:
+            key = next((key for key, name in self.names.items() if name == who), who)
+            holder = next((holder for holder, name in self.names.items() if name == invited.name), key)
+            if holder != key or self.names.get(key, invited.name) != invited.name:
+                raise MeetingError(f"the invite of {invited.name} is used by another key: ask for one of your own")
+            welcome = self.meeting.join(invited.name, asked.greeting)
+            if key not in self.names:
+                write_file(self.keys_path, json.dumps(self.names | {key: invited.name}).encode())
+                self.names[key] = invited.name
+            return welcome
+
+        return _answer(await self._alone(join))
 
     def _invited(self, invite: Signed) -> SiteInvite:
         try:

@@ -178,6 +178,14 @@ class Policy:
         own = self.ranks.scatter(batches)
         return self.apply({LOSS: self._backward(lambda one: self._idle() if one is None else loss(one), own)}, 1.0)
 
+    @torch.no_grad()
+    def total(self, loss: Callable[[Any], Tensor], batches: Sequence[Any]) -> float:
+        """The sum of `loss` over `batches`, on every rank. Nothing is updated."""
+        own = self.ranks.scatter(batches)
+        found = sum(float(self._idle() if one is None else loss(one)) for one in own)
+        self.ranks.reshard(self.scorer)
+        return self.ranks.sum({LOSS: found})[LOSS]
+
     def _backward(self, loss: Callable[[Any], Tensor], own: Iterable[Any]) -> float:
         """Add the gradients of `loss` over this rank's batches to the masters'. Returns this rank's sum of losses."""
         total = 0.0

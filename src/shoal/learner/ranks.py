@@ -143,6 +143,11 @@ class Ranks:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
+    def reshard(self, root: Any) -> None:
+        """Drop what a forward pass without gradient gathered, and kept for a backward pass that never comes."""
+        if self.size > 1:
+            root.reshard()
+
     def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """A sharded or whole tensor in `dtype` on the leader's CPU, whole; None on other ranks. All ranks must call it."""
         from torch.distributed.tensor import DTensor

@@ -22,34 +22,20 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shoal.config import Config, ConfigError, parse
+from shoal.config import ConfigError
 from shoal.config.sites import PretrainSection
 from shoal.errors import ShoalError
 from shoal.learner.ranks import Ranks, whole
-from shoal.model import dtype
 from shoal.model.load import Root
 from shoal.model.sharded import local, own_rows
 from shoal.pretrain.outer import named
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")
-RANKS_TIMEOUT_S = 1800.0  # that a rank waits for another in a collective: longer than any step or checkpoint takes
 
 
 class DivergedError(ShoalError):
     """The loss is not finite. Nothing was updated."""
-
-
-def start(config: Config) -> tuple[Ranks, Config, bool]:
-    """The ranks that torchrun started, the leader's config, and whether to compute in bf16. Raises DeviceError."""
-    ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + config.sites.give_up_s)
-    if ranks.leads:
-        picked, _ = dtype.pick(config.model.dtype, config.model.device)
-        ranks.broadcast(json.dumps([config.model_dump(exclude_none=True), picked]).encode())
-    else:
-        told, picked = json.loads(ranks.broadcast(None))
-        config = parse(told)
-    return ranks, config, picked == "bfloat16"
 
 
 class Net:

@@ -5,8 +5,10 @@ epoch. Called by `sft`. Left out: data sets that do not fit in memory (four byte
 """
 
 import hashlib
+import json
 import logging
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,23 @@ class Data:
         for example in self.train:
             found.update(repr(example.spans).encode() + example.tokens.tobytes())
         return found.hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """For `from_bytes` on the other ranks of this machine: a line of JSON, then all tokens."""
+        parts = [[[len(each.tokens), each.spans] for each in part] for part in (self.train, self.heldout)]
+        tokens = b"".join(each.tokens.tobytes() for each in (*self.train, *self.heldout))
+        return json.dumps([*parts, sorted(self.ends)]).encode() + b"\n" + tokens
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Data":
+        head, _, body = data.partition(b"\n")
+        train, heldout, ends = json.loads(head)
+        tokens, at = array("i", body), 0
+        examples = []
+        for length, spans in (*train, *heldout):
+            examples.append(Example(tokens[at : at + length], tuple((start, stop) for start, stop in spans)))
+            at += length
+        return cls(examples[: len(train)], examples[len(train) :], set(ends))
 
 
 def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:

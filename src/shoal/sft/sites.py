@@ -5,7 +5,8 @@ sites share a round; site i of n makes the round's updates i, i + n, ...: so non
 others make more.
 Invariant: at the end of a round the weights are equal at all sites, to the last bit. What a dead site had begun is lost; the
 meeting counts it.
-Called by `shoal sft --join` and `shoal meet`. DiLoCo: arXiv 2311.08105. Left out: fragments, delayed results.
+Called by `shoal sft --join`, on every rank of the site, and `shoal meet`. DiLoCo: arXiv 2311.08105. Left out: fragments,
+delayed results.
 """
 
 import logging
@@ -21,8 +22,8 @@ from shoal.learner.checkpoint import Progress
 from shoal.learner.policy import Policy
 from shoal.learner.site_policy import LATE, PolicySite, about_of, terms_of
 from shoal.protocol.calling import StoppedError
-from shoal.sft.batch import Data, fingerprint
-from shoal.sft.trainer import Sft, claim, drop_after
+from shoal.sft.batch import Data
+from shoal.sft.trainer import Sft
 
 SETTINGS = ("epochs", "batch", "batch_tokens", "lr", "warmup_steps", "grad_clip")  # of [sft], equal at all sites
 
@@ -38,10 +39,10 @@ class SiteSft(Sft):
         folder: Path,
         about: dict[str, str],
         name: str,
-        exchange: Exchange,
-        roster: Roster,
+        exchange: Exchange | None,
+        roster: Roster | None,
     ) -> None:
-        """`about`: of `sft_about`. `name`: of this site. `exchange` and `roster`: its ways to the meeting."""
+        """`about`: of `sft_about`. `name`: of this site. `exchange` and `roster`: its leader's ways to the meeting."""
         super().__init__(policy, data, config, folder)
         terms = sft_terms(self.plan, config, policy)
         self.place = PolicySite(name, policy, terms, exchange, roster, give_up_s=config.sites.give_up_s)
@@ -49,11 +50,11 @@ class SiteSft(Sft):
 
     def run(self, stop: threading.Event) -> Path | None:
         """Train to the last round, or until `stop`. Returns the model's folder, or None if stopped."""
-        claim(self.folder, fingerprint(self.data, self.config))
+        self.claim()
         round = self.checkpoints.restore().step
         try:
             round = self.place.enter(self.about, "it comes back" if round else "it joins")
-            drop_after(self.metrics, round * self._updates)
+            self.drop_after(round * self._updates)
             while round < self.place.terms.rounds:
                 try:
                     loss = self.train_share(round, self.place.deal(stop), stop)
@@ -63,7 +64,8 @@ class SiteSft(Sft):
                     round = self.place.enter(self.about, str(error))
                     continue
                 round += 1
-                log.info("round %d of %d: %s", round, self.place.terms.rounds, ", ".join(outcome.kept))
+                if self.ranks.leads:
+                    log.info("round %d of %d: %s", round, self.place.terms.rounds, ", ".join(outcome.kept))
                 self.evaluate(min(round * self._updates, len(self.plan)))
                 self.checkpoints.begin(Progress(step=round))
         except StoppedError:
@@ -77,7 +79,7 @@ class SiteSft(Sft):
         """This site's updates of a round. Returns the last one's loss. Raises StoppedError."""
         started_s, loss = time.monotonic(), None
         for number in shared(round, len(self.plan), self._updates, sites)[self.place.name]:
-            if stop.is_set():
+            if self.stops(stop):
                 raise StoppedError(f"stopped before update {number + 1}")
             loss = self.train(number)
         self.place.computed_s += time.monotonic() - started_s

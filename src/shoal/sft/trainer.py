@@ -4,7 +4,8 @@ It uses the policy, packing and checkpoints of reinforcement learning, so a run 
 loss is the mean over all trained tokens of its conversations, with one denominator for all its micro-batches.
 Invariant: the conversations of an update are a pure function of seed, epoch and data. So the position in the data is the
 number of updates done, and a resumed run equals the uninterrupted one (bitwise on the CPU).
-Called by `shoal sft`. `sites` spreads it over several sites. Left out: several devices, learning rates that decay, LoRA.
+Called by `shoal sft`, under torchrun on every rank: each computes its share of an update's micro-batches, and the leader
+writes the files. `sites` spreads it over several sites. Left out: learning rates that decay, LoRA.
 """
 
 import json
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal.config import Config, ConfigError
@@ -24,6 +24,8 @@ from shoal.config.recipe import LossSection
 from shoal.files import commit_folder, write_file
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.policy import Policy
+from shoal.learner.ranks import Ranks
+from shoal.learner.started import from_leader
 from shoal.model.dtype import DtypeName
 from shoal.model.load import save_model
 from shoal.sft.batch import Data, MicroBatch, fingerprint, micro_batches, plan
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 
 class Sft:
     def __init__(self, policy: Policy, data: Data, config: Config, folder: Path) -> None:
-        self.policy = policy
+        self.policy, self.ranks = policy, policy.ranks
         self.data = data
         self.config = config
         self.folder = folder
@@ -46,15 +48,15 @@ class Sft:
 
     def run(self, stop: threading.Event) -> Path | None:
         """Train to the end of the last epoch, or until `stop`. Returns the model's folder, or None if stopped."""
-        claim(self.folder, fingerprint(self.data, self.config))
+        self.claim()
         step = self.checkpoints.restore().step
-        drop_after(self.metrics, step)
+        self.drop_after(step)
         if step:
             log.info("resuming after step %d of %d", step, len(self.plan))
         else:
             self.evaluate(0)
         while step < len(self.plan):
-            if stop.is_set():
+            if self.stops(stop):
                 self.checkpoint(step, last=True)
                 self.checkpoints.finish()
                 return None
@@ -93,8 +95,7 @@ class Sft:
         """Record the mean loss over all trained tokens of the held-out conversations."""
         if self.data.heldout:
             loss = self._mean_loss(self.data.heldout)
-            with torch.no_grad():
-                total = sum(float(loss(micro)) for micro in self._micro_batches(self.data.heldout))
+            total = self.policy.total(loss, self._micro_batches(self.data.heldout))
             self.record({"step": step, "heldout_loss": total})
             self.log(step, f"held-out loss {total:.3f}")
 
@@ -109,21 +110,43 @@ class Sft:
     def publish(self) -> Path:
         """Write the model as a Hugging Face folder, which appears whole or not at all. Returns it."""
         final, temporary = self.folder / "model", self.folder / ".model"
-        shutil.rmtree(temporary, ignore_errors=True)
-        _declare_ends(self.policy.model, self.data.ends)
-        policy = self.policy
-        save_model(policy.model, policy.tokenizer, temporary, policy.published(), policy.stored)
-        shutil.rmtree(final, ignore_errors=True)  # from a run with fewer epochs
-        commit_folder(temporary, final)
+        policy, tensors = self.policy, self.policy.published()
+        if self.ranks.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+            _declare_ends(policy.model, self.data.ends)
+            save_model(policy.model, policy.tokenizer, temporary, tensors, policy.stored)
+            shutil.rmtree(final, ignore_errors=True)  # from a run with fewer epochs
+            commit_folder(temporary, final)
+        for _ in tensors:  # the other ranks take part in gathering each tensor
+            pass
         return final
+
+    def claim(self) -> None:
+        """Mark the folder as this run's. Raises ConfigError if it holds another run; LeaderError on the other ranks."""
+
+        def mark() -> bytes:
+            claim(self.folder, fingerprint(self.data, self.config))
+            return b""
+
+        from_leader(self.ranks, mark)
+
+    def stops(self, stop: threading.Event) -> bool:
+        """Whether the leader was told to stop, on every rank."""
+        return bool(self.ranks.broadcast((b"stop" if stop.is_set() else b"") if self.ranks.leads else None))
+
+    def drop_after(self, step: int) -> None:
+        if self.ranks.leads:
+            drop_after(self.metrics, step)
 
     def record(self, figures: dict[str, float]) -> None:
         """Append one line to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
+        if self.ranks.leads:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(figures) + "\n")
 
     def log(self, step: int, text: str) -> None:
-        log.info("step %d of %d: %s", step, len(self.plan), text)
+        if self.ranks.leads:
+            log.info("step %d of %d: %s", step, len(self.plan), text)
 
     @property
     def metrics(self) -> Path:
@@ -143,7 +166,7 @@ class Sft:
         return micro_batches(examples, row_tokens=self.config.sft.max_tokens, packs=self.policy.packs)
 
 
-def open_policy(folder: Path, config: Config, dtype: DtypeName) -> Policy:
+def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | None = None) -> Policy:
     """The model in `folder` with the optimizer of `[sft]`. Betas and weight decay are the learner's."""
     settings = config.sft
     section = config.learner.model_copy(
@@ -155,7 +178,7 @@ def open_policy(folder: Path, config: Config, dtype: DtypeName) -> Policy:
             "loss": LossSection(beta=0.0, entropy=0.0),
         }
     )
-    return Policy(folder, section, dtype, config.model.device, 1.0)
+    return Policy(folder, section, dtype, config.model.device, 1.0, ranks)
 
 
 def claim(folder: Path, found: str) -> None:

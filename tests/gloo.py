@@ -1,0 +1,36 @@
+"""A `shoal` command on two ranks, as torchrun would start them: two processes over gloo."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+from shoal.cli.main import main
+
+LIMIT_S = 300.0
+
+
+def on_two_ranks(words: list[str], before: Callable[[int], None] | None = None) -> list[int | None]:
+    """Their exit statuses. `before` is called in each process with its rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    forked = multiprocessing.get_context("fork")  # a new process would import PyTorch for seconds
+    ranks = [forked.Process(target=_rank, args=(rank, port, words, before)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(LIMIT_S)
+        each.kill()
+    return [each.exitcode for each in ranks]
+
+
+def _rank(rank: int, port: int, words: list[str], before: Callable[[int], None] | None) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if before:
+        before(rank)
+    status = main(words)
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,71 @@
+"""Two ranks of one site fine-tune as one does, but for rounding: real processes over gloo. What may differ is said in
+`tests.pretrain.test_ranks`; weights are published in bf16, so a master halfway between two numbers may give either."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.cli.arguments import USAGE
+from shoal.cli.main import DONE, FAILED, main
+from shoal.sft.batch import Data
+from tests.gloo import on_two_ranks
+
+from .test_trainer import config, data_of, metrics, rows
+
+__all__ = ["rows"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+LR, UPDATES = 1e-3, 6
+
+
+def command(folder: Path, rows: Path, out: Path) -> list[str]:
+    path = out.with_suffix(".toml")
+    path.write_text(
+        f"[model]\nname = {json.dumps(str(folder))}\ndtype = 'float32'\n[sft]\ndata = {json.dumps(str(rows))}\n"
+        f"batch = 3\nlr = {LR}\nwarmup_steps = 2\nmax_tokens = 24\neval_frac = 0.2\ncheckpoint_every = 2\n"
+    )
+    return ["sft", str(path), "--out", str(out)]
+
+
+def check_close(one: Path, other: Path) -> None:
+    """The published weights are the same but for a few, which lie within what the updates can move them."""
+    weights = [load_file(out / "model" / "model.safetensors") for out in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    a, b = (torch.cat([held[name].flatten().float() for name in weights[0]]) for held in weights)
+    assert bool(((a - b).abs() <= 2 * LR * UPDATES + 2**-8 * b.abs()).all())
+    assert float((a != b).float().mean()) < 1e-3
+
+
+def test_data_are_the_same_on_every_rank(tiny_folder: Path, rows: Path) -> None:
+    data = data_of(tiny_folder, config(rows))
+    found = Data.from_bytes(data.to_bytes())
+    assert found == data and found.digest() == data.digest()
+
+
+def test_two_ranks_train_as_one_does_and_one_resumes_them(tiny_folder: Path, rows: Path, tmp_path: Path) -> None:
+    one, two = (command(tiny_folder, rows, tmp_path / name) for name in ("one", "two"))
+    assert main(one) == DONE
+    assert on_two_ranks(two) == [DONE, DONE]
+    check_close(tmp_path / "one", tmp_path / "two")
+    for name in ("loss", "heldout_loss", "tokens"):
+        assert metrics(tmp_path / "one", name) == pytest.approx(metrics(tmp_path / "two", name), abs=1e-3)
+    shutil.rmtree(tmp_path / "two" / "model")
+    shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("step-*")))
+    assert main(two) == DONE  # from a checkpoint that two ranks wrote
+    check_close(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_what_stops_the_leader_ends_all_ranks(
+    tiny_folder: Path, rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = command(tiny_folder, rows, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"fingerprint": "another"}')
+    assert on_two_ranks(words) == [USAGE, FAILED]
+    assert capfd.readouterr().err.count("rank 0 ended: ") == 1
+    assert on_two_ranks([*words, "--set", "sft.data="]) == [USAGE, FAILED]
+    assert capfd.readouterr().err.count("sft.data is empty") == 2
