@@ -2,6 +2,7 @@
 
 import os
 import queue
+import select
 import socket
 import stat
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def test_what_a_hanging_child_started_ends_with_it(tmp_path: Path, monkeypatch: 
     with started.open("rb") as reader:
         engine.close()
         assert engine.process.returncode == -9
-        assert reader.read() == b""
+        assert select.select([reader], [], [], 5.0)[0], "something of it still runs"
 
 
 def test_an_environments_error_leaves_no_requests_behind(tmp_path: Path) -> None:
