@@ -3,6 +3,7 @@
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --n 200        every attack
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --only honest  some; keeps other results
     python benchmarks/attacks.py configs/tiny.toml --versions DIR --exact        as within an exactness class
+    python benchmarks/attacks.py configs/tiny.toml --versions DIR --engine vllm  workers that generate with vLLM
     python benchmarks/attacks.py configs/tiny.toml --plot                        docs/images/trust.png
 
 DIR holds consecutive policy versions v000000, v000001, ... as a run's learner/versions has them
@@ -31,11 +32,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from by_vllm import KIND, REACH, ByVllm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
@@ -93,9 +96,13 @@ def main() -> int:
     parser.add_argument("--with", dest="overlays", type=Path, nargs="+", default=[], help="TOML over the config")
     parser.add_argument("--exact", action="store_true", help="as within an exactness class: no tolerance")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the faster one here)")
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="what the attackers generate with")
     parser.add_argument("--max-tokens", type=int, help="length of completions (default: the config's)")
     parser.add_argument("--plot", action="store_true", help="draw docs/images/trust.png from the results; run nothing")
     arguments = parser.parse_args()
+    by_vllm = arguments.engine == "vllm"
+    if by_vllm and (arguments.exact or set(arguments.only or []) - set(REACH)):
+        parser.error("vLLM claims no exactness class, and lies that change the forward by a hook do not reach it")
     label = arguments.label or f"attacks-{'exact-' if arguments.exact else ''}{arguments.config.stem}"
     path = HERE / "results" / f"{label}.json"
     if arguments.plot:
@@ -116,29 +123,34 @@ def main() -> int:
     dtype, _ = pick(arguments.dtype or settings.model.dtype, settings.model.device)
     numerics: Numerics = "exact" if arguments.exact else "fast"
     result = json.loads(path.read_text()) if path.exists() else {"attacks": {}}
+    limits = settings.validator.of(KIND if by_vllm else "")
     result |= {
         "model": settings.model.name,
+        "engine": arguments.engine,
         "dtype": dtype,
         "machine": describe(),
         "numerics": numerics,
         "groups": settings.workers.groups_per_submission,
         "versions": len(folders),
-        "limits": {name: getattr(settings.validator, limit) for name, limit in LIMITS.items()},
+        "limits": {name: getattr(limits, limit) for name, limit in LIMITS.items()},
     }
     path.parent.mkdir(exist_ok=True)
     head = HEAD_EXACT if arguments.exact else HEAD
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"numerics": numerics})})
-    with Judge(settings, RUN, dtype) as judge:
+    with Judge(settings, RUN, dtype) as judge, ExitStack() as opened:
         judge.load(folders[-1])
         engine = TorchEngine(dtype, settings.model.device, numerics)  # every attacker loads its weights into it again
+        if by_vllm:
+            engine = opened.enter_context(closing(ByVllm(dtype, arguments.threads)))
         honest = None
         if arguments.exact:
             honest = Attack(settings, RUN, identity(0), TorchEngine(dtype, settings.model.device, numerics), lab)
             honest.load(folders[-1], len(folders) - 1)
         sys.stdout.write(head)
         attacks = attacks_on(settings)
-        for name in arguments.only or attacks:
+        for name in arguments.only or (REACH if by_vllm else attacks):
             attacker = attacks[name](settings, RUN, identity(0), engine, lab)
+            attacker.kind = KIND if by_vllm else ""
             attacker.load(folders[-1], len(folders) - 1)
             result["attacks"][name] = {"command": command()} | measure(judge, attacker, settings, arguments.n, honest)
             result["attacks"] = {known: result["attacks"][known] for known in attacks if known in result["attacks"]}

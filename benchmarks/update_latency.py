@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -52,7 +52,8 @@ def main() -> None:
         "dtype": dtype,
         "versions": [],
     }
-    with tempfile.TemporaryDirectory() as name, processes(Path(name)) as (watched, arrived):
+    with tempfile.TemporaryDirectory() as name, servers(Path(name)) as (watched, relay, key, start):
+        arrived = start("fetch", relay, "--key", key, "--out", str(Path(name) / "out"), "--follow")
         for folder in folders:
             load_weights_(trained, folder)
             made, final = Path(name) / "made", watched / folder.name
@@ -77,8 +78,8 @@ def main() -> None:
 
 
 @contextmanager
-def processes(folder: Path) -> Iterator[tuple[Path, IO[str]]]:
-    """The origin's folder, and the client's output: the path of each version that arrives."""
+def servers(folder: Path) -> Iterator[tuple[Path, str, str, Callable[..., IO[str]]]]:
+    """An origin and a relay as processes: the origin's folder, the relay's URL, the key, and what starts another process."""
     watched = folder / "watched"
     watched.mkdir()
     started: list[subprocess.Popen[str]] = []
@@ -96,7 +97,7 @@ def processes(folder: Path) -> Iterator[tuple[Path, IO[str]]]:
         key, url = origin["key"], origin["url"]
         relay = start("relay", "--upstream", url, "--key", key, "--store", str(folder / "relay"))
         relay_url = json.loads(relay.readline())["url"]
-        yield watched, start("fetch", relay_url, "--key", key, "--out", str(folder / "out"), "--follow")
+        yield watched, relay_url, key, start
     finally:
         for process in started:
             process.terminate()

@@ -1,8 +1,9 @@
 """Draws what `shoal calibrate` measured of honest vLLM workers under torch validators: docs/images/vllm.png.
 
     shoal calibrate configs/tiny.toml --set 'workers.engines=["vllm"]' --submissions 40 --out DIR
-    python benchmarks/vllm_honest.py DIR --config configs/tiny.toml
+    python benchmarks/vllm_honest.py DIR [DIR ...] --config configs/tiny.toml
 
+Every calibration draws a worker's key, and so tasks and seeds, of its own: several add up.
 One panel per statistic: its distribution over all judgements, one line per pair of dtypes, and the config's limit. Prints
 how many rollouts and judgements there were, and the worst of each statistic.
 """
@@ -22,11 +23,15 @@ IMAGE = Path(__file__).parents[1] / "docs" / "images" / "vllm.png"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("calibration", type=Path)
+    parser.add_argument("calibrations", type=Path, nargs="+")
     parser.add_argument("--config", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = json.loads((arguments.calibration / "measured.json").read_text())["rows"]
-    rows = [row for row in rows if row["worker"]["engine"] == "vllm"]
+    rows = [
+        row | {"calibration": str(folder)}
+        for folder in arguments.calibrations
+        for row in json.loads((folder / "measured.json").read_text())["rows"]
+        if row["worker"]["engine"] == "vllm"
+    ]
     limits = load(arguments.config).validator
     figure, panels = plt.subplots(1, len(LIMITS), figsize=(3.2 * len(LIMITS), 2.8), layout="constrained")
     pairs = sorted({(row["worker"]["dtype"], row["validator"]["dtype"]) for row in rows})
@@ -43,7 +48,9 @@ def main() -> None:
     panels[0].set_ylabel("share of judgements")
     panels[-1].legend(fontsize=6)
     figure.savefig(IMAGE, dpi=110)
-    made = {(row["weights"], json.dumps(row["worker"]), row["number"]): row["rollouts"] for row in rows}
+    made = {
+        (row["calibration"], row["weights"], json.dumps(row["worker"]), row["number"]): row["rollouts"] for row in rows
+    }
     sys.stdout.write(
         f"{sum(made.values()):.0f} rollouts, {len(rows)} judgements of {sum(row['rollouts'] for row in rows):.0f} rollouts, "
         f"{sum(row['failed_checks'] > 0 for row in rows)} beyond the limits\n"

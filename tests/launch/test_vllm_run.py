@@ -1,34 +1,29 @@
-"""A whole tiny run whose worker generates with vLLM, and with liars that do so too. Slow; needs vLLM."""
+"""Whole tiny runs with workers that generate with vLLM, and with liars that do so too. Slow; needs vLLM."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.engine.vllm.client import PYTHON
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
-SETTINGS = [
-    "run.steps=12",
-    "workers.count=1",  # a torch worker starts sooner, and might do all the work
-    'workers.engines=["vllm"]',
-    'workers.cheat=["quantized_weights", "wrong_temperature"]',
-    "evaluator.n=16",
-    "evaluator.batch=16",
-    "tasks.heldout=16",
-    "learner.checkpoint_every=12",
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/vllm.md)"),
 ]
 
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
+SMALL = ["evaluator.n=16", "evaluator.batch=16", "tasks.heldout=16"]
 
-@pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
-def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    words = [word for setting in SETTINGS for word in ("--set", setting)]
+
+def run(out: Path, *settings: str) -> dict[str, Any]:
+    """The summary of a run with these settings."""
+    words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "run", str(TINY), "--out", str(out), *words],
         stdout=subprocess.PIPE,
@@ -38,7 +33,30 @@ def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    summary = json.loads((out / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
+    summary = run(
+        tmp_path / "run",
+        "run.steps=12",
+        "workers.count=1",
+        'workers.engines=["vllm"]',
+        'workers.cheat=["quantized_weights", "wrong_temperature"]',
+    )
     assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
     assert set(summary["slashed"]) == {"cheater-0", "cheater-1"}, summary["reject_reasons"]
     assert set(summary["reject_reasons"]) == {"proof", "sampling"}
+
+
+def test_vllm_and_torch_workers_feed_one_run_and_the_liar_among_them_is_slashed(tmp_path: Path) -> None:
+    summary = run(
+        tmp_path / "run",
+        "run.steps=40",  # so many that vLLM, which starts later, comes to work
+        'workers.engines=["vllm", "torch"]',
+        'workers.cheat=["quantized_weights"]',  # the first of the cheating workers: vLLM's
+    )
+    assert min(summary["accepted"][name] for name in ("worker-0", "worker-1")) > 0, summary["accepted"]
+    assert summary["rejected"] == {"worker-0": 0, "worker-1": 0, "cheater": summary["rejected"]["cheater"]}
+    assert summary["slashed"] == ["cheater"] and summary["accepted"]["cheater"] == 0

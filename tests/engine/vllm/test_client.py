@@ -14,17 +14,17 @@ HELLO = {"is": "hello", "versions": {"vllm": "0"}}
 SAMPLING = Sampling(1.0, 8, (1,))
 
 
-def child(tmp_path: Path, *says: dict[str, object], then: str = "") -> str:
-    """A program that takes any arguments, says these frames on the socket and does `then`."""
+def child(tmp_path: Path, *says: dict[str, object] | bytes, then: str = "") -> str:
+    """A program that takes any arguments, says these frames, or bytes, on the socket and does `then`."""
     path = tmp_path / "python"
     path.write_text(
         dedent(f"""\
         #!{sys.executable} -S
-        import json, socket, struct, sys, time
+        import json, os, socket, struct, sys, time
         to = socket.socket(fileno=int(sys.argv[-1]))
         for frame in {list(says)!r}:
-            text = json.dumps(frame).encode()
-            to.sendall(struct.pack("!IQ", len(text), 0) + text)
+            text = json.dumps(frame).encode() if isinstance(frame, dict) else b""
+            to.sendall(struct.pack("!IQ", len(text), 0) + text if text else frame)
         {then}
         """)
     )

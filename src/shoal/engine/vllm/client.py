@@ -5,14 +5,15 @@ vLLM's pins differ from Shoal's, so it gets an environment of its own, whose Pyt
 All groups of a call are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. Turns that
 follow an environment's answer are requests of their own, which join while the others go on.
 
-Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error.
+Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. What it says is
+checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
 Called by the worker's role, and by calibration. Left out: several `generate` at once, and one scheduler for several workers.
 """
 
-import errno
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -33,7 +34,7 @@ from shoal.model.dtype import DtypeName
 PYTHON = "SHOAL_VLLM_PYTHON"
 NAME = "vllm"  # of the engine, in reports and in the headers of submissions
 START_S = 600.0  # to load vLLM and a model
-SILENT_S = 120.0  # while it works it says so every second; one step may take longer
+SILENT_S = 120.0  # while it draws tokens it says so every second; one step may take longer
 END_S = 10.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -86,13 +87,28 @@ class _Draft:
         return Completion(self.tokens, self.logprobs, torch.cat(self.states), self.turns)
 
 
+def _fault(tokens: Any, tensors: dict[str, Tensor], sampling: Sampling, room: int) -> str:
+    """What is wrong with the completion of a request, in words; "" if nothing is. `room`: for so many tokens."""
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        return "whose tokens are no numbers"
+    ends = [token in sampling.eos_ids for token in tokens]
+    if not 0 < len(tokens) <= room or any(ends[:-1]) or not (ends[-1] or len(tokens) == room):
+        return f"of {len(tokens)} tokens that ends elsewhere than at its end token or after {room}"
+    logprobs, hidden = tensors.get("logprobs"), tensors.get("hidden")
+    if logprobs is None or logprobs.dtype != torch.float32 or logprobs.shape != (len(tokens),):
+        return f"of {len(tokens)} tokens without their logprobs"
+    if hidden is None or hidden.dtype != torch.bfloat16 or hidden.ndim != 2 or len(hidden) != len(tokens):
+        return f"of {len(tokens)} tokens without their hidden states"
+    if not (logprobs.isfinite().all() and hidden.isfinite().all()):
+        return "with logprobs or hidden states that are no numbers"
+    return ""
+
+
 def _link(source: str, to: str) -> None:
-    """A second name of the file; a copy where the two places are on different disks."""
+    """A second name of the file; a copy where there can be none: another disk, or a file of another user."""
     try:
         os.link(Path(source).resolve(), to)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
+    except OSError:  # if it cannot be read at all, the copy says so
         shutil.copyfile(source, to)
 
 
@@ -117,19 +133,20 @@ class VllmEngine:
         # Shoal alone on the path: its neighbours may be the libraries whose releases differ.
         (Path(self.path.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
-        environment |= ENVIRONMENT | {"PYTHONPATH": self.path.name}
+        # vLLM puts what its processes meet by, and PyTorch what it compiles, into TMPDIR: no other user may write there.
+        environment |= ENVIRONMENT | {"PYTHONPATH": self.path.name, "TMPDIR": self.path.name}
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
         with theirs:
             self.process = subprocess.Popen(
-                [python, "-P", "-m", "shoal.engine.vllm.server", str(theirs.fileno())],
+                [python, "-P", "-m", "shoal.engine.vllm.server", self.path.name, str(theirs.fileno())],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.versions: dict[str, str] = self._expect("hello", START_S)["versions"]
+        self.versions: dict[str, str] = self._expect("hello", START_S).get("versions", {})
 
     def load(self, folder: Path) -> None:
         if self.loaded:
@@ -158,26 +175,37 @@ class VllmEngine:
         if not self.loaded:
             raise RuntimeError("the engine has no weights yet: call load() first")
         drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
-        waiting = {self._id(): draft for group in drafts for draft in group}
+        try:
+            self._write([draft for group in drafts for draft in group], prompts, sampling, respond)
+        except BaseException:
+            self.close()  # its requests are still in flight
+            raise
+        return [[draft.completion() for draft in group] for group in drafts]
+
+    def _write(
+        self, drafts: Sequence[_Draft], prompts: Sequence[Sequence[int]], sampling: Sampling, respond: Respond | None
+    ) -> None:
+        waiting = {self._id(): draft for draft in drafts}
         self._add({id: self._request(draft, prompts, sampling) for id, draft in waiting.items()})
         while waiting:
             frame, tensors = self._receive(SILENT_S)
             if frame["is"] == "working":
                 continue
-            draft = waiting.pop(frame["id"])
-            self._extend(draft, frame["tokens"], tensors)
+            draft = waiting.pop(str(frame.get("id")), None) if frame["is"] == "done" else None
+            if draft is None:
+                raise self._failure(f"it said {frame['is']!r} of {frame.get('id')!r}, which it was not asked for")
+            self._extend(draft, frame.get("tokens"), tensors, sampling)
             if draft.continues(respond, sampling):
                 waiting[id := self._id()] = draft
                 self._add({id: self._request(draft, prompts, sampling)})
-        return [[draft.completion() for draft in group] for group in drafts]
 
     def close(self) -> None:
-        """End the child process."""
+        """End the child process, and what it started. Twice is no error."""
         self.connection.close()
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.path.cleanup()
 
@@ -198,19 +226,24 @@ class VllmEngine:
     def _add(self, requests: dict[str, dict[str, Any]]) -> None:
         self._send({"do": "add", "requests": [{"id": id, **one} for id, one in requests.items()]})
 
-    def _extend(self, draft: _Draft, tokens: list[int], tensors: dict[str, Tensor]) -> None:
-        hidden_TH, logprobs_T = tensors["hidden"], tensors["logprobs"]
-        if not len(tokens) == len(hidden_TH) == len(logprobs_T) > 0 or hidden_TH.dtype != torch.bfloat16:
-            raise self._failure(f"{len(tokens)} tokens with {len(hidden_TH)} hidden states of {hidden_TH.dtype}")
+    def _extend(self, draft: _Draft, tokens: Any, tensors: dict[str, Tensor], sampling: Sampling) -> None:
+        wrong = _fault(tokens, tensors, sampling, sampling.max_tokens - len(draft.tokens))
+        if wrong:
+            raise self._failure(f"a completion {wrong}")
         draft.tokens += tokens
-        draft.logprobs += logprobs_T.tolist()
-        draft.states.append(hidden_TH)
+        draft.logprobs += tensors["logprobs"].tolist()
+        draft.states.append(tensors["hidden"])
 
     def _send(self, frame: dict[str, Any]) -> None:
+        if self.process.poll() is not None:
+            raise self._failure("it ended")
+        self.connection.settimeout(SILENT_S)
         try:
             wire.send(self.connection, frame)
         except wire.ClosedError:
             raise self._failure("it ended") from None
+        except TimeoutError:
+            raise self._failure(f"it did not listen for {SILENT_S:g} s") from None
 
     def _expect(self, what: str, within_s: float) -> dict[str, Any]:
         frame, _ = self._receive(within_s)
@@ -219,20 +252,23 @@ class VllmEngine:
         return frame
 
     def _receive(self, within_s: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next frame. Raises VllmError if vLLM failed, ended, or says nothing for so long."""
-        self.connection.settimeout(within_s)
+        """The next frame. Raises VllmError if vLLM failed, ended, says nothing whole for so long, or what is no frame."""
         try:
-            frame, tensors = wire.receive(self.connection)
+            frame, tensors = wire.receive(self.connection, within_s)
         except TimeoutError:
             raise self._failure(f"it said nothing for {within_s:g} s") from None
         except wire.WireError as error:
             raise self._failure(str(error)) from None
-        if frame["is"] == "unfit":
-            self.close()
-            raise VllmMissingError(frame["why"])
-        if frame["is"] == "failed":
-            raise self._failure(frame["why"])
-        return frame, tensors
+        match frame.get("is"):
+            case "unfit":
+                self.close()
+                raise VllmMissingError(str(frame.get("why")))
+            case "failed":
+                raise self._failure(str(frame.get("why")))
+            case str():
+                return frame, tensors
+            case other:
+                raise self._failure(f"a frame that says {other!r}")
 
     def _failure(self, why: str) -> VllmError:
         """What to raise; the child process is ended."""

