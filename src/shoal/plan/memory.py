@@ -1,7 +1,8 @@
 """Bytes that each role holds at its peak.
 
-    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32. A reference
-                model adds 2 or 4. FSDP2 spreads them over several devices (in bf16: master 4, moments 8, gradient 4).
+    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more if an
+                update has several rows, for the sum of their gradients. A reference model adds 2 or 4. FSDP2 spreads them
+                over several devices (in bf16: master 4, moments 8, gradient 4, which is that sum).
     gathered    on several devices, in the compute dtype: what is outside of the blocks, and three blocks, of which one is
                 computed, one comes next and one is being copied; a block's gradient, in it and in float32 to be reduced; the
                 head's gradient in float32
@@ -36,6 +37,7 @@ SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
 CONTEXT_BYTES = 500 * MB  # on an accelerator, in place of BASE_BYTES: an assumption
 LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
+SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
     logits = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.row_tokens)
     checked = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.validator_tokens)
     reference = weights if work.extra_forwards > int(work.recomputes) else 0
-    state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices
+    summed = SUM_BYTES * sizes.parameters if devices == 1 and work.rows > 1 else 0
+    state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices + summed
     gathered = gathered_bytes(sizes, compute_bytes) if devices > 1 else 0.0
     cache = work.at_once * (work.prompt + work.length) * cache_bytes_per_token(sizes, compute_bytes)
     decoding = cache + 2 * 4 * work.at_once * sizes.vocab
