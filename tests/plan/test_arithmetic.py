@@ -7,7 +7,7 @@ import pytest
 
 from shoal.config import parse
 from shoal.plan import Device, Fleet, Links, Plan, Sizes, SizesError, Work, memory_of, plan, sizes_of
-from shoal.plan.memory import BASE_BYTES, CONTEXT_BYTES, SHARED_BYTES, activation_bytes, largest_parameters
+from shoal.plan.memory import BASE_BYTES, CONTEXT_BYTES, SHARED_BYTES, SPARE, activation_bytes, largest_parameters
 from shoal.plan.steps import (
     COORDINATION_S,
     LOCAL_BPS,
@@ -63,6 +63,10 @@ def test_sizes_are_read_from_a_config_json() -> None:
     assert sizes_of(config | {"head_dim": 8}).width == 16
     with pytest.raises(SizesError, match="vocab_size"):
         sizes_of({key: value for key, value in config.items() if key != "vocab_size"})
+    with pytest.raises(SizesError, match="--sizes: hidden_size = -4: a size is 1 or more"):
+        sizes_of(config | {"hidden_size": -4}, "--sizes")
+    with pytest.raises(SizesError, match="head_dim = 0"):
+        sizes_of(config | {"head_dim": 0})
     with pytest.raises(SizesError, match="mixture of experts"):
         sizes_of(config | {"num_local_experts": 8})
 
@@ -82,7 +86,12 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
             "coordinator": {"prompts_per_step": 10},
             "sampling": {"group_size": 8},
             "workers": {"groups_per_submission": 2},
-            "learner": {"activation_checkpointing": True, "optimizer_steps_per_step": 5, "row_tokens": 4000, "loss": {"beta": 0.1}},
+            "learner": {
+                "activation_checkpointing": True,
+                "optimizer_steps_per_step": 5,
+                "row_tokens": 4000,
+                "loss": {"beta": 0.1},
+            },
         }
     )
     work = work_of(config, prompt=7, length=9, useful=0.75)
@@ -212,7 +221,7 @@ def test_memory_of_the_learner_is_weights_gradient_masters_and_moments() -> None
 
 def test_memory_of_those_that_only_infer() -> None:
     memory = memory_of(SIZES, WORK, 4)
-    assert memory.roles["worker"] == BASE_BYTES["worker"] + 4 * 328 + 4 * 8 * 32 + 2 * 4 * 4 * 10
+    assert memory.roles["worker"] == BASE_BYTES["worker"] + 4 * 328 + 4 * (5 + 4 + SPARE) * 32 + 2 * 4 * 4 * 10
     assert memory.roles["validator"] == BASE_BYTES["validator"] + 4 * 328 + 2 * 4 * 10 * 50 + 50 * 4 * 52
     both = memory.together({"worker": 2})
     assert both == 2 * memory.roles["worker"] - SHARED_BYTES

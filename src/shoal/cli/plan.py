@@ -111,7 +111,7 @@ def _sizes(text: str, config: Config) -> Sizes:
         return sizes_of(_fields(text), "--sizes")
     if config.model.name in BUNDLED:
         return BUNDLED[config.model.name]
-    return sizes_of(sources.read_config(config.model.name, fetch=True), config.model.name)
+    return sizes_of(sources.read_config(config.model.name, fetch=True), f"config.json of {config.model.name}")
 
 
 def _fields(text: str) -> dict[str, Any]:
@@ -172,7 +172,10 @@ def _report(
     }
     devices: dict[str, Device] = {role: fleet.device for role, fleet in fleets.items()}
     together = memory.together(counts) if found.together else None
+    this = devices["learner"]
+    said = f"this machine: {this.flops / 1e9:,.0f} GFLOP/s, {this.bandwidth_Bps / 1e9:.1f} GB/s of memory"
     return {
+        "measured": said if found.together else "",
         "parameters": sizes.parameters,
         "prompt_tokens": work.prompt,
         "completion_tokens": work.length,
@@ -204,6 +207,7 @@ def _too_large(memory: Memory, devices: dict[str, Device], together_bytes: float
 def _lines(report: dict[str, Any]) -> list[str]:
     busy, together = report["busy"], report["memory_together_bytes"]
     lines = [
+        *([f"{report['measured']}; other work slows it"] if report["measured"] else []),
         f"{report['parameters'] / 1e6:,.0f} million parameters",
         f"prompts of {report['prompt_tokens']} tokens, completions of {report['completion_tokens']}, on average;"
         f" {report['useful']:.0%} of groups teach",
@@ -215,18 +219,21 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"  {'together':12} {together / 1e9:8.2f}  of {report['device_memory_bytes'] / 1e9:.1f} here")
     lines += [f"  too much: the {what} does not fit" for what in report["does_not_fit"]]
     lines += ["", "seconds a step, and share of the step"]
-    lines += [f"  {role:12} {seconds:8.1f}  {busy[role]:4.0%}" for role, seconds in report["seconds"].items()]
-    lines.append(f"  {'step':12} {report['step_s']:8.1f}  at async level {report['async_level']}")
+    lines += [f"  {role:12} {seconds:10,.1f}  {busy[role]:4.0%}" for role, seconds in report["seconds"].items()]
+    lines.append(f"  {'step':12} {report['step_s']:10,.1f}  at async level {report['async_level']}")
     lines += ["", f"what sets the pace: {report['bottleneck']}"]
     if not together:
         lines.append(f"async level that hides all but the slowest: {report['hiding_level']}")
     lines.append(f"run: {report['run_steps']} steps, {_duration(report['run_s'])}")
     if report["run_cost"]:
         lines.append(f"cost: {report['step_cost']:.4g} a step, {report['run_cost']:.4g} the run")
-    largest = (f"{parameters / 1e9:.2g} billion ({what})" for what, parameters in report["largest_parameters"].items())
-    lines.append(f"largest model that the learner's memory trains, in parameters: {', '.join(largest)}")
+    lines.append("largest model that the learner's memory trains, in billions of parameters:")
+    lines += [f"  {what:12} {parameters / 1e9:8,.1f}" for what, parameters in report["largest_parameters"].items()]
     return lines
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
+    for unit, unit_s in (("days", 86400), ("hours", 3600)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:,.1f} {unit}"
+    return f"{seconds / 60:.1f} minutes"

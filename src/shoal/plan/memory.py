@@ -10,7 +10,8 @@
                 2 width (queries, heads' outputs), 2 kv_width, 3 intermediate (gate, up, their product). With recomputation:
                 `hidden` of each layer, one layer's own, and the gradients of its three intermediates
     logits      2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`), or less where all are fewer
-    worker      weights, keys and values of the completions decoded together, float32 logits of one position
+    worker      weights, keys and values of the completions decoded together, all as long as the longest and up to SPARE
+                positions, float32 logits of one position
     validator   weights, one layer's activations, logits as above
 
 Invariant: on a CPU a role also holds what a process with torch holds before any model, measured in runs of a 3M model
@@ -37,6 +38,7 @@ SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
 CONTEXT_BYTES = 500 * MB  # on an accelerator, in place of BASE_BYTES: an assumption
 LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
+SPARE = 128  # positions by which the engine's buffers grow (`engine/cache`)
 SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 
 
@@ -61,7 +63,7 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
     summed = SUM_BYTES * sizes.parameters if devices == 1 and work.rows > 1 else 0
     state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices + summed
     gathered = gathered_bytes(sizes, compute_bytes) if devices > 1 else 0.0
-    cache = work.at_once * (work.prompt + work.length) * cache_bytes_per_token(sizes, compute_bytes)
+    cache = work.at_once * (work.prompt + work.longest + SPARE) * cache_bytes_per_token(sizes, compute_bytes)
     decoding = cache + 2 * 4 * work.at_once * sizes.vocab
     return Memory(
         {
