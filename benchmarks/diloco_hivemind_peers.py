@@ -1,7 +1,7 @@
 """The processes of `diloco_hivemind`: the meeting, its sites, and hivemind's peers.
 
-A peer is told a step's number on standard input, prepares its pseudo-gradient, says so, waits for a word, makes the outer
-step, says so, and then tells what it used. Called by `diloco_hivemind`, a process each, as `ROLE FOLDER-OR-ADDRESS NUMBERS`;
+A peer reads a step's number from standard input, prepares its pseudo-gradient and says so. At the next line it makes the
+outer step, says so, and tells what it used. Called by `diloco_hivemind`, a process each, as `ROLE FOLDER-OR-ADDRESS NUMBERS`;
 hivemind's by an interpreter that has no Shoal.
 """
 

@@ -18,6 +18,7 @@ import yaml
 from shoal.cli.main import command_line
 from shoal.coordinator.founding import Members
 from tests.coordinator.http.test_routes import served
+from tests.launch.composed import services
 from tests.servers import free_port
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -84,8 +85,7 @@ def commands() -> list[tuple[str, str]]:
         for container in spec["template"]["spec"]["containers"]:
             found.append(("kubernetes", shlex.join(container["args"]).replace("$(POD)", "worker-0")))
     found.append(("kubernetes", init_of(pods()["coordinator"])))
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    found += [("compose.yaml", service["command"]) for service in services.values()]
+    found += [("compose.yaml", service["command"]) for service in services().values()]
     for path in [*DEPLOY.glob("systemd/*"), *DEPLOY.glob("slurm/*"), DEPLOY / "skypilot.yaml"]:
         for line in path.read_text().splitlines():
             if not line.startswith("#") and (match := re.search(r"(?:bin/|exec |^ *|-m )shoal ([a-z%].*)", line)):
@@ -114,14 +114,15 @@ def test_every_kind_of_file_has_commands() -> None:
 
 def test_the_composed_pool_is_whole() -> None:
     """Every invite that a service names is one that `init` makes, and every role is there."""
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     named = {
-        match[1] for service in services.values() if (match := re.search(r"invites/(\S+)\.invite", service["command"]))
+        match[1]
+        for service in services().values()
+        if (match := re.search(r"invites/(\S+)\.invite", service["command"]))
     }
     assert named == {"learner", "origin", "relay-0", "validator-0", "evaluator", "worker-0", "worker-1"}
-    init = command_line().parse_args(shlex.split(services["init"]["command"]))
+    init = command_line().parse_args(shlex.split(services()["init"]["command"]))
     assert (init.workers, init.relays, init.validators, init.evaluator) == (2, 1, 1, True)
-    assert {"coordinator", "origin", "relay"} <= set(services)  # the names by which nodes reach them
+    assert {"coordinator", "origin", "relay"} <= set(services())  # the names by which nodes reach them
 
 
 def test_the_kubernetes_pool_is_whole() -> None:

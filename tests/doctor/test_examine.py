@@ -108,3 +108,17 @@ def test_a_finding_has_a_remedy_exactly_if_something_is_wrong() -> None:
     with pytest.raises(ValueError, match="a remedy belongs"):
         warning("disk", "full", "")
     assert ok("disk", "5 GiB").remedy == ""
+
+
+def test_a_line_goes_on_below_where_the_terminal_ends() -> None:
+    long = warning("numerics", "fast only: " + "why " * 30, "calibrate")
+    first, *below = long.line(80).splitlines()
+    assert first.startswith("warning  numerics") and below and all(one.startswith(" " * 23) for one in below)
+    assert max(map(len, [first, *below])) <= 80
+    assert " ".join(long.line(80).split()) == " ".join(long.line().split())
+
+
+def test_numbers_read_well() -> None:
+    assert found("speed", threads=1).found.endswith("on 1 thread")
+    said = found("servers", servers={"nginx": "nginx version: nginx/1.22.1", "postgres": ""}).found
+    assert said == "optional: nginx 1.22.1, postgres is not installed"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +52,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         report = {"role": role, "findings": [asdict(one) for one in findings], "facts": asdict(facts)}
         sys.stdout.write(json.dumps(report | {"reached": [asdict(one) for one in reached]}, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(one.line() for one in findings) + "\n")
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        sys.stdout.write("\n".join(one.line(width) for one in findings) + "\n")
     return int(any(one.verdict == "fails" for one in findings))
 
 

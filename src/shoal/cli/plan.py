@@ -15,10 +15,10 @@ from shoal.cli.arguments import Commands, UsageError, read_config, real, takes_c
 
 if TYPE_CHECKING:
     from shoal.config import Config
-    from shoal.plan import Device, Fleet, Memory, Plan, Sizes
+    from shoal.plan import Device, Fleet, Memory, Plan, Sizes, Work
 
-FLEET = re.compile(r"(?:(?P<count>[0-9]{1,6})x)?(?P<name>[a-z0-9]+|[a-z]+=[^@]+)(?:@(?P<price>[0-9.]+))?")
-RATE = re.compile(r"([0-9.]+)([KMGT]?)b", re.IGNORECASE)
+FLEET = re.compile(r"(?:(?P<count>[0-9]{1,6})x)?(?P<name>[a-z0-9]+|[a-z]+=[^@]+)(?:@(?P<price>[0-9]+(?:\.[0-9]+)?))?")
+RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)b", re.IGNORECASE)
 ROLES = ("learner", "workers", "validators")
 ONE_MACHINE = {"coordinator": 1, "origin": 1, "evaluator": 1, "learner": 1}
 
@@ -70,7 +70,7 @@ def plan(arguments: argparse.Namespace) -> None:
         fleets["workers"],
         fleets["validators"],
         links,
-        together=together,
+        shares=_shares(config) if together else None,
     )
     device = fleets["learner"].device
     memory = room.memory_of(sizes, work, compute, devices=fleets["learner"].count, cpu=device.cpu)
@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace) -> None:
         "all weights": largest_parameters(device.memory_bytes, fleets["learner"].count),
         "adapters": largest_parameters(device.memory_bytes, fleets["learner"].count, lora=True),
     }
-    report = _report(config, sizes, found, memory, fleets, largest)
+    report = _report(config, work, sizes, found, memory, fleets, largest)
     sys.stdout.write((json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report))) + "\n")
 
 
@@ -89,6 +89,20 @@ def rate(text: str) -> float:
     return float(match[1]) * 1000.0 ** "KMGT".index(match[2].upper()) * 1000 if match[2] else float(match[1])
 
 
+def _shares(config: Config) -> dict[str, float]:
+    """The part of this machine's cores that each role of `shoal run` may use."""
+    from shoal.launch.cores import available_cores, share_threads
+
+    cores = available_cores(config.run.threads)
+    threads = share_threads(config, cores)
+    processes = {
+        "learner": threads["learner"],
+        "rollouts": threads["worker"] * config.workers.count,
+        "validation": threads["validator"] * config.validator.count,
+    }
+    return {role: count / cores for role, count in processes.items()}
+
+
 def _sizes(text: str, config: Config) -> Sizes:
     from shoal.model import sources
     from shoal.plan import BUNDLED, sizes_of
@@ -97,15 +111,17 @@ def _sizes(text: str, config: Config) -> Sizes:
         return sizes_of(_fields(text), "--sizes")
     if config.model.name in BUNDLED:
         return BUNDLED[config.model.name]
-    return sizes_of(sources.read_config(config.model.name, fetch=True), config.model.name)
+    return sizes_of(sources.read_config(config.model.name, fetch=True), f"config.json of {config.model.name}")
 
 
 def _fields(text: str) -> dict[str, Any]:
-    pairs = [part.partition("=") for part in text.split(",")]
-    try:
-        return {name: int(float(value)) for name, _, value in pairs}
-    except ValueError as error:
-        raise UsageError(f"{text!r} is not a list of FIELD=NUMBER") from error
+    found = {}
+    for name, _, value in (part.partition("=") for part in text.split(",")):
+        try:
+            found[name] = int(float(value))
+        except (ValueError, OverflowError) as error:
+            raise UsageError(f"{text!r} is not a list of FIELD=NUMBER") from error
+    return found
 
 
 def _fleets(arguments: argparse.Namespace) -> dict[str, Fleet]:
@@ -125,21 +141,29 @@ def _fleet(text: str) -> Fleet:
 
     if not (match := FLEET.fullmatch(text)):
         raise UsageError(f"{text!r} is not a fleet: write COUNTxDEVICE@PRICE, as 8xh100@2.5")
-    name = match["name"]
+    name, count = match["name"], int(match["count"] or 1)
+    if not count:
+        raise UsageError(f"{text!r}: a fleet has at least 1 device")
     if "=" in name:
         fields = _fields(name)
-        if set(fields) != {"flops", "bandwidth", "memory"}:
-            raise UsageError(f"{name!r}: a device has flops, bandwidth and memory")
+        if set(fields) != {"flops", "bandwidth", "memory"} or min(fields.values()) < 1:
+            raise UsageError(f"{name!r}: a device has flops, bandwidth and memory, each 1 or more")
         device = Device("own", fields["flops"], fields["bandwidth"], fields["memory"])
     elif name in KNOWN:
         device = KNOWN[name]
     else:
         raise UsageError(f"no device {name!r}: one of {', '.join(KNOWN)}, or flops=...,bandwidth=...,memory=...")
-    return Fleet(device, int(match["count"] or 1), float(match["price"] or 0))
+    return Fleet(device, count, float(match["price"] or 0))
 
 
 def _report(
-    config: Config, sizes: Sizes, found: Plan, memory: Memory, fleets: dict[str, Fleet], largest: dict[str, float]
+    config: Config,
+    work: Work,
+    sizes: Sizes,
+    found: Plan,
+    memory: Memory,
+    fleets: dict[str, Fleet],
+    largest: dict[str, float],
 ) -> dict[str, Any]:
     counts = ONE_MACHINE | {
         "relay": config.relays.count,
@@ -147,11 +171,19 @@ def _report(
         "validator": config.validator.count,
     }
     devices: dict[str, Device] = {role: fleet.device for role, fleet in fleets.items()}
+    together = memory.together(counts) if found.together else None
+    this = devices["learner"]
+    said = f"this machine: {this.flops / 1e9:,.0f} GFLOP/s, {this.bandwidth_Bps / 1e9:.1f} GB/s of memory"
     return {
+        "measured": said if found.together else "",
         "parameters": sizes.parameters,
+        "prompt_tokens": work.prompt,
+        "completion_tokens": work.length,
+        "useful": work.trained / work.generated,
         "memory_bytes": memory.roles,
-        "memory_together_bytes": memory.together(counts) if found.together else None,
-        "does_not_fit": _too_large(memory, devices),
+        "memory_together_bytes": together,
+        "device_memory_bytes": devices["learner"].memory_bytes,
+        "does_not_fit": _too_large(memory, devices, together),
         "seconds": found.seconds,
         "step_s": found.step_s,
         "async_level": found.async_level,
@@ -159,33 +191,49 @@ def _report(
         "bottleneck": found.bottleneck,
         "busy": {role: found.busy(role) for role in found.seconds},
         "step_cost": found.step_cost,
+        "run_steps": config.run.steps,
         "run_s": found.step_s * config.run.steps,
         "run_cost": found.step_cost * config.run.steps,
         "largest_parameters": largest,
     }
 
 
-def _too_large(memory: Memory, devices: dict[str, Device]) -> list[str]:
+def _too_large(memory: Memory, devices: dict[str, Device], together_bytes: float | None) -> list[str]:
     kinds = {"learner": "learner", "workers": "worker", "validators": "validator"}
-    return [kinds[role] for role in ROLES if memory.roles[kinds[role]] > devices[role].memory_bytes]
+    found = [kinds[role] for role in ROLES if memory.roles[kinds[role]] > devices[role].memory_bytes]
+    return found or ["run as a whole"] * ((together_bytes or 0) > devices["learner"].memory_bytes)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    busy = report["busy"]
-    lines = [f"{report['parameters'] / 1e6:,.0f} million parameters", "", "memory, GB"]
+    busy, together = report["busy"], report["memory_together_bytes"]
+    lines = [
+        *([f"{report['measured']}; other work slows it"] if report["measured"] else []),
+        f"{report['parameters'] / 1e6:,.0f} million parameters",
+        f"prompts of {report['prompt_tokens']} tokens, completions of {report['completion_tokens']}, on average;"
+        f" {report['useful']:.0%} of groups teach",
+        "(change these with --prompt, --length, --useful)",
+    ]
+    lines += ["", "memory of a process, GB"]
     lines += [f"  {role:12} {size / 1e9:8.2f}" for role, size in report["memory_bytes"].items()]
-    if report["memory_together_bytes"]:
-        lines.append(f"  {'together':12} {report['memory_together_bytes'] / 1e9:8.2f}")
-    lines += [f"  the {role} does not fit its device" for role in report["does_not_fit"]]
-    lines += ["", "seconds a step, alone; busy"]
-    lines += [f"  {role:12} {seconds:8.1f}  {busy[role]:4.0%}" for role, seconds in report["seconds"].items()]
-    lines.append(f"  {'step':12} {report['step_s']:8.1f}  at async level {report['async_level']}")
-    lines += ["", f"bottleneck: {report['bottleneck']}"]
-    if not report["memory_together_bytes"]:
+    if together:
+        lines.append(f"  {'together':12} {together / 1e9:8.2f}  of {report['device_memory_bytes'] / 1e9:.1f} here")
+    lines += [f"  too much: the {what} does not fit" for what in report["does_not_fit"]]
+    lines += ["", "seconds a step, and share of the step"]
+    lines += [f"  {role:12} {seconds:10,.1f}  {busy[role]:4.0%}" for role, seconds in report["seconds"].items()]
+    lines.append(f"  {'step':12} {report['step_s']:10,.1f}  at async level {report['async_level']}")
+    lines += ["", f"what sets the pace: {report['bottleneck']}"]
+    if not together:
         lines.append(f"async level that hides all but the slowest: {report['hiding_level']}")
-    lines.append(f"run: {report['run_s'] / 3600:.2f} hours")
+    lines.append(f"run: {report['run_steps']} steps, {_duration(report['run_s'])}")
     if report["run_cost"]:
         lines.append(f"cost: {report['step_cost']:.4g} a step, {report['run_cost']:.4g} the run")
-    for what, parameters in report["largest_parameters"].items():
-        lines.append(f"the learner's devices train up to {parameters / 1e9:.2g} billion parameters ({what})")
+    lines.append("largest model that the learner's memory trains, in billions of parameters:")
+    lines += [f"  {what:12} {parameters / 1e9:8,.1f}" for what, parameters in report["largest_parameters"].items()]
     return lines
+
+
+def _duration(seconds: float) -> str:
+    for unit, unit_s in (("days", 86400), ("hours", 3600)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:,.1f} {unit}"
+    return f"{seconds / 60:.1f} minutes"

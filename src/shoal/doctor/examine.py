@@ -5,6 +5,7 @@ Called by `shoal doctor`. Left out: what a config's tasks, model and ports need 
 how much memory a model takes (`shoal plan`).
 """
 
+import re
 from collections.abc import Iterator
 
 from shoal.config import Config
@@ -86,7 +87,7 @@ def _compute(facts: Facts) -> Iterator[Finding]:
 def _speed(facts: Facts) -> Finding:
     said = (
         ", ".join(f"{name} {speed:.0f}" for name, speed in facts.gflops.items())
-        + f" GFLOP/s on {facts.threads} threads"
+        + f" GFLOP/s on {facts.threads} thread{'s' * (facts.threads != 1)}"
     )
     if max(facts.gflops.values()) < SLOW_GFLOPS:
         return warning("speed", said, "is the machine busy? else use a faster one, or configs/tiny.toml only")
@@ -185,10 +186,14 @@ def _network(reached: list[Reach]) -> Iterator[Finding]:
 
 def _servers(role: Role, facts: Facts) -> Iterator[Finding]:
     if role in SERVING:
-        said = [
-            f"{name} {'(' + version + ')' if version else 'not installed'}" for name, version in facts.servers.items()
-        ]
+        said = [f"{name} {_number(version)}" for name, version in facts.servers.items()]
         yield ok("servers", f"optional: {', '.join(said)}")
+
+
+def _number(version: str) -> str:
+    """Of what a program says about itself."""
+    found = re.search(r"[0-9]+(\.[0-9]+)+", version)
+    return found[0] if found else version or "is not installed"
 
 
 def _extras(facts: Facts) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 Invariant: every finding that is not "ok" has a remedy. Made by `examine`, printed by `cli`.
 """
 
+import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +21,12 @@ class Finding:
         if (self.verdict == "ok") == bool(self.remedy):
             raise ValueError(f"{self.name}: a remedy belongs to what is wrong, and to nothing else")
 
-    def line(self) -> str:
-        return f"{self.verdict:7}  {self.name:12}  {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+    def line(self, width: int = 0) -> str:
+        """`width`: columns after which it goes on below, indented; 0: one line whatever its length."""
+        said = f"{self.verdict:7}  {self.name:12}  {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+        below = " " * (7 + 2 + 12 + 2)
+        wrapped = textwrap.wrap(said, width, subsequent_indent=below, break_long_words=False) if width else [said]
+        return "\n".join(wrapped)
 
 
 def ok(name: str, found: str) -> Finding:

@@ -78,7 +78,7 @@ def _ask(url: str, what: str, client: httpx.Client, clock: Callable[[], float]) 
         run = str(said.get("run", "")) if isinstance(said, dict) else ""
         return Reach(url, what, "", took_s, pool_clock.offset_s, run)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
-        return Reach(url, what, str(error) or type(error).__name__)
+        return Reach(url, what, str(error).rstrip(".") or type(error).__name__)
 
 
 def _config(url: str, invite: Invite, client: httpx.Client) -> tuple[Config | None, str]:

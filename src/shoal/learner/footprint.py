@@ -52,7 +52,7 @@ def _memory(config: Config, policy: Policy, sizes: Sizes, available: float) -> l
     def needed(row_tokens: int, recomputes: bool) -> float:
         changed = {"row_tokens": row_tokens, "activation_checkpointing": recomputes}
         planned = config.model_copy(update={"learner": section.model_copy(update=changed)})
-        work = work_of(planned, prompt=1, length=1)
+        work = work_of(planned, prompt=1, length=row_tokens)  # several full rows
         cpu = policy.device.type == "cpu"
         found = memory_of(sizes, work, policy.compute.itemsize, devices=policy.ranks.size, cpu=cpu)
         return found.roles["learner"] - SAVED_BYTES[section.optimizer] * sizes.body / policy.ranks.size

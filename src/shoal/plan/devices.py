@@ -1,8 +1,18 @@
 """Devices by speed, memory and price, and how much of their peak each kind of work gets.
 
 Known accelerators: peak bf16 products without sparsity, memory and bandwidth, by their makers' data sheets. The shares of
-peak are assumptions there; on CPUs they are measured (`exact_speed.json`: an update of SmolLM2 gets 0.38 of a matrix
-product's speed, a prefill 0.43; `learner_alone.json`, another CPU: 0.40; `validation_speed.json`: 0.56).
+peak are assumptions there. On CPUs they follow from committed measurements of SmolLM2 on two-core machines, X with Intel's
+AMX and E from AMD:
+
+    training    0.40 X (`exact_speed.json`, 16 tokens), 0.47 E (`learner_alone.json`, 512 against 4,096 tokens)
+    prefill     0.42 X (`exact_speed.json`), 0.46 E (`validation_speed.json`, of one thread's peak)
+    attention   at 200 tokens 0.045 X (`exact_speed.json`: what an update takes more than at 16) and 0.05 E
+                (`trl-completions.json`, likewise); 0.15 E at 4,096. Its scores are float32, and its backward pass is slow
+                over short segments
+    decode      0.09 X (`exact_speed.json`, two threads), 0.34 E (`validation_speed.json`, one thread, of its peak): the
+                vocabulary's noise and logprobs are most of it, and gain nothing from faster products
+    reading     the weights at each position: 8.6 GB/s X, 10.3 GB/s a thread E (`validation_speed.json`)
+
 Called by `steps` and `shoal plan`. Left out: interconnects between the devices of one learner.
 """
 
@@ -18,8 +28,9 @@ class Device:
     flops: float  # of a large matrix product, per second
     bandwidth_Bps: float  # of its memory
     memory_bytes: float
-    training: float = 0.4  # share of `flops` in training
-    prefill: float = 0.5
+    training: float = 0.4  # share of `flops` in training, without attention
+    prefill: float = 0.5  # also without
+    attention: float = 0.3  # both passes of it
     decode: float = 0.5  # of `flops`, for what many sequences at once compute
     reading: float = 0.7  # of `bandwidth_Bps`, in decoding and in the optimizer
     cpu: bool = False
@@ -33,8 +44,6 @@ KNOWN = {
     "rtx4090": Device("rtx4090", 165e12, 1.008e12, 24e9),
     "rtx3090": Device("rtx3090", 71e12, 0.936e12, 24e9),
 }
-CPU_DECODE = 0.1  # measured: 0.09 (1,327 GFLOP/s in products), 0.33 (505): small products of few rows
-CPU_READING = 0.7
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,22 @@ class Fleet:
     device: Device
     count: int = 1
     price_per_h: float = 0.0  # of one
+
+
+def this_cpu(flops: float, bandwidth_Bps: float, memory_bytes: float) -> Device:
+    """This machine, by what all its cores together measure. Shares: between those of the two CPUs above."""
+    return Device(
+        "this",
+        flops,
+        bandwidth_Bps,
+        memory_bytes,
+        training=0.44,
+        prefill=0.44,
+        attention=0.05,
+        decode=0.18,
+        reading=0.7,
+        cpu=True,
+    )
 
 
 def measure(device: str = "cpu", *, size_bytes: int = 1 << 28) -> Device:
@@ -63,6 +88,5 @@ def measure(device: str = "cpu", *, size_bytes: int = 1 << 28) -> Device:
         best_s = min(best_s, time.perf_counter() - start)
     if device == "cpu":
         memory: float = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        decode, reading = CPU_DECODE, CPU_READING
-        return Device("this", gflops * 1e9, size_bytes / best_s, memory, decode=decode, reading=reading, cpu=True)
+        return this_cpu(gflops * 1e9, size_bytes / best_s, memory)
     return Device("this", gflops * 1e9, size_bytes / best_s, torch.cuda.get_device_properties(device).total_memory)

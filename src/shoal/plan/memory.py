@@ -1,7 +1,8 @@
 """Bytes that each role holds at its peak.
 
-    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32. A reference
-                model adds 2 or 4. FSDP2 spreads them over several devices (in bf16: master 4, moments 8, gradient 4).
+    learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more if an
+                update has several rows, for the sum of their gradients. A reference model adds 2 or 4. FSDP2 spreads them
+                over several devices (in bf16: master 4, moments 8, gradient 4, which is that sum).
     gathered    on several devices, in the compute dtype: what is outside of the blocks, and three blocks, of which one is
                 computed, one comes next and one is being copied; a block's gradient, in it and in float32 to be reduced; the
                 head's gradient in float32
@@ -9,7 +10,8 @@
                 2 width (queries, heads' outputs), 2 kv_width, 3 intermediate (gate, up, their product). With recomputation:
                 `hidden` of each layer, one layer's own, and the gradients of its three intermediates
     logits      2 x 128 MiB of float32 at a time, value and gradient (`model/logprobs`), or less where all are fewer
-    worker      weights, keys and values of the completions decoded together, float32 logits of one position
+    worker      weights, keys and values of the completions decoded together, all as long as the longest and up to SPARE
+                positions, float32 logits of one position
     validator   weights, one layer's activations, logits as above
 
 Invariant: on a CPU a role also holds what a process with torch holds before any model, measured in runs of a 3M model
@@ -36,6 +38,8 @@ SHARED_BYTES = 320 * MB  # of these, in every child that `shoal run` forks
 CONTEXT_BYTES = 500 * MB  # on an accelerator, in place of BASE_BYTES: an assumption
 LOGITS_BYTES = 2 * (128 << 20)
 MASTER_BYTES = 12  # fp32 master and two moments
+SPARE = 128  # positions by which the engine's buffers grow (`engine/cache`)
+SUM_BYTES = 4  # fp32 sum of the gradients of several rows
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,10 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
     logits = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.row_tokens)
     checked = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.validator_tokens)
     reference = weights if work.extra_forwards > int(work.recomputes) else 0
-    state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices
+    summed = SUM_BYTES * sizes.parameters if devices == 1 and work.rows > 1 else 0
+    state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices + summed
     gathered = gathered_bytes(sizes, compute_bytes) if devices > 1 else 0.0
-    cache = work.at_once * (work.prompt + work.length) * cache_bytes_per_token(sizes, compute_bytes)
+    cache = work.at_once * (work.prompt + work.longest + SPARE) * cache_bytes_per_token(sizes, compute_bytes)
     decoding = cache + 2 * 4 * work.at_once * sizes.vocab
     return Memory(
         {

@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 
+OPTIONAL = ("head_dim", "num_key_value_heads")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -45,10 +46,12 @@ class Sizes:
         return self.body + self.head * (1 if self.tied else 2)
 
 
-def sizes_of(config: Mapping[str, Any], name: str = "the model") -> Sizes:
-    """Sizes by a config.json. Raises SizesError."""
+def sizes_of(config: Mapping[str, Any], name: str = "config.json") -> Sizes:
+    """Sizes by a config.json; `name`: where they are from, for errors. Raises SizesError."""
     if missing := [field for field in NEEDED if not isinstance(config.get(field), int)]:
-        raise SizesError(f"{name}: its config.json lacks {', '.join(missing)}; give --sizes {missing[0]}=N,...")
+        raise SizesError(f"{name} lacks {', '.join(missing)}: give --sizes FIELD=N,... with all of {', '.join(NEEDED)}")
+    if wrong := [field for field in (*NEEDED, *OPTIONAL) if isinstance(config.get(field), int) and config[field] < 1]:
+        raise SizesError(f"{name}: {wrong[0]} = {config[wrong[0]]}: a size is 1 or more")
     if experts := next(
         (key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None
     ):

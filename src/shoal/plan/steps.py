@@ -1,31 +1,43 @@
 """Seconds of each role for one step, what hides what, and what it costs.
 
-    learner     training_flops / (devices x flops x training)
-                + updates x 28 bytes a parameter / (devices x bandwidth x reading): AdamW reads and writes its state
-    rollouts    rounds of `at_once` completions, each `length` times: read weights and cache, compute 2 FLOPs a parameter and
-                completion. Both add up, as on a CPU; with perfect overlap the larger would count. Plus prompts' prefill.
-    validation  forward_flops x generated / (devices x flops x prefill)
+    learner     passes x (dense FLOPs / (devices x flops x training) + attention's / (devices x flops x attention))
+                + updates x 28 and rows x 14 bytes a parameter / (devices x bandwidth x reading): AdamW reads and writes its
+                state, and each row's gradients are added to those of the rows before
+                + the version's bytes / WRITE_BPS
+    rollouts    rounds of `at_once` completions: weights are read until the longest has ended; each token reads its cache and
+                computes 2 FLOPs a parameter. Both add up, as on a CPU; with perfect overlap the larger would count. Plus
+                prompts' prefill.
+    validation  (dense FLOPs / prefill + attention's / attention) x generated / (devices x flops)
     broadcast   bytes x 8 / the slowest of: origin's upload, which sends each shard to one relay; relays' uploads, shared by
                 workers and the other relays; a worker's download. Shards are passed on while they arrive, so hops do not
-                add up.
+                add up. On one machine: LOCAL_S + bytes / LOCAL_BPS x crowd, the processes that compute for each core
 
 With async level A, batch s + 1 + A may use version s + 1, so A + 1 steps are in flight (Little's law):
 
     step(A) = max( learner, rollouts, validation, broadcast, (their sum) / (A + 1) )
 
-Where all share one machine, their times add up instead: the machine does all of it. COORDINATION_S is what remains of a step
-with hardly any products: heartbeats, uploads, Parquet, fsync, checkpoints (`tiny-exact.json`: 1.3 s, products 0.2 s).
+Where all share one machine, a role with a part of its cores takes as much longer, and the machine does all of the work:
+
+    step(A) = max( role / share, (their sum of role / share) / (A + 1), sum of role )
+
+COORDINATION_S is what remains of a step with hardly any products: heartbeats, uploads, Parquet, fsync, checkpoints
+(`tiny-exact.json`: 1.3 s, products 0.2 s).
 Invariant: other numbers come from `Device`, `Links` or a formula above. Left out: stragglers, tasks' rewards, start-up.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shoal.plan.devices import Fleet
 from shoal.plan.sizes import Sizes
-from shoal.plan.work import Work, cache_bytes_per_token, forward_flops, training_flops, version_bytes
+from shoal.plan.work import Work, attention_flops, cache_bytes_per_token, dense_flops, passes, version_bytes
 
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
+ROW_BYTES = 14  # per parameter: reads a row's gradient, 2, twice the sum's 4, writes it as 4, then the sum's 4 (bf16)
+WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
+LOCAL_BPS = 0.31e9  # from origin over relay to client on an idle machine, as a delta: `update_latency.json`, 0.87 s
+LOCAL_S = 0.5  # until a client has heard of a version: polls of 0.1 to 1 s on the way (`plan.json`, tiny)
 COORDINATION_S = 1.1
 HOUR_S = 3600.0
 
@@ -47,6 +59,7 @@ class Plan:
     together: bool  # on one machine
     async_level: int
     price_per_h: float
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the machine, if together; not named: all of it
 
     @property
     def round_s(self) -> float:
@@ -55,9 +68,13 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        if self.together:
-            return self.round_s
-        return max(*self.seconds.values(), self.round_s / (self.async_level + 1))
+        paced_s = max(*self.seconds.values(), self.round_s / (self.async_level + 1))
+        return max(paced_s, self.working_s) if self.together else paced_s
+
+    @property
+    def working_s(self) -> float:
+        """Of a machine that does everything, with all its cores."""
+        return sum(seconds * self.shares.get(role, 1.0) for role, seconds in self.seconds.items())
 
     @property
     def hiding_level(self) -> int:
@@ -67,7 +84,9 @@ class Plan:
     @property
     def bottleneck(self) -> str:
         slowest = max(self.seconds, key=lambda role: self.seconds[role])
-        if self.together or self.async_level >= self.hiding_level:
+        if self.together and self.working_s >= max(self.seconds[slowest], self.round_s / (self.async_level + 1)):
+            return "this machine's cores: all of them work all the time"
+        if self.async_level >= self.hiding_level:
             return slowest
         return f"waiting: async level {self.async_level} hides too little, {self.hiding_level} would"
 
@@ -90,40 +109,59 @@ def plan(
     validators: Fleet,
     links: Links,
     *,
-    together: bool = False,
+    shares: Mapping[str, float] | None = None,
 ) -> Plan:
+    """`shares`: all roles are on one machine, which the first fleet describes, and may use these parts of its cores.
+
+    A role of several processes has all that they may use, which can be more than there is.
+    """
+    together = shares is not None
     price = sum(fleet.count * fleet.price_per_h for fleet in (learner, workers, validators))
+    crowd = max(1.0, sum((shares or {}).values()))
     seconds = {
         "learner": learner_s(sizes, work, learner),
         "rollouts": rollouts_s(sizes, work, compute_bytes, workers),
         "validation": validation_s(sizes, work, validators),
-        "broadcast": broadcast_s(version_bytes(sizes), links, workers.count),
+        "broadcast": local_s(sizes, crowd) if together else broadcast_s(version_bytes(sizes), links, workers.count),
         "coordination": COORDINATION_S,
     }
-    return Plan(seconds, together, async_level, price)
+    own = {role: min(1.0, share) for role, share in (shares or {}).items()}
+    alone = {role: took_s / own.get(role, 1.0) for role, took_s in seconds.items()}
+    if together:  # waiting, for news or for a core, takes no core
+        own["broadcast"] = version_bytes(sizes) / LOCAL_BPS / seconds["broadcast"]
+    return Plan(alone, together, async_level, price, own)
 
 
 def learner_s(sizes: Sizes, work: Work, fleet: Fleet) -> float:
     device = fleet.device
-    computing_s = training_flops(sizes, work) / (fleet.count * device.flops * device.training)
-    moved = work.updates * ADAMW_BYTES * sizes.parameters
-    return computing_s + moved / (fleet.count * device.bandwidth_Bps * device.reading)
+    forward_s = dense_flops(sizes, work) / device.training + attention_flops(sizes, work) / device.attention
+    computing_s = passes(work) * work.trained * forward_s / (fleet.count * device.flops)
+    moved = work.updates * (ADAMW_BYTES + work.rows * ROW_BYTES) * sizes.parameters
+    moving_s = moved / (fleet.count * device.bandwidth_Bps * device.reading)
+    return computing_s + moving_s + version_bytes(sizes) / WRITE_BPS
 
 
 def rollouts_s(sizes: Sizes, work: Work, compute_bytes: int, fleet: Fleet) -> float:
     device = fleet.device
-    rounds = work.generated * work.completions / work.at_once
+    completions = work.generated * work.completions
     middle = work.prompt + work.length / 2  # tokens in the cache, on the average
-    read = compute_bytes * sizes.parameters + work.at_once * middle * cache_bytes_per_token(sizes, compute_bytes)
-    reading_s = read / (device.bandwidth_Bps * device.reading)
-    computing_s = 2.0 * sizes.parameters * work.at_once / (device.flops * device.decode)
+    weights = completions / work.at_once * work.longest * compute_bytes * sizes.parameters
+    caches = completions * work.length * middle * cache_bytes_per_token(sizes, compute_bytes)
+    reading_s = (weights + caches) / (device.bandwidth_Bps * device.reading)
+    computing_s = 2.0 * sizes.parameters * completions * work.length / (device.flops * device.decode)
     prompts_s = 2.0 * sizes.body * work.prompt * work.generated / (device.flops * device.prefill)
-    return (rounds * work.length * (reading_s + computing_s) + prompts_s) / fleet.count
+    return (reading_s + computing_s + prompts_s) / fleet.count
 
 
 def validation_s(sizes: Sizes, work: Work, fleet: Fleet) -> float:
     device = fleet.device
-    return forward_flops(sizes, work) * work.generated / (fleet.count * device.flops * device.prefill)
+    forward_s = dense_flops(sizes, work) / device.prefill + attention_flops(sizes, work) / device.attention
+    return forward_s * work.generated / (fleet.count * device.flops)
+
+
+def local_s(sizes: Sizes, crowd: float) -> float:
+    """Until the last node of one machine has a version, whose cores so many processes each want."""
+    return LOCAL_S + crowd * version_bytes(sizes) / LOCAL_BPS
 
 
 def broadcast_s(size_bytes: float, links: Links, workers: int) -> float:

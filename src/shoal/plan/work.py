@@ -7,6 +7,7 @@ attention computes K = P(P+1)/2 + G (L P + L(L+1)/2), as in `learner/metrics`, a
     learner         = (3 + extra) forward x trained groups; extra: 1 to recompute activations, 1 for a reference model
     validator       = forward x generated groups
 
+Attention's share of it, 4 layers width K, is kept apart: its products are small, and slower.
 Invariant: whole groups; `generated` counts those that the online filter drops too.
 """
 
@@ -27,9 +28,11 @@ class Work:
     completions: int  # of a group
     prompt: int  # tokens
     length: int  # tokens of a completion, mean
+    longest: int  # tokens of the longest completion that is decoded together with others
     updates: int  # of the optimizer in a step
     extra_forwards: int  # of the learner, for each training pass
-    row_tokens: int  # in one forward of the learner
+    row_tokens: int  # in one forward of the learner, at most
+    rows: int  # of an update, on one device
     recomputes: bool
     at_once: int  # completions that a worker decodes together
     validator_tokens: int  # in one forward of the validator
@@ -40,15 +43,20 @@ def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) ->
     trained = config.coordinator.prompts_per_step
     useful = useful if config.coordinator.online_filter else 1.0
     learner = config.learner
+    update_tokens = math.ceil(trained / learner.optimizer_steps_per_step) * (
+        prompt + config.sampling.group_size * length
+    )
     return Work(
         trained=trained,
         generated=math.ceil(trained / useful),
         completions=config.sampling.group_size,
         prompt=prompt,
         length=length,
+        longest=max(length, config.sampling.max_tokens),
         updates=learner.optimizer_steps_per_step,
         extra_forwards=int(learner.activation_checkpointing) + int(learner.loss.beta > 0),
-        row_tokens=learner.row_tokens,
+        row_tokens=min(learner.row_tokens, update_tokens),
+        rows=math.ceil(update_tokens / learner.row_tokens),
         recomputes=learner.activation_checkpointing,
         at_once=config.workers.groups_per_submission * config.sampling.group_size,
         validator_tokens=config.validator.row_tokens,
@@ -57,15 +65,30 @@ def work_of(config: Config, *, prompt: int, length: int, useful: float = 1.0) ->
 
 def forward_flops(sizes: Sizes, work: Work) -> float:
     """Of one group. The formula is above."""
-    prompt, length, completions = work.prompt, work.length, work.completions
-    positions = prompt + completions * length
-    pairs = prompt * (prompt + 1) / 2 + completions * (length * prompt + length * (length + 1) / 2)
-    return 2.0 * (sizes.body * positions + sizes.head * completions * length) + 4.0 * sizes.layers * sizes.width * pairs
+    return dense_flops(sizes, work) + attention_flops(sizes, work)
+
+
+def dense_flops(sizes: Sizes, work: Work) -> float:
+    """Of one group's forward: products with the weights."""
+    generated = work.completions * work.length
+    return 2.0 * (sizes.body * (work.prompt + generated) + sizes.head * generated)
+
+
+def attention_flops(sizes: Sizes, work: Work) -> float:
+    """Of one group's forward: scores, and values weighted by them."""
+    prompt, length = work.prompt, work.length
+    pairs = prompt * (prompt + 1) / 2 + work.completions * (length * prompt + length * (length + 1) / 2)
+    return 4.0 * sizes.layers * sizes.width * pairs
+
+
+def passes(work: Work) -> int:
+    """Of the learner, in forwards: a backward pass has two products for each of the forward's."""
+    return 3 + work.extra_forwards
 
 
 def training_flops(sizes: Sizes, work: Work) -> float:
-    """Of a step: a backward pass has two products for each of the forward's."""
-    return (3 + work.extra_forwards) * forward_flops(sizes, work) * work.trained
+    """Of a step."""
+    return passes(work) * forward_flops(sizes, work) * work.trained
 
 
 def cache_bytes_per_token(sizes: Sizes, compute_bytes: int) -> int:

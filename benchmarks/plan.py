@@ -1,0 +1,219 @@
+"""What `shoal plan` says of runs whose raw figures are committed, beside what was measured: step, memory, broadcast.
+
+    python benchmarks/plan.py record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
+    python benchmarks/plan.py record quickstart --steps 8
+    python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
+
+Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
+(`DEVICES`; plan/devices.py has the sources). Seconds a step come from runs on quiet machines; memory and broadcasts also
+from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
+the version until the last worker has verified it. tests/plan/test_measured.py computes the ratios again.
+"""
+
+import argparse
+import json
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.config import Config, load
+from shoal.launch.cores import share_threads
+from shoal.plan import BUNDLED, Device, Fleet, Links, Plan, Work, memory_of, plan, work_of
+from shoal.plan.steps import broadcast_s
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PATH = RESULTS / "plan.json"
+BF16, CORES = 2, 2
+SETTLED = 2  # steps before the first that counts: in them workers, validator and evaluator start
+PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/trl.py
+# What both cores achieve. X decodes with two threads: 31 ms for the weights and 2.3 ms a completion; E with one: 26, 1.6.
+DEVICES = {
+    "X": Device(
+        "X", 1327e9, 8.6e9, 25e9, training=0.40, prefill=0.42, attention=0.045, decode=0.089, reading=1.0, cpu=True
+    ),
+    "E": Device(
+        "E", 944e9, 20.6e9, 25e9, training=0.475, prefill=0.46, attention=0.05, decode=0.34, reading=1.0, cpu=True
+    ),
+}
+RUNS = {  # of benchmarks/runs.py: its config, and the CPU
+    "tiny-exact": ("tiny", "X"),
+    "quickstart": ("quickstart", "E"),
+    "quickstart-exact": ("quickstart", "X"),
+    "quickstart-fast": ("quickstart", "X"),
+}
+# `shoal run` on GSM8K as benchmarks/trl.py set it, its workload b at commit 775f024; 64 completions of about 210 tokens.
+COMPLETIONS = (
+    "coordinator.online_filter=false",
+    "coordinator.async_level=1",
+    "workers.count=1",
+    "workers.groups_per_submission=8",
+    "learner.activation_checkpointing=false",
+    "learner.row_tokens=1024",
+    "tasks.length_targets=[128]",
+)
+WAN = ("quiet", "loss", "faults", "peers", "public", "star")
+
+
+@dataclass(frozen=True)
+class Row:
+    run: str
+    what: str  # with its unit
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.planned / self.measured
+
+
+def rows() -> Iterator[Row]:
+    """Every comparison."""
+    for name, (config, device) in RUNS.items():
+        yield from _of_run(name, load(ROOT / "configs" / f"{config}.toml"), DEVICES[device])
+    yield _of_completions()
+    for name, run in _json("plan")["runs"].items():
+        yield from _of_recorded(name, run)
+    for name in WAN:
+        yield _of_emulated(name)
+
+
+def planned(config: Config, work: Work, device: Device) -> Plan:
+    """All of `shoal run` on two cores."""
+    threads, fleet = share_threads(config, CORES), Fleet(device)
+    shares = {
+        "learner": threads["learner"] / CORES,
+        "rollouts": threads["worker"] * config.workers.count / CORES,
+        "validation": threads["validator"] * config.validator.count / CORES,
+    }
+    level = config.coordinator.async_level
+    return plan(BUNDLED[config.model.name], work, BF16, level, fleet, fleet, fleet, Links(), shares=shares)
+
+
+def _of_run(name: str, config: Config, device: Device) -> Iterator[Row]:
+    runs = _json(name)["runs"]
+    steps = [step for run in runs for step in run["metrics"][SETTLED:]]
+    length = round(statistics.fmean(step["completion/length_mean"] for step in steps))
+    flat = statistics.fmean(step.get("reward/zero_std_frac", 0.0) for step in steps)
+    work = work_of(config, prompt=PROMPT[RUNS[name][0]], length=length, useful=1 - flat)
+    took_s = statistics.fmean(_step_s([step["time_s"] for step in run["metrics"]]) for run in runs)
+    yield Row(name, "step_s", planned(config, work, device).step_s, took_s)
+    peaks = {process: statistics.fmean(run["peak_rss_bytes"][process] for run in runs) for process in _PROCESSES}
+    yield from _memory(name, config, work, peaks, statistics.fmean(run["peak_together_bytes"] for run in runs))
+
+
+def _of_completions() -> Row:
+    """GSM8K. The first step is longer: it waits for the first rollouts."""
+    [run] = _json("trl-completions-run")["measurement b"]["runs"]
+    config = load(ROOT / "configs" / "gsm8k.toml", COMPLETIONS)
+    length = round(statistics.fmean(step["tokens"] / step["completions"] for step in run["steps"]))
+    work = work_of(config, prompt=PROMPT["gsm8k"], length=length)
+    took_s = statistics.fmean(step["seconds"] for step in run["steps"][1:])
+    return Row("trl-completions-run", "step_s", planned(config, work, DEVICES["E"]).step_s, took_s)
+
+
+def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
+    config = load(ROOT / "configs" / f"{name}.toml", run["overrides"])
+    length = round(statistics.fmean(step["completion/length_mean"] for step in run["steps"]))
+    work = work_of(config, prompt=PROMPT[name], length=length)
+    label = f"{name}, recorded"
+    yield from _memory(label, config, work, run["peak_rss_bytes"], run["peak_together_bytes"])
+    took_s = statistics.median(run["broadcasts_s"])
+    yield Row(label, "broadcast_s", planned(config, work, DEVICES["E"]).seconds["broadcast"], took_s)
+
+
+def _of_emulated(name: str) -> Row:
+    """One origin, 4 relays, 16 workers."""
+    raw = _json(f"wan-{name}")
+    of = raw["plan"]
+    links = Links(of["origin_bps"], of["relay_bps"], of["client_bps"], of["relays"])
+    took_s = statistics.median(one["seconds"] for one in raw["transfers"] if one["system"] == "shoal")
+    return Row(f"wan-{name}", "broadcast_s", broadcast_s(raw["size_bytes"], links, of["clients"]), took_s)
+
+
+_PROCESSES = {"learner": "learner", "worker-0": "worker", "validator": "validator", "origin": "origin"}
+
+
+def _memory(name: str, config: Config, work: Work, peaks: dict[str, float], together: float | None) -> Iterator[Row]:
+    memory = memory_of(BUNDLED[config.model.name], work, BF16)
+    counts = {"coordinator": 1, "origin": 1, "relay": 1, "learner": 1, "evaluator": 1}
+    counts |= {"worker": config.workers.count, "validator": config.validator.count}
+    if together is not None:
+        yield Row(name, "memory_bytes", memory.together(counts), together)
+    for process, role in _PROCESSES.items():
+        yield Row(name, f"{role}_bytes", memory.roles[role], peaks[process])
+
+
+def _step_s(ends_s: list[float]) -> float:
+    return (ends_s[-1] - ends_s[SETTLED - 1]) / (len(ends_s) - SETTLED)
+
+
+def _json(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
+    """One `shoal run` with a small evaluator."""
+    from machine import describe  # it imports torch, which the comparison does not need
+
+    machine = describe()
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "run"
+        argv = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / f"{config}.toml"), "--out", str(out)]
+        for setting in (f"run.steps={steps}", "evaluator.n=4", *overrides):
+            argv += ["--set", setting]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}")
+        summary = json.loads((out / "summary.json").read_text())
+        reports = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        with sqlite3.connect(f"file:{out / 'coordinator' / 'pool.sqlite'}?mode=ro", uri=True) as db:
+            fetched = db.execute(
+                "SELECT transfers.version, max(to_s) FROM transfers JOIN nodes ON key = node"
+                " WHERE role = 'worker' GROUP BY transfers.version"
+            ).fetchall()
+    arrived_s = dict(fetched)
+    return {
+        "command": f"python benchmarks/plan.py record {config} --steps {steps}",
+        "machine": machine,
+        "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
+        "steps": [{name: report[name] for name in ("time_s", "completion/length_mean")} for report in reports],
+        "broadcasts_s": [
+            arrived_s[version] - report["time_s"]
+            for version, report in enumerate(reports, 1)
+            if version in arrived_s and version > 1
+        ],
+        "peak_rss_bytes": summary["peak_rss_bytes"],
+        "peak_together_bytes": summary["peak_together_bytes"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command")
+    recording = commands.add_parser("record")
+    recording.add_argument("config", help="name of a file in configs/, without .toml")
+    recording.add_argument("--steps", type=int, default=8)
+    recording.add_argument("--set", action="append", default=[], help="as for `shoal run`")
+    arguments = parser.parse_args()
+    known = _json("plan") if PATH.exists() else {"command": "python benchmarks/plan.py", "runs": {}}
+    if arguments.command:
+        known["runs"][arguments.config] = record(arguments.config, arguments.steps, arguments.set)
+        PATH.write_text(json.dumps(known, indent=1) + "\n")
+        return
+    found = list(rows())
+    known["compared"] = [vars(row) | {"ratio": round(row.ratio, 3)} for row in found]
+    PATH.write_text(json.dumps(known, indent=1) + "\n")
+    for row in found:
+        sys.stdout.write(f"{row.run:22} {row.what:16} {row.planned:12.4g} {row.measured:12.4g} {row.ratio:6.2f}\n")
+
+
+if __name__ == "__main__":
+    main()
