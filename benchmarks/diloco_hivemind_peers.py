@@ -1,8 +1,8 @@
 """The processes of `diloco_hivemind`: the meeting, its sites, and hivemind's peers.
 
 A peer reads a step's number from standard input, prepares its pseudo-gradient and says so. At the next line it makes the
-outer step, says so, and tells what it used. Called by `diloco_hivemind`, a process each, as `ROLE FOLDER-OR-ADDRESS NUMBERS`;
-hivemind's by an interpreter that has no Shoal.
+outer step, says so, and tells what it used. `diloco_hivemind` starts each as `ROLE FOLDER-OR-ADDRESS NUMBERS`; hivemind's
+run in an interpreter that has no Shoal.
 """
 
 import asyncio
