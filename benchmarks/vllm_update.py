@@ -91,7 +91,7 @@ def arrives(client: Client, engine: Engine, version: int) -> dict[str, Any]:
     while not shown(client, version):
         if time.monotonic() > until_s:
             raise SystemExit(f"version {version} was not published in {LATEST_S:g} s")
-        time.sleep(0.02)
+        time.sleep(0.05)
     times_s = [time.perf_counter()]
     folder, manifest = client.fetch(version)
     times_s.append(time.perf_counter())

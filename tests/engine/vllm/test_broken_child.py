@@ -105,6 +105,7 @@ def test_only_its_own_user_may_write_where_it_works(tmp_path: Path) -> None:
     folder = Path(engine.versions["TMPDIR"])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
     assert engine.versions["PYTHONPATH"] == str(folder) == engine.path.name
+    assert engine.versions["GLOO_SOCKET_IFNAME"].startswith("lo"), "PyTorch's listeners are not on the network"
     engine.close()
     assert not folder.exists()
 
