@@ -41,7 +41,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config
 
 from shoal.config.recipe import LearnerSection, LossSection
+from shoal.learner import masters
 from shoal.learner import policy as policy_module
+from shoal.learner.masters import collect
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
 from shoal.model import head, logprobs
@@ -213,7 +215,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
         opened = Built(folder, torch.device("cpu"), weights, "fast", True, head.NOTHING)
         opened.build()
         with (
-            mock.patch.object(policy_module, "opened", return_value=opened),
+            mock.patch.object(masters, "opened", return_value=opened),
             mock.patch.object(policy_module, "load_tokenizer", return_value=None),
             mock.patch.object(logprobs, "CACHED_BYTES", 1 << 40),  # as on a GPU: what a product gives, at once
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -224,7 +226,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
             load_peak, _ = counted.phase()
             policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]
             first_peak, row_received = counted.phase()
-            policy._collect()
+            collect(policy.weights, policy.masters)
             torch.nn.utils.clip_grad_norm_(policy.masters.values(), section.grad_clip)
             policy._update_masters()
             update_peak, _ = counted.phase()

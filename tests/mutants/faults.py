@@ -24,6 +24,7 @@ GROUPS, LOSS, METRICS, GUARD = "learner/groups.py", "learner/loss.py", "learner/
 SHARE, DEAL = "learner/share.py", "learner/deal.py"
 LOGPROBS, TREE, SAMPLING, HEAD = "model/logprobs.py", "model/tree.py", "model/sampling.py", "model/head.py"
 OPTIMIZERS, SCHEDULE, BLOCK_MASK = "learner/optimizers.py", "learner/schedule.py", "model/block_mask.py"
+MASTERS = "learner/masters.py"
 CHECKS, DELTA, FORMAT = "validator/checks.py", "shardcast/format/delta.py", "shardcast/format/delta_format.py"
 FIELD, PROOF, CHUNK, VERIFY = "toploc/field.py", "toploc/proof.py", "toploc/chunk.py", "toploc/verify.py"
 
@@ -86,7 +87,11 @@ FAULTS = [
         "published_is_the_masters",
     ),
     Fault(
-        POLICY, "grad if master.grad is None else master.grad.add_(grad)", "grad", "learner/test_policy.py", "in_pieces"
+        MASTERS,
+        "grad if master.grad is None else master.grad.add_(grad)",
+        "grad",
+        "learner/test_policy.py",
+        "in_pieces",
     ),
     Fault(
         POLICY, "self.optimizer.zero_grad(set_to_none=True)", "pass", "learner/test_policy.py", "skipped_update_leaves"
@@ -189,12 +194,12 @@ FAULTS = [
     ),
     Fault(METRICS, "2.0 * (shape.body * (prompt + length)", "2.0 * (shape.body * length", "learner/test_metrics.py"),
     # --- the model
-    Fault(LOGPROBS, "z_RV if temperature == 1.0 else z_RV.div_(temperature)", "z_RV", "model/test_logprobs.py"),
-    Fault(LOGPROBS, "(grad_N / ctx.temperature for grad_N", "(grad_N for grad_N", "model/test_logprobs.py"),
+    Fault(LOGPROBS, "z_RV if how.temperature == 1.0 else z_RV.div_(how.temperature)", "z_RV", "model/test_logprobs.py"),
+    Fault(LOGPROBS, "(grad_C / how.temperature for grad_C", "(grad_C for grad_C", "model/test_logprobs.py"),
     Fault(
         LOGPROBS,
-        "                    grad_RV.mul_(slope)\n",
-        "                    pass\n",
+        "                grad_RV.mul_(slope)\n",
+        "                pass\n",
         "model/test_support.py",
         "gradients_on_the_slower",
     ),

@@ -18,18 +18,27 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.config.recipe import LearnerSection
-from shoal.learner.eight_bit import AdamW8bit
-from shoal.learner.eight_bit import fresh as fresh_8bit
+from shoal.learner import eight_bit
 from shoal.learner.ranks import whole
 from shoal.model.sharded import local, own_rows
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steepest at 0
 ITERATIONS = 5
 TINY = 1e-7
+
+
+def matrices(section: LearnerSection, weights: Mapping[str, Tensor], blocks: Iterable[nn.Module]) -> frozenset[str]:
+    """Names of what the section's optimizer trains. AdamW trains the rest: all, if it was chosen."""
+    if section.optimizer == "adamw":
+        return frozenset()
+    if section.optimizer == "adamw_8bit":
+        return eight_bit.matrices(weights)
+    inside = {id(weight) for block in blocks for weight in block.parameters()}
+    return frozenset(name for name, of in weights.items() if id(of) in inside and of.ndim == 2)
 
 
 def make(section: LearnerSection, masters: Mapping[str, Tensor], matrices: Iterable[str], compute: torch.dtype) -> Any:
@@ -42,7 +51,7 @@ def make(section: LearnerSection, masters: Mapping[str, Tensor], matrices: Itera
         return adamw
     hidden = [master for name, master in masters.items() if name in chosen]
     if section.optimizer == "adamw_8bit":
-        return Together(AdamW8bit(hidden, section.lr, section.betas, section.weight_decay), adamw)
+        return Together(eight_bit.AdamW8bit(hidden, section.lr, section.betas, section.weight_decay), adamw)
     return Together(Muon(hidden, section.lr, section.momentum, section.weight_decay, compute), adamw)
 
 
@@ -51,7 +60,7 @@ def fresh(kind: str, master: Tensor) -> dict[str, Tensor]:
     if kind == "muon":
         return {"momentum_buffer": torch.zeros_like(master)}
     if kind == "adamw_8bit":
-        return fresh_8bit(master)
+        return eight_bit.fresh(master)
     step = torch.zeros((), device=master.device)
     return {"step": step, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 

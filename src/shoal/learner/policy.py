@@ -18,11 +18,12 @@ from torch import Tensor
 
 from shoal.config.recipe import LearnerSection
 from shoal.errors import ShoalError
-from shoal.learner import eight_bit, lora, optimizers, out_of_memory
+from shoal.learner import lora, optimizers, out_of_memory
 from shoal.learner.balance import cost, order, waiting
 from shoal.learner.batch import MicroBatch
 from shoal.learner.guard import judge
 from shoal.learner.loss import policy_loss
+from shoal.learner.masters import collect, collect_early, in_shards, prepare, round_
 from shoal.learner.metrics import shape_of
 from shoal.learner.ranks import Ranks, whole
 from shoal.learner.schedule import rate
@@ -31,7 +32,6 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.numerics import Numerics
 from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
-from shoal.model.sharded import Sharded, opened
 from shoal.model.tree import Pack, Tree, pack
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Policy:
         self.temperature = temperature
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
-        self.sharded = self._sharded(folder, numerics)
+        self.sharded = in_shards(folder, device, numerics, self.ranks)
         self.model = self._model(folder, numerics)
         if config.lora is not None:
             lora.attach_(self.model, config.lora)
@@ -69,6 +69,8 @@ class Policy:
         self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
         self.masters = self._prepare(self.scorer)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
+        if self.ranks.size == 1:
+            collect_early(self.weights, self.masters)
         if config.activation_checkpointing:
             recompute_activations(self.scorer)
         if config.compile:
@@ -77,67 +79,19 @@ class Policy:
         if config.loss.beta > 0:
             self.reference = Scorer(self._model(folder, numerics).requires_grad_(False))
             self._prepare(self.reference)
-        self.matrices = self._matrices()
+        self.matrices = optimizers.matrices(config, self.weights, self.scorer.layers)
         self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute)
         self._costs: list[float] = []  # of the next update's rows, as they were dealt to the ranks
         self.updates = 0  # optimizer steps so far
         self.skipped_in_row = 0
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
 
-    def _sharded(self, folder: Path, numerics: Numerics) -> Sharded | None:
-        """How to load in shards; None if there is one rank, or if each must load all of the model."""
-        if self.ranks.size == 1:
-            return None
-        found = opened(folder, str(self.device), numerics, self.ranks.shard)
-        if isinstance(found, Sharded):
-            return found
-        log.warning("%s is loaded whole on every rank, and sharded then: %s", folder, found)
-        return None
-
     def _model(self, folder: Path, numerics: Numerics) -> Any:
         """The model in float32, or a skeleton that `_prepare` fills."""
         return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", str(self.device), numerics)
 
-    def _matrices(self) -> frozenset[str]:
-        """What `config.optimizer` trains. AdamW trains the rest: all, if it was chosen."""
-        if self.config.optimizer == "adamw":
-            return frozenset()
-        if self.config.optimizer == "adamw_8bit":
-            return eight_bit.matrices(self.weights)
-        inside = {id(weight) for block in self.scorer.layers for weight in block.parameters()}
-        return frozenset(name for name, of in self.weights.items() if id(of) in inside and of.ndim == 2)
-
     def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
-        """Shard the model, copy the trained weights as fp32 masters, and round the model to bf16, in compute dtype.
-
-        FSDP keeps shards in a dtype of their own and casts what it gathers. So if it gathers bf16, the masters are the
-        shards, and rounded where they are used. Frozen weights are kept in bf16.
-        """
-        shards = self.ranks.size > 1
-        for parameter in scorer.model.parameters() if shards else ():
-            if not parameter.requires_grad:
-                parameter.data = parameter.detach().bfloat16()
-        self.ranks.shard(scorer, self.compute)
-        if self.sharded:
-            self.sharded.fill_(scorer)
-        masters = {}
-        for name, buffer in scorer.model.named_buffers():
-            if name in self.stored and buffer.is_floating_point():  # published, but not trained
-                buffer.copy_(buffer.bfloat16())
-        for name, parameter in scorer.model.named_parameters():
-            if shards and parameter.requires_grad and self.compute is torch.bfloat16:
-                masters[name] = parameter
-                continue
-            exact = parameter.detach()
-            rounded = exact.bfloat16()
-            if shards:
-                exact = exact.clone()
-                parameter.detach().copy_(rounded)
-            else:
-                parameter.data = rounded.to(self.compute)
-            if parameter.requires_grad:
-                masters[name] = exact.requires_grad_()
-        return masters
+        return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
         """One optimizer step on micro-batches whose losses are sums over `denominator`. Returns sums and norms."""
@@ -193,11 +147,9 @@ class Policy:
             with out_of_memory.explained(self.config):
                 value = loss(batch)
                 value.backward()  # type: ignore[no-untyped-call]
-            if self.ranks.size == 1:  # FSDP sums the gradients of its shards itself, in float32
-                self._collect()
             total += float(value.detach())
-        if self.ranks.size > 1:
-            self._collect()
+        if self.ranks.size > 1:  # FSDP sums the gradients of its shards itself, in float32
+            collect(self.weights, self.masters)
         return total
 
     def forget(self) -> None:
@@ -248,15 +200,6 @@ class Policy:
         """The next update's learning rate."""
         return rate(self.updates, self.config)
 
-    def _collect(self) -> None:
-        """Move the model's gradients to the masters', in fp32."""
-        for name, weight in self.weights.items():
-            master = self.masters[name]
-            if weight.grad is not None and master is not weight:
-                grad = weight.grad.to(torch.float32)
-                master.grad = grad if master.grad is None else master.grad.add_(grad)
-                weight.grad = None
-
     def _update_masters(self) -> None:
         self.before_update()
         for group in self.optimizer.param_groups:
@@ -265,12 +208,9 @@ class Policy:
         self.round()
         self.updates += 1
 
-    @torch.no_grad()
     def round(self) -> None:
         """Set the model to the masters, rounded to bf16."""
-        for name, weight in self.weights.items():
-            if self.masters[name] is not weight:
-                weight.copy_(self.masters[name].bfloat16())
+        round_(self.weights, self.masters)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version, one at a time: (name, bf16 tensor on the CPU). All ranks must iterate over it.
@@ -323,20 +263,34 @@ class Policy:
         return None if self.reference is None else self.reference(packed.to(self.device), self.temperature, False)[0]
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, float]]:
+        """The sum over the row's targets to differentiate, and the sums to report."""
         settings = self.config.loss
-        logp_N, entropy_N = self.logprobs(micro.pack, with_entropy=settings.entropy > 0)
         known_N = micro.reference_N
-        terms = policy_loss(
-            logp_N,
-            micro.behaviour_N.to(self.device),
-            micro.advantage_N.to(self.device),
-            denominator=1.0,
-            settings=settings,
-            rollout_N=micro.rollout_N.to(self.device),
-            reference_N=self._reference_logprobs(micro.pack) if known_N is None else known_N.to(self.device),
-            entropy_N=entropy_N,
+        reference_N = self._reference_logprobs(micro.pack) if known_N is None else known_N.to(self.device)
+        behaviour_N, advantage_N, rollout_N = (
+            of_N.to(self.device) for of_N in (micro.behaviour_N, micro.advantage_N, micro.rollout_N)
         )
-        return terms.loss, {name: getattr(terms, name.partition("/")[2]) for name in SUMMED}
+        sums = dict.fromkeys(SUMMED, 0.0)
+
+        def loss_of(targets: slice, logp_C: Tensor, entropy_C: Tensor | None) -> Tensor:
+            terms = policy_loss(
+                logp_C,
+                behaviour_N[targets],
+                advantage_N[targets],
+                denominator=1.0,
+                settings=settings,
+                rollout_N=rollout_N[targets],
+                reference_N=None if reference_N is None else reference_N[targets],
+                entropy_N=entropy_C,
+            )
+            for name in SUMMED:
+                sums[name] += getattr(terms, name.partition("/")[2])
+            return terms.loss
+
+        with_entropy = settings.entropy > 0
+        if settings.kind == "gspo":  # a token's gradient depends on all of its rollout
+            return loss_of(slice(None), *self.logprobs(micro.pack, with_entropy=with_entropy)), sums
+        return self.scorer(micro.pack.to(self.device), self.temperature, with_entropy, loss_of), sums
 
 
 LOSS = "loss"

@@ -76,6 +76,7 @@ class Segments:
 
     index_BL: Tensor  # int64, positions in the row; 0 for padding
     padded_BL11: Tensor  # bool
+    start: int | None  # of the first, if they lie side by side in the row and none is padded
 
 
 class Layout:
@@ -109,7 +110,9 @@ class Layout:
         offset_L = torch.arange(segments[0][1], device=self.device)
         padded_BL = offset_L >= length_B[:, None]
         index_BL = (start_B[:, None] + offset_L).masked_fill(padded_BL, 0)
-        return Segments(index_BL, padded_BL[:, :, None, None])
+        first, length = segments[0]
+        together = segments == [(first + number * length, length) for number in range(len(segments))]
+        return Segments(index_BL, padded_BL[:, :, None, None], first if together else None)
 
     @cached_property
     def home_T(self) -> Tensor:
@@ -119,6 +122,16 @@ class Layout:
         home_T = torch.empty(self.length, dtype=torch.long, device=self.device)
         home_T[index[kept]] = torch.arange(len(index), device=self.device)[kept]
         return home_T
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether `home_T` changes nothing."""
+        return bool((self.home_T == torch.arange(self.length, device=self.device)).all())
+
+    def home(self, parts: Sequence[Tensor]) -> Tensor:
+        """What was computed of each batch of the segments, position by position of the row."""
+        found = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        return found if self.in_order else found.index_select(0, self.home_T)
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
@@ -209,8 +222,7 @@ class _Cascade(torch.autograd.Function):
             output_BhLD, logsumexp_BhL = _flash(*inputs, 0.0, True, scale=scale)
             outputs.append(output_BhLD.transpose(1, 2).flatten(0, 1))
             sums.append(logsumexp_BhL.transpose(1, 2).flatten(0, 1))
-        output_ThD = torch.cat(outputs).index_select(0, layout.home_T)
-        logsumexp_Th = torch.cat(sums).index_select(0, layout.home_T)
+        output_ThD, logsumexp_Th = layout.home(outputs), layout.home(sums)
         for completions, prompt in layout.across:
             output_1hCD, logsumexp_1hC = _flash(
                 _row(query_ThD, completions), _row(key_ThD, prompt), _row(value_ThD, prompt), 0.0, False, scale=scale
@@ -250,7 +262,9 @@ def cascade_backward(
     """Gradients of query, key and value, from the output and the log-sum-exp of each query's scores."""
     grads: tuple[list[Tensor], ...] = ([], [], [])
     for batch in layout.segments:
-        grad_BhLD = _gather(grad_ThD, batch).masked_fill(batch.padded_BL11.transpose(1, 2), 0)
+        grad_BhLD = _gather(grad_ThD, batch)
+        if batch.start is None:
+            grad_BhLD = grad_BhLD.masked_fill(batch.padded_BL11.transpose(1, 2), 0)
         found = _flash_backward(
             grad_BhLD,
             _gather(query_ThD, batch),
@@ -263,7 +277,7 @@ def cascade_backward(
         )
         for collected, grad in zip(grads, found, strict=True):
             collected.append(grad.transpose(1, 2).flatten(0, 1))
-    query_grad, key_grad, value_grad = (torch.cat(parts).index_select(0, layout.home_T) for parts in grads)
+    query_grad, key_grad, value_grad = map(layout.home, grads)
     for completions, prompt in layout.across:
         found = _flash_backward(
             _row(grad_ThD, completions),
@@ -302,9 +316,11 @@ def _flash_backward(
 
 
 def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
-    """A batch's segments of a row. Returns x_BhLD."""
-    x_BLhD = x_ThD.index_select(0, batch.index_BL.flatten()).view(*batch.index_BL.shape, *x_ThD.shape[1:])
-    return x_BLhD.transpose(1, 2)
+    """A batch's segments of a row: a view if they lie side by side. Returns x_BhLD."""
+    size = batch.index_BL.shape
+    if batch.start is not None:
+        return x_ThD[batch.start : batch.start + size.numel()].unflatten(0, size).transpose(1, 2)
+    return x_ThD.index_select(0, batch.index_BL.flatten()).unflatten(0, size).transpose(1, 2)
 
 
 def _row(x_ThD: Tensor, where: slice) -> Tensor:

@@ -1,16 +1,18 @@
 """Logprobs and entropies of chosen tokens from hidden states, for a slice of tokens at a time.
 
 The full logits of a batch (tokens x vocabulary) are the largest tensor in training a small model. Here they exist for a
-few hundred tokens at a time and are recomputed in the backward pass, unless `keep_logits` is set. With z the logits over
-the temperature, p their softmax and H its entropy:
+few hundred tokens at a time. `chosen_loss` takes a slice's gradients while its logits are there, as Liger Kernel does
+(arXiv 2410.10989). `chosen_logprobs`, which does not know the loss, computes them again in the backward pass unless
+`keep_logits` is set. With z the logits over the temperature, p their softmax and H its entropy:
 
     d logp(t) / dz = onehot(t) - p          d H / dz = -p * (log p + H)
 
 `token_logprobs` is the one definition of a logprob: engine, validator and learner get equal bits from equal logits.
-Called by all three; `chosen_logprobs` by the learner.
+Called by all three; `chosen_logprobs` and `chosen_loss` by the learner.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,10 @@ from shoal.model.head import NOTHING, Change
 
 PRODUCT_BYTES = 128 << 20  # float32 logits of one matrix product: large, for full speed
 CACHED_BYTES = 4 << 20  # part of them exponentiated together: small enough for the CPU's cache
+
+LossOf = Callable[
+    [slice, Tensor, Tensor | None], Tensor
+]  # (numbers of targets, their logp_C, entropy_C or None): a sum
 
 
 class Likelihoods(NamedTuple):
@@ -67,10 +73,39 @@ def chosen_logprobs(
     nats, differentiable in hidden, head and bias. `keep_logits` keeps all logits in memory, in the compute dtype, and the
     backward pass, which may run once, uses them. The results are the same. `exact`: with the bits of `products.linear`.
     """
-    logp_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head_VH, target_N, temperature, with_entropy, keep_logits, exact, bias_V, change
-    )
+    how = _How(temperature, with_entropy, exact, change)
+    logp_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, head_VH, bias_V, target_N, how, keep_logits)  # type: ignore[no-untyped-call]
     return logp_N, entropy_N if with_entropy else None
+
+
+def chosen_loss(
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    target_N: Tensor,
+    loss_of: LossOf,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    exact: bool = False,
+    bias_V: Tensor | None = None,
+    change: Change = NOTHING,
+) -> Tensor:
+    """The sum of `loss_of` over slices of the targets, whose logprobs are those of `chosen_logprobs`. A scalar.
+
+    Each slice's gradients are taken while its logits are there, so logits are neither kept nor computed twice. The loss of a
+    token must therefore depend on no other slice's logprobs.
+    """
+    how = _How(temperature, with_entropy, exact, change)
+    loss: Tensor = _ChosenLoss.apply(hidden_NH, head_VH, bias_V, target_N, how, loss_of)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@dataclass(frozen=True)
+class _How:
+    temperature: float
+    with_entropy: bool
+    exact: bool
+    change: Change
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -79,62 +114,141 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         head_VH: Tensor,
-        target_N: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        keep_logits: bool,
-        exact: bool,
         bias_V: Tensor | None,
-        change: Change,
+        target_N: Tensor,
+        how: _How,
+        keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        logsumexp_N = hidden_NH.new_empty(len(target_N), dtype=torch.float32)
-        logp_N, entropy_N = torch.empty_like(logsumexp_N), torch.zeros_like(logsumexp_N)
+        found = _Scores.empty(target_N, how)
         kept = []
-        for start, z_CV in _logits(hidden_NH, head_VH, bias_V, exact):
+        for start, z_CV in _logits(hidden_NH, head_VH, bias_V, how.exact):
+            found.read(start, z_CV)
             if keep_logits and any(ctx.needs_input_grad):
                 kept.append(z_CV)
-            for i, z_RV in _cached(z_CV, start, temperature, change):
-                found = likelihoods(z_RV)
-                logsumexp_N[i] = found.top_N1[:, 0] + found.total_N.log()
-                logp_N[i] = token_logprobs(z_RV, target_N[i], found)
-                if with_entropy:
-                    entropy_N[i] = logsumexp_N[i] - torch.linalg.vecdot(found.each_NV, z_RV) / found.total_N
-        ctx.save_for_backward(hidden_NH, head_VH, bias_V, target_N, logsumexp_N, entropy_N, *kept)
-        ctx.temperature, ctx.with_entropy, ctx.exact, ctx.change = temperature, with_entropy, exact, change
-        return logp_N, entropy_N
+        ctx.save_for_backward(
+            hidden_NH, head_VH, bias_V, target_N, found.logp_N, found.logsumexp_N, found.entropy_N, *kept
+        )
+        ctx.how = how
+        return found.logp_N, found.entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, head_VH, bias_V, target_N, logsumexp_N, entropy_N, *kept = ctx.saved_tensors
-        wants_hidden, wants_head, *_, wants_bias, _ = ctx.needs_input_grad
-        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if wants_head else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        grad_logp_N, grad_entropy_N = (grad_N / ctx.temperature for grad_N in (grad_logp_N, grad_entropy_N))
-        for start, z_CV in _in_turn(kept) if kept else _logits(hidden_NH, head_VH, bias_V, ctx.exact):
-            for i, z_RV in _cached(z_CV, start, ctx.temperature, ctx.change):
-                slope = None if ctx.change == NOTHING else ctx.change.slope(z_RV * ctx.temperature)
-                logp_RV = z_RV.sub_(logsumexp_N[i, None])
-                if ctx.with_entropy:
-                    factor_RV = (logp_RV + entropy_N[i, None]).mul_(grad_entropy_N[i, None]).add_(grad_logp_N[i, None])
-                    grad_RV = logp_RV.exp_().mul_(factor_RV).neg_()
-                else:
-                    grad_RV = logp_RV.exp_().mul_(-grad_logp_N[i, None])
-                grad_RV.scatter_add_(-1, target_N[i, None], grad_logp_N[i, None])
-                if slope is not None:
-                    grad_RV.mul_(slope)
-                z_CV[i.start - start : i.stop - start] = grad_RV  # the logits are not needed any more
+        hidden_NH, head_VH, bias_V, target_N, logp_N, logsumexp_N, entropy_N, *kept = ctx.saved_tensors
+        found = _Scores(target_N, ctx.how, logp_N, logsumexp_N, entropy_N)
+        gradients = _Gradients(hidden_NH, head_VH, bias_V, ctx.needs_input_grad)
+        for start, z_CV in _in_turn(kept) if kept else _logits(hidden_NH, head_VH, bias_V, ctx.how.exact):
             rows = slice(start, start + len(z_CV))
-            if grad_hidden_NH is not None:
-                torch.mm(z_CV, head_VH, out=grad_hidden_NH[rows])
-            if grad_head_VH is not None:
-                grad_head_VH += z_CV.T @ hidden_NH[rows]
-            if grad_bias_V is not None:
-                grad_bias_V += z_CV.sum(0, dtype=torch.float32)
-        grad_head = None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype)
-        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_NH, grad_head, None, None, None, None, None, grad_bias, None
+            found.differentiate_(start, z_CV, grad_logp_N[rows], grad_entropy_N[rows])
+            gradients.add(rows, z_CV)
+        return (*gradients.found(), None, None, None)
+
+
+class _ChosenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        head_VH: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        how: _How,
+        loss_of: LossOf,
+    ) -> Tensor:
+        found = _Scores.empty(target_N, how)
+        wanted = any(ctx.needs_input_grad)
+        gradients = _Gradients(hidden_NH, head_VH, bias_V, ctx.needs_input_grad)
+        total = hidden_NH.new_zeros((), dtype=torch.float32)
+        for start, z_CV in _logits(hidden_NH, head_VH, bias_V, how.exact):
+            found.read(start, z_CV)
+            rows = slice(start, start + len(z_CV))
+            with torch.set_grad_enabled(wanted):
+                logp_C = found.logp_N[rows].detach().requires_grad_(wanted)
+                entropy_C = found.entropy_N[rows].detach().requires_grad_(wanted)
+                loss = loss_of(rows, logp_C, entropy_C if how.with_entropy else None)
+            total += loss.detach()
+            if wanted:
+                slopes = torch.autograd.grad(loss, (logp_C, entropy_C), materialize_grads=True)
+                found.differentiate_(start, z_CV, *slopes)
+                gradients.add(rows, z_CV)
+        ctx.save_for_backward(*gradients.found())
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if of is None else of if float(grad) == 1.0 else of * grad for of in ctx.saved_tensors)
+        return (*scaled, None, None, None)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Of each target, as its logits are read."""
+
+    target_N: Tensor
+    how: _How
+    logp_N: Tensor
+    logsumexp_N: Tensor
+    entropy_N: Tensor  # 0 unless requested
+
+    @staticmethod
+    def empty(target_N: Tensor, how: _How) -> "_Scores":
+        logp_N = torch.empty(len(target_N), device=target_N.device)
+        return _Scores(target_N, how, logp_N, torch.empty_like(logp_N), torch.zeros_like(logp_N))
+
+    def read(self, start: int, z_CV: Tensor) -> None:
+        """The scores of the targets from number `start` on, from their logits."""
+        for i, z_RV in _cached(z_CV, start, self.how):
+            found = likelihoods(z_RV)
+            self.logsumexp_N[i] = found.top_N1[:, 0] + found.total_N.log()
+            self.logp_N[i] = token_logprobs(z_RV, self.target_N[i], found)
+            if self.how.with_entropy:
+                self.entropy_N[i] = self.logsumexp_N[i] - torch.linalg.vecdot(found.each_NV, z_RV) / found.total_N
+
+    def differentiate_(self, start: int, z_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor) -> None:
+        """Replace the logits of these targets by the gradients with respect to them."""
+        how = self.how
+        grad_logp_C, grad_entropy_C = (grad_C / how.temperature for grad_C in (grad_logp_C, grad_entropy_C))
+        for i, z_RV in _cached(z_CV, start, how):
+            here = slice(i.start - start, i.stop - start)
+            grad_logp_R1, grad_entropy_R1 = grad_logp_C[here, None], grad_entropy_C[here, None]
+            slope = None if how.change == NOTHING else how.change.slope(z_RV * how.temperature)
+            logp_RV = z_RV.sub_(self.logsumexp_N[i, None])
+            if how.with_entropy:
+                factor_RV = (logp_RV + self.entropy_N[i, None]).mul_(grad_entropy_R1).add_(grad_logp_R1)
+                grad_RV = logp_RV.exp_().mul_(factor_RV).neg_()
+            else:
+                grad_RV = logp_RV.exp_().mul_(-grad_logp_R1)
+            grad_RV.scatter_add_(-1, self.target_N[i, None], grad_logp_R1)
+            if slope is not None:
+                grad_RV.mul_(slope)
+            z_CV[here] = grad_RV
+
+
+class _Gradients:
+    """Of hidden, head and bias, as far as they are wanted; summed in float32."""
+
+    def __init__(self, hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, wanted: Sequence[bool]) -> None:
+        self.inputs = (hidden_NH, head_VH, bias_V)
+        wants_hidden, wants_head, wants_bias, *_ = wanted
+        self.hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        self.head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if wants_head else None
+        self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
+
+    def add(self, rows: slice, grad_CV: Tensor) -> None:
+        """Those of a slice of the targets, from the gradients with respect to its logits."""
+        hidden_NH, head_VH, _ = self.inputs
+        if self.hidden_NH is not None:
+            torch.mm(grad_CV, head_VH, out=self.hidden_NH[rows])
+        if self.head_VH is not None:
+            self.head_VH += grad_CV.T @ hidden_NH[rows]
+        if self.bias_V is not None:
+            self.bias_V += grad_CV.sum(0, dtype=torch.float32)
+
+    def found(self) -> list[Tensor | None]:
+        """In the inputs' dtypes."""
+        found = (self.hidden_NH, self.head_VH, self.bias_V)
+        return [None if of is None or x is None else of.to(x.dtype) for of, x in zip(found, self.inputs, strict=True)]
 
 
 def _logits(hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, exact: bool) -> Iterator[tuple[int, Tensor]]:
@@ -154,9 +268,12 @@ def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
         start += len(z_CV)
 
 
-def _cached(z_CV: Tensor, start: int, temperature: float, change: Change) -> Iterator[tuple[slice, Tensor]]:
+def _cached(z_CV: Tensor, start: int, how: _How) -> Iterator[tuple[slice, Tensor]]:
     """(rows as a slice of all N, float32 logits over the temperature), a few rows of a product at a time."""
     step = max(1, CACHED_BYTES // (4 * z_CV.shape[1])) if z_CV.device.type == "cpu" else len(z_CV)
     for row in range(0, len(z_CV), step):
-        z_RV = change(z_CV[row : row + step].to(torch.float32, copy=True))
-        yield slice(start + row, start + row + len(z_RV)), z_RV if temperature == 1.0 else z_RV.div_(temperature)
+        z_RV = how.change(z_CV[row : row + step].to(torch.float32, copy=True))
+        yield (
+            slice(start + row, start + row + len(z_RV)),
+            z_RV if how.temperature == 1.0 else z_RV.div_(how.temperature),
+        )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.model import numerics
 from shoal.model.head import change_of
-from shoal.model.logprobs import chosen_logprobs
+from shoal.model.logprobs import LossOf, chosen_logprobs, chosen_loss
 from shoal.model.tree import Pack, forward_hidden
 
 
@@ -20,21 +20,25 @@ class Scorer(nn.Module):
         self.model = model
         self.keep_logits = keep_logits
 
-    def forward(self, packed: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """(logp_N, entropy_N or None) of the pack's targets, in their order; float32, nats."""
+    def forward(
+        self, packed: Pack, temperature: float, with_entropy: bool, loss_of: LossOf | None = None
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """(logp_N, entropy_N or None) of the pack's targets, in their order; float32, nats.
+
+        With `loss_of`, its sum over slices of the targets instead: a scalar (`logprobs.chosen_loss`).
+        """
         hidden_NH = forward_hidden(self.model, packed)
         layer = self.model.get_output_embeddings()
-        return chosen_logprobs(
-            hidden_NH,
-            layer.weight,
-            packed.target_N,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            keep_logits=self.keep_logits,
-            exact=numerics.of(self.model) == "exact",
-            bias_V=getattr(layer, "bias", None),
-            change=change_of(self.model),
-        )
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "exact": numerics.of(self.model) == "exact",
+            "bias_V": getattr(layer, "bias", None),
+            "change": change_of(self.model),
+        }
+        if loss_of is not None:
+            return chosen_loss(hidden_NH, layer.weight, packed.target_N, loss_of, **settings)
+        return chosen_logprobs(hidden_NH, layer.weight, packed.target_N, keep_logits=self.keep_logits, **settings)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -1,0 +1,99 @@
+"""fp32 masters beside a model that holds them rounded to bf16, as published, in the compute dtype.
+
+The optimizer updates the masters. The model computes with what workers sample with. Over several ranks FSDP keeps shards in
+a dtype of their own and casts what it gathers: if it gathers bf16, the shards are the masters, and rounded where they are
+used.
+Invariant: a weight that is its own master is left alone by every function here.
+Called by the policy.
+"""
+
+import logging
+from collections.abc import Container, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.learner.ranks import Ranks
+from shoal.model.numerics import Numerics
+from shoal.model.scorer import Scorer
+from shoal.model.sharded import Sharded, opened
+
+Tensors = Mapping[str, Tensor]
+
+log = logging.getLogger(__name__)
+
+
+def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sharded | None:
+    """How to load the model in shards; None if there is one rank, or if each must load all of it."""
+    if ranks.size == 1:
+        return None
+    found = opened(folder, device, numerics, ranks.shard)
+    if isinstance(found, Sharded):
+        return found
+    log.warning("%s is loaded whole on every rank, and sharded then: %s", folder, found)
+    return None
+
+
+def prepare(
+    scorer: Scorer, ranks: Ranks, sharded: Sharded | None, compute: torch.dtype, stored: Container[str]
+) -> dict[str, Tensor]:
+    """Shard the model, copy the trained weights as masters, and round the model to bf16, in the compute dtype.
+
+    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Returns the masters by name.
+    """
+    shards = ranks.size > 1
+    for parameter in scorer.model.parameters() if shards else ():
+        if not parameter.requires_grad:
+            parameter.data = parameter.detach().bfloat16()
+    ranks.shard(scorer, compute)
+    if sharded:
+        sharded.fill_(scorer)
+    masters = {}
+    for name, buffer in scorer.model.named_buffers():
+        if name in stored and buffer.is_floating_point():  # published, but not trained
+            buffer.copy_(buffer.bfloat16())
+    for name, parameter in scorer.model.named_parameters():
+        if shards and parameter.requires_grad and compute is torch.bfloat16:
+            masters[name] = parameter
+            continue
+        exact = parameter.detach()
+        rounded = exact.bfloat16()
+        if shards:
+            exact = exact.clone()
+            parameter.detach().copy_(rounded)
+        else:
+            parameter.data = rounded.to(compute)
+        if parameter.requires_grad:
+            masters[name] = exact.requires_grad_()
+    return masters
+
+
+@torch.no_grad()
+def round_(weights: Tensors, masters: Tensors) -> None:
+    """Set the weights to the masters, rounded to bf16."""
+    for name, weight in weights.items():
+        if masters[name] is not weight:
+            weight.copy_(masters[name] if weight.dtype is torch.bfloat16 else masters[name].bfloat16())
+
+
+def collect(weights: Tensors, masters: Tensors) -> None:
+    """Add the weights' gradients to the masters', in fp32, and drop them."""
+    for name, weight in weights.items():
+        if weight.grad is not None and masters[name] is not weight:
+            _add(masters[name], weight)
+
+
+def collect_early(weights: Tensors, masters: Tensors) -> None:
+    """Let every backward pass from now on `collect` a weight's gradient once it is complete: few exist at a time."""
+    for name, weight in weights.items():
+        if masters[name] is not weight:
+            weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))
+
+
+def _add(master: Tensor, weight: Tensor) -> None:
+    assert weight.grad is not None
+    grad = weight.grad.to(torch.float32)
+    master.grad = grad if master.grad is None else master.grad.add_(grad)
+    weight.grad = None
