@@ -53,7 +53,7 @@ def digest(vector: Any) -> str:
     return sha256(vector.contiguous().numpy().tobytes()).hexdigest()
 
 
-# --- the engines' processes: a peer reads a step's number from standard input, and answers with a line -----------------
+# --- the engines' processes: a peer is told a step's number on standard input, and answers with a line -----------------
 
 
 def terms_of(peers: int, count: int) -> Any:
