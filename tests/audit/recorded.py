@@ -141,8 +141,8 @@ class Recorded:
         self.pool.learning.published(Policy(version=version, digest=manifest.digest, size_bytes=manifest.size_bytes))
         return digest_of(folder / "model.safetensors")
 
-    def submit(self, key: Identity, version: int, reason: Reason | None = None) -> None:
-        """One submission all the way to its verdict."""
+    def submit(self, key: Identity, version: int, reason: Reason | None = None, *, prefilled: bool = True) -> None:
+        """One submission all the way to its verdict. `prefilled`: what the accepted file says."""
         task = self.beat(key, version, wants=True)
         assert task is not None
         header = Header(
@@ -179,7 +179,8 @@ class Recorded:
         verdict = Verdict(submission=task.id, reason=reason, detail="", evidence={}, content=content)
         if reason is None:
             accepted = [AcceptedRollout(r.group, r.task, [1, 2], r.tokens, r.logprobs, r.reward) for r in rows]
-            stored = self.store.put("accepted", write_accepted(header, accepted, VALIDATOR))
+            said = header.model_copy(update={"prefilled": prefilled})
+            stored = self.store.put("accepted", write_accepted(said, accepted, VALIDATOR))
             self.pool.submissions.accepted_stored(VALIDATOR.public, task.id, stored)
             groups = [group_result(number) for number in range(GROUPS)]
             verdict = verdict.model_copy(update={"accepted_hash": stored, "groups": groups, "spent": SPENT})

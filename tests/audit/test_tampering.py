@@ -76,6 +76,27 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     assert broken.value.link == f"ledger entry {entry.seq}"
 
 
+def test_a_batch_with_more_unchecked_groups_than_the_config_allows_is_named(tmp_path: Path) -> None:
+    """By the coordinator's own hand, likewise."""
+    run = Recorded(tmp_path / "run")
+    section = run.config.validator.model_copy(update={"unchecked_share": 0.0})
+    start(run.pool.db, RUN, COORDINATOR.public, run.config.model_copy(update={"validator": section}))
+    run.publish(0)
+    run.submit(ALICE, 0)
+    run.pool.submissions.trust.draw = lambda worker, groups: False  # type: ignore[method-assign]
+    run.submit(BOB, 0)
+    with pytest.raises(BrokenError, match="has 1 groups that were not prefilled whole"):
+        audit(run.folder, Asked(rerun=0, unsealed=True), Random(0), lambda line: None)
+
+
+def test_a_file_that_says_it_was_not_prefilled_whole_is_named(tmp_path: Path) -> None:
+    run = Recorded(tmp_path / "run")
+    run.publish(0)
+    run.submit(ALICE, 0, prefilled=False)
+    with pytest.raises(BrokenError, match="was prefilled whole, says the ledger; its file says otherwise"):
+        audit(run.folder, Asked(rerun=0, unsealed=True), Random(0), lambda line: None)
+
+
 @pytest.mark.parametrize("first", [0])
 def test_tampering_is_found_and_named(finished: Path, tmp_path: Path, first: int) -> None:
     """A sixth of them; the next test has all."""

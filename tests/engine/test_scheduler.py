@@ -41,6 +41,22 @@ def alone(exact: TorchEngine) -> Groups:
     ]
 
 
+class One:
+    """A completion that never ends by itself."""
+
+    def __init__(self, engine: TorchEngine, prompt: Sequence[int], seed: int) -> None:
+        self.model, self.ask, self.cancelled, self.got = engine.model, batch.Ask(tuple(prompt), seed, 1.0, 9), False, 0
+
+    def began(self, hidden_LH: Any) -> None: ...
+
+    def position(self) -> int:
+        return self.got
+
+    def take(self, token: int, *_: Any) -> int:
+        self.got += 1
+        return token
+
+
 def limited(engine: TorchEngine, limits: Limits) -> TorchEngine:
     """Another engine with the same model."""
     other = TorchEngine("float32", "cpu", "exact", limits)
@@ -146,6 +162,32 @@ def test_a_failure_of_the_model_reaches_every_caller_and_leaves_a_clean_engine(
     assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "seed", "sampling"),
+    [
+        ([], 1, SOME_END),
+        ([10**6], 1, SOME_END),
+        ([5], -1, SOME_END),
+        ([5], 1 << 64, SOME_END),
+        ([5], 1, Sampling(0.9, 0, ())),
+        ([5], 1, Sampling(float("nan"), 9, ())),
+    ],
+)
+def test_what_would_end_everybodys_step_is_refused_before(
+    exact: TorchEngine, alone: Groups, prompt: list[int], seed: int, sampling: Sampling
+) -> None:
+    engine, refused = limited(exact, Limits()), []
+
+    def respond(*_: Any) -> None:
+        if not refused:
+            with pytest.raises(ValueError, match=r"vocabulary|1 or more|64 bits") as found:
+                engine.generate([prompt], [[seed]], sampling)
+            refused.append(found)
+
+    assert_same(engine.generate(PROMPTS, SEEDS, SOME_END, respond), alone)
+    assert refused
+
+
 def test_logits_in_several_parts_have_the_same_bits(
     exact: TorchEngine, alone: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,24 +200,44 @@ def test_logits_in_several_parts_have_the_same_bits(
 
 
 def test_a_cancelled_completion_leaves_whether_it_waits_or_is_decoded(exact: TorchEngine) -> None:
-    class One:
-        def __init__(self, seed: int) -> None:
-            self.model, self.ask, self.cancelled, self.got = exact.model, batch.Ask((5, 9), seed, 1.0, 9), False, 0
-
-        def began(self, hidden_LH: Any) -> None: ...
-
-        def position(self) -> int:
-            return self.got
-
-        def take(self, token: int, *_: Any) -> int:
-            self.got += 1
-            return token
-
-    scheduler, ones = Scheduler(Limits(rows=2)), [One(seed) for seed in range(4)]
+    scheduler, ones = Scheduler(Limits(rows=2)), [One(exact, [5, 9], seed) for seed in range(4)]
     scheduler.add(ones)
     scheduler.step()
     ones[0].cancelled = ones[2].cancelled = True
     left = scheduler.step()
-    assert [one.got for one in ones] == [1, 2, 0, 0] and [one in left for one in ones] == [True, True, True, False]
+    assert [one.got for one in ones] == [1, 2, 0, 1] and all(one in left for one in ones), "its place is filled at once"
     left = scheduler.step()
     assert [one in left for one in ones] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("reads", range(1, 7))
+def test_who_is_cancelled_by_another_thread_meanwhile_is_told_once(exact: TorchEngine, reads: int) -> None:
+    class Hasty(One):
+        """It is cancelled between two looks at it."""
+
+        seen = 0
+
+        @property
+        def cancelled(self) -> bool:
+            self.seen += 1
+            return self.seen > reads
+
+        @cancelled.setter
+        def cancelled(self, value: bool) -> None: ...
+
+    scheduler, ones = Scheduler(Limits(rows=1)), [Hasty(exact, [5], 1), Hasty(exact, [5], 2)]
+    scheduler.add(ones)
+    told = [one for _ in range(20) for one in scheduler.step()]
+    assert [told.count(one) - one.got for one in ones] == [1, 1] and not scheduler.everyone()
+
+
+def test_no_row_begins_as_a_copy_of_a_cancelled_one(exact: TorchEngine, alone: Groups) -> None:
+    """Its keys may be those of weights that were replaced since."""
+    engine = limited(exact, Limits())
+    engine._scheduler.add([stale := One(exact, PROMPTS[0], 9)])
+    engine._scheduler.step()
+    for buffer in engine._scheduler.batches[0].rows.cache.buffers.values():  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            buffer.add_(1.0)
+    stale.cancelled = True
+    assert_same(engine.generate(PROMPTS, SEEDS, SOME_END), alone)

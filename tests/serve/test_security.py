@@ -17,11 +17,20 @@ from shoal.serve.chat.conversations import (
     Conversations,
 )
 from shoal.serve.chat.database import connect
+from shoal.serve.keys import KeyFileError, Keys
 from shoal.web.guard import RefusedError
 from shoal.web.headers import POLICY
 
 from .people import Person
 from .support import CHEAP, Running, serving
+
+
+@pytest.mark.parametrize("line", ["short 123456789012345", "no-key", "a name 1234567890123456"])
+def test_a_key_that_can_be_guessed_or_misread_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# names and keys\n\nlong 1234567890123456\n{line}\n")
+    with pytest.raises(KeyFileError, match="line 4: write `NAME KEY`, a key of 16 characters or more"):
+        Keys.read(file)
 
 
 @pytest.fixture(scope="module")

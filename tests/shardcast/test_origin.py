@@ -14,6 +14,7 @@ from shoal.shardcast.format import delta
 from shoal.shardcast.format.manifest import FileEntry
 from shoal.shardcast.format.safetensors_layout import read_layout
 from shoal.shardcast.publish import origin as origin_module
+from shoal.shardcast.publish.cutter import shard_bytes
 
 from .support import (
     KEY,
@@ -403,3 +404,10 @@ def die_at_commit(count: int, renamed: bool) -> None:
         seen += 1
 
     NewFile.commit = commit
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "expected"), [(0, 64 << 10), (273 << 20, 18 << 16), (1 << 20, 64 << 10), (100 << 30, 16 << 20)]
+)
+def test_a_version_has_about_256_shards_within_bounds(size_bytes: int, expected: int) -> None:
+    assert shard_bytes(size_bytes, None) == expected

@@ -1,12 +1,14 @@
 """The completions of one model that are being decoded: who they are, and one step of all of them.
 
-    join: prefill new prompts -> step: draw a token a row, hand it over, drop who has finished, compute on
+    leave: drop who was cancelled -> join: prefill new prompts
+    -> step: draw a token a row, hand it over, drop who has finished, compute on
 
 A prompt is computed once for all its completions that are there: later ones begin as a copy of a sibling's keys and values.
 The last live row takes the place of a finished one, so the batch shrinks without copying the other rows.
 Invariant: a completion sees its tokens in order and none after its last. Called by `scheduler`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,13 +27,23 @@ CACHED = 16  # rows whose float32 logits are worked on together: what fits the C
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked of a model."""
+    """What is asked of a model. Raises ValueError for what would end the step of all others."""
 
     prompt: tuple[int, ...]
     seed: int
     temperature: float
     max_tokens: int
     echo: bool = False  # the prompt's own states are wanted
+
+    def __post_init__(self) -> None:
+        if not self.prompt or self.max_tokens < 1:
+            raise ValueError(
+                f"a prompt of {len(self.prompt)} tokens and max_tokens {self.max_tokens}: both must be 1 or more"
+            )
+        if not 0 <= self.seed < 1 << 64 or not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"seed {self.seed} is not of 64 bits, or temperature {self.temperature} is not a finite number"
+            )
 
 
 class Drawn(Protocol):
@@ -44,7 +56,7 @@ class Drawn(Protocol):
     def ask(self) -> Ask: ...
 
     @property
-    def cancelled(self) -> bool: ...  # its row is given up at the next step
+    def cancelled(self) -> bool: ...  # it is given up at the next step
 
     def began(self, hidden_LH: Tensor) -> None:
         """The final hidden states of the prompt's positions."""
@@ -98,17 +110,23 @@ class Batch:
         self.hidden_BH = torch.cat([*before, torch.stack(list(states))])
 
     @torch.inference_mode()
+    def leave(self) -> list[Drawn]:
+        """Drop who was cancelled."""
+        cancelled = [one.cancelled for one in self.live]  # each is asked once: other threads cancel meanwhile
+        left = [one for one, gone in zip(self.live, cancelled, strict=True) if gone]
+        self._keep([row for row, gone in enumerate(cancelled) if not gone])
+        return left
+
+    @torch.inference_mode()
     def step(self) -> list[Drawn]:
-        """Drop who left, draw a token for each row, and compute on for those that go on. Returns who left or got a token."""
-        left = [one for one in self.live if one.cancelled]
-        self._keep([row for row, one in enumerate(self.live) if not one.cancelled])
+        """Draw a token for each row, and compute on for those that go on. Returns who got a token."""
         drawn = list(self.live)
         placed = self._draw()
         staying = [row for row, token in enumerate(placed) if token is not None]
         kept = self._keep(staying)
         if self.live:
             self.hidden_BH = self.rows.step(torch.tensor([placed[row] for row in kept]))
-        return left + drawn
+        return drawn
 
     def _draw(self) -> list[int | None]:
         """One token a row, by its own seed and temperature; some rows at a time, so that logits stay small."""

@@ -1,9 +1,11 @@
-"""Keys and values of the live rows, in buffers that grow with the longest row and shrink to nothing when no row is left.
+"""Keys and values of the live rows, in buffers that grow with the rows, shrink when half of them is not needed, and end with
+the last row.
 
     receive: take in a prompt of each new row -> fork: a new row begins as a copy of a live one -> begin: one position a row
 
 Invariant: row b's keys stand at its own positions 0, 1, 2, ... in slot b, whatever the lengths of the others. What stands
-behind them is finite, and attention gives it no weight.
+behind them is finite, and attention gives it no weight. Buffers that grow take what the live rows need then, however large
+they were before.
 Called by `rows`. Left out: pages. Slots are as long as the longest row's, so a long row beside short ones takes room that
 the scheduler reserves for it.
 """
@@ -34,14 +36,17 @@ class Slots(Cache):  # type: ignore[misc]
         self.batch = 0
         self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
 
-    def receive(self, first: int, lengths: list[int]) -> None:
-        """From now on, `update` takes in one prompt of each of these lengths, into slots from `first` on."""
-        self.first, self.lengths = first, lengths
-        self._grow(first + len(lengths), max(lengths) + 1)
+    def receive(self, first: int, longest: int, lengths: list[int]) -> None:
+        """From now on, `update` takes in one prompt of each of these lengths, into slots from `first` on.
 
-    def fork(self, first: int, sources: Sequence[int], length: int) -> None:
+        `longest`: tokens of the longest live row.
+        """
+        self.first, self.lengths = first, lengths
+        self._grow(first + len(lengths), max(longest, *lengths) + 1)
+
+    def fork(self, first: int, longest: int, sources: Sequence[int], length: int) -> None:
         """Slots from `first` on become copies of live ones, as far as position `length`."""
-        self._grow(first + len(sources), length + 1)
+        self._grow(first + len(sources), longest + 1)
         source_N = torch.tensor(sources, device=self.device)
         for buffer in self.buffers.values():
             buffer[first : first + len(sources), :, :length] = buffer[source_N, :, :length]
@@ -67,7 +72,7 @@ class Slots(Cache):  # type: ignore[misc]
     def keep(self, rows: Sequence[int], length: int) -> None:
         """Row b becomes a copy of old row rows[b], as far as position `length`. Only rows that move are copied.
 
-        With no row left, all memory is freed.
+        With no row left, all memory is freed; with few or short ones left, some.
         """
         if not rows:
             self.buffers, self.rows, self.positions = {}, 0, 0
@@ -77,17 +82,20 @@ class Slots(Cache):  # type: ignore[misc]
             new_M, old_M = (torch.tensor(ends, device=self.device) for ends in zip(*moves, strict=True))
             for buffer in self.buffers.values():
                 buffer[new_M, :, :length] = buffer[old_M, :, :length]
+        if 2 * len(rows) <= self.rows or 2 * rounded(length + GROW_BY, KEYS) <= self.positions:
+            self._resize(len(rows), length)
 
     def _grow(self, rows: int, positions: int) -> None:
-        """Make room for that many rows and positions."""
-        if rows <= self.rows and positions <= self.positions:
-            return
-        self.rows = max(self.rows, rows)
-        if positions > self.positions:
-            self.positions = rounded(positions + GROW_BY, KEYS)
+        """Make room for that many rows and positions, which are all that is needed."""
+        if rows > self.rows or positions > self.positions:
+            self._resize(rows, positions)
+
+    def _resize(self, rows: int, positions: int) -> None:
+        self.rows, self.positions = rows, rounded(positions + GROW_BY, KEYS)
         for name, old in self.buffers.items():  # one after the other, so that only one of them is held twice
             self.buffers[name] = self._empty(old)
-            self.buffers[name][: len(old), :, : old.shape[2]] = old
+            part = slice(min(rows, len(old))), slice(None), slice(min(self.positions, old.shape[2]))
+            self.buffers[name][part] = old[part]
 
     def _empty(self, like_BkPD: Tensor) -> Tensor:
         # zeros: attention multiplies what stands unused by 0

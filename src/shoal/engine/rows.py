@@ -42,6 +42,11 @@ class Rows(Protocol):
         """Keep the given old rows, in this order."""
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Of keys and values, whether they are used or not."""
+        ...
+
 
 def rows_of(model: Any) -> Rows:
     """Empty rows of this model."""
@@ -71,19 +76,19 @@ class CachedRows:
 
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         lengths = [len(prompt) for prompt in prompts]
-        self.cache.receive(len(self.lengths_B), lengths)
+        self.cache.receive(len(self.lengths_B), self._longest(), lengths)
         packed = pack([Tree(prompt, []) for prompt in prompts]).to(self.model.device)
         hidden_TH = forward_row(self.model, packed, self.cache)
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
         return list(torch.split(hidden_TH[: sum(lengths)], lengths))
 
     def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        self.cache.fork(len(self.lengths_B), sources, max(lengths))
+        self.cache.fork(len(self.lengths_B), self._longest(), sources, max(lengths))
         self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
 
     def step(self, tokens_B: Tensor) -> Tensor:
         self.lengths_B = self.lengths_B + 1
-        at_B, longest = self.lengths_B - 1, int(self.lengths_B.max())
+        at_B, longest = self.lengths_B - 1, self._longest()
         used = rounded(longest, KEYS) if self.exact else longest
         padding = -len(at_B) % ROW_UNIT if self.exact else 0
         self.cache.begin(at_B, used)
@@ -104,5 +109,12 @@ class CachedRows:
         return hidden_BH
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.cache.keep(rows, int(self.lengths_B.max()))
         self.lengths_B = self.lengths_B[torch.tensor(rows, dtype=torch.long)]
+        self.cache.keep(rows, self._longest())
+
+    @property
+    def held_bytes(self) -> int:
+        return token_bytes(self.model) * self.cache.rows * self.cache.positions
+
+    def _longest(self) -> int:
+        return int(self.lengths_B.max()) if len(self.lengths_B) else 0

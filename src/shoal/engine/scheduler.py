@@ -1,6 +1,6 @@
 """Which completions are decoded now. Places of finished ones are filled at once, whoever asked for the next.
 
-    add -> step: take rows in, first come first served -> one step of each model's batch
+    add -> step: drop who was cancelled -> take rows in, first come first served -> one step of each model's batch
 
 One implementation for workers, evaluation and serving: the engine has one, and the server one for all versions in memory.
 Invariant: at most `Limits.rows` are decoded, and their keys and values stay within `Limits.cache_bytes` whatever their
@@ -51,22 +51,25 @@ class Scheduler:
 
     def step(self) -> list[Drawn]:
         """One token for each completion that is decoded. Returns those that got one or were cancelled."""
-        touched = self._take_in()
+        touched, waiting = list[Drawn](), deque[Drawn]()
+        for one in self.waiting:  # each is asked once: other threads cancel meanwhile
+            (touched if one.cancelled else waiting).append(one)
+        self.waiting = waiting
+        for batch in self.batches:
+            touched += batch.leave()
+        self._take_in()
         for batch in self.batches:
             touched += batch.step()
         self.batches = [batch for batch in self.batches if batch.live]
         return touched
 
-    def _take_in(self) -> list[Drawn]:
-        """Move what waits into batches, as far as the limits allow. Returns who was cancelled before."""
-        cancelled, taken = [], list[Drawn]()
+    def _take_in(self) -> None:
+        """Move what waits into batches, as far as the limits allow."""
+        taken = self._joining
         room = self.limits.join_tokens
         prompts = {(id(batch.model), one.ask.prompt) for batch in self.batches for one in batch.live}
         while self.waiting:
             first = self.waiting[0]
-            if first.cancelled:
-                cancelled.append(self.waiting.popleft())
-                continue
             prompt = (id(first.model), first.ask.prompt)
             new = 0 if prompt in prompts and not first.ask.echo else len(first.ask.prompt)
             if (taken and new > room) or not self._fits(first, taken):
@@ -74,7 +77,6 @@ class Scheduler:
             room -= new
             prompts.add(prompt)
             taken.append(self.waiting.popleft())
-        self._joining = taken
         for model in {id(one.model): one.model for one in taken}.values():
             batch = next((batch for batch in self.batches if batch.model is model), None)
             if batch is None:
@@ -82,13 +84,14 @@ class Scheduler:
                 self.batches.append(batch)
             batch.join([one for one in taken if one.model is model])
         self._joining = []
-        return cancelled
 
     def _fits(self, new: Drawn, taken: Sequence[Drawn]) -> bool:
         there = [*taken, *(one for batch in self.batches for one in batch.live)]
         if len(there) >= self.limits.rows:
             return False
+        held = {id(batch.model): batch.rows.held_bytes for batch in self.batches}
         used = 0
         for model in {id(one.model): one.model for one in [new, *there]}.values():
-            used += cache_bytes(model, [one for one in [new, *there] if one.model is model])
+            needed = cache_bytes(model, [one for one in [new, *there] if one.model is model])
+            used += max(needed, 0 if model is new.model else held.get(id(model), 0))
         return used <= self.limits.cache_bytes or not there

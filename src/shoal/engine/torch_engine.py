@@ -73,8 +73,12 @@ class TorchEngine:
         sampling: Sampling,
         respond: Respond | None = None,
     ) -> list[list[Completion]]:
+        """As `Engine` says. Raises ValueError for what the model cannot take, before anything of it is queued."""
         if self.model is None:
             raise RuntimeError("the engine has no weights yet: call load() first")
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        if not all(0 <= token < vocabulary for prompt in prompts for token in prompt):
+            raise ValueError(f"a prompt has a token that is not below {vocabulary}, the model's vocabulary")
         drafts = [
             [
                 _Draft(

@@ -15,6 +15,8 @@ from shoal.model import rows
 
 
 class UncachedRows:
+    held_bytes = 0
+
     def __init__(self, model: Any) -> None:
         self.model = model
         self.rows: list[list[int]] = []

@@ -20,7 +20,10 @@ class PromptError(ShoalError):
 
 def encode(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
     """The prompt's tokens, up to where the assistant begins. Raises PromptError."""
-    return tuple(_rendered(tokenizer, messages, tools, add_generation_prompt=True, return_dict=True)["input_ids"])
+    tokens = tuple(_rendered(tokenizer, messages, tools, add_generation_prompt=True, return_dict=True)["input_ids"])
+    if not tokens:
+        raise PromptError("the model's chat template makes nothing of these messages")
+    return tokens
 
 
 def written(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:

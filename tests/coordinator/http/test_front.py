@@ -162,7 +162,7 @@ def test_a_member_has_a_bounded_number_of_requests_under_way() -> None:
     with pace.under_way("bob"):
         pass
     held[0].__exit__(None, None, None)
-    with pace.under_way("ann"):
+    with pace.under_way("ann"), pytest.raises(PoolError), pace.under_way("ann"):
         pass
 
 
