@@ -60,7 +60,7 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "dashboard", "diloco", "doctor", "engine", "errors", "evals", "launch",
+        "audit", "config", "coordinator", "dashboard", "diloco", "doctor", "engine", "errors", "evals", "launch", "learner",
         "ledger", "model", "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
         "tracking", "validator", "view",
     ],

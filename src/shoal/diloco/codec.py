@@ -66,7 +66,7 @@ class Encoded:
     def from_bytes(cls, data: bytes, kind: Kind, length: int) -> "Encoded":
         """Raises CodecError for any other bytes, before any tensor is made of them."""
         try:
-            views = dict(deserialize(data))
+            views = dict(deserialize(data))  # type: ignore[no-untyped-call]
         except SafetensorError as error:
             raise CodecError(f"not a safetensors file: {error}") from error
         layout = _layout(kind, length)
