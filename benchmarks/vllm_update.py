@@ -11,8 +11,9 @@ relay first shows a version's manifest to this process, measured for each:
     first_s    one token is generated
     total_s    all three
 
-The token's logprob is compared with that of plain torch under the new version and under the one before. Writes
-benchmarks/results/vllm_update.json with every figure. `load` there tells how busy the machine was.
+The token's logprob is kept beside that of plain torch under the new version and under the one before. In bf16 the engines
+may draw two different tokens, whose logprobs are far apart: that the weights are the new ones is for the tests and proofs to
+tell. Writes benchmarks/results/vllm_update.json with every figure. `load` there tells how busy the machine was.
 """
 
 import argparse
