@@ -188,7 +188,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
         "broadcasts_s": [
             arrived_s[version] - report["time_s"]
             for version, report in enumerate(reports, 1)
-            if version in arrived_s and version > 1
+            if version in arrived_s
         ],
         "peak_rss_bytes": summary["peak_rss_bytes"],
         "peak_together_bytes": summary["peak_together_bytes"],
