@@ -240,7 +240,7 @@ def case(name: str, ranks: int) -> dict[str, Any]:
                 largest = max(largest, nbytes(tensor))
             publish_peak, _ = counted.phase()
     sizes = sizes_of(config.to_dict())
-    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, 1, 1, PROMPT + COMPLETIONS * LENGTH, True, 1, 1)
+    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, 1, PROMPT + COMPLETIONS * LENGTH, 2, True, 1, 1)
     arithmetic = memory_of(sizes, work, 2, devices=ranks, cpu=False).roles["learner"] - CONTEXT_BYTES
     version = 2 * sum(parameter.numel() for parameter in policy.model.parameters())
     dist.destroy_process_group()

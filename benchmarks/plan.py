@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Config, load
-from shoal.launch.cores import share_threads
+from shoal.launch.cores import shares
 from shoal.plan import BUNDLED, Device, Fleet, Links, Plan, Work, memory_of, plan, work_of
 from shoal.plan.steps import broadcast_s
 
@@ -86,14 +86,11 @@ def rows() -> Iterator[Row]:
 
 def planned(config: Config, work: Work, device: Device) -> Plan:
     """All of `shoal run` on two cores."""
-    threads, fleet = share_threads(config, CORES), Fleet(device)
-    shares = {
-        "learner": threads["learner"] / CORES,
-        "rollouts": threads["worker"] * config.workers.count / CORES,
-        "validation": threads["validator"] * config.validator.count / CORES,
-    }
+    fleet = Fleet(device)
     level = config.coordinator.async_level
-    return plan(BUNDLED[config.model.name], work, BF16, level, fleet, fleet, fleet, Links(), shares=shares)
+    return plan(
+        BUNDLED[config.model.name], work, BF16, level, fleet, fleet, fleet, Links(), shares=shares(config, CORES)
+    )
 
 
 def _of_run(name: str, config: Config, device: Device) -> Iterator[Row]:
@@ -186,9 +183,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
         "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
         "steps": [{name: report[name] for name in ("time_s", "completion/length_mean")} for report in reports],
         "broadcasts_s": [
-            arrived_s[version] - report["time_s"]
-            for version, report in enumerate(reports, 1)
-            if version in arrived_s and version > 1
+            arrived_s[version] - report["time_s"] for version, report in enumerate(reports, 1) if version in arrived_s
         ],
         "peak_rss_bytes": summary["peak_rss_bytes"],
         "peak_together_bytes": summary["peak_together_bytes"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,5 +36,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "step  2: reward" in done.stdout and "no broken link" in done.stdout
+    second = re.search(r"step  2: reward 0\.\d+, after +(\d+\.\d) s", done.stdout)
+    assert second and float(second[1]) < 900, "seconds, not the clock"
+    assert "what sets the pace" in done.stdout and "no broken link" in done.stdout
     assert (tmp_path / "runs" / "first" / "reward.png").stat().st_size > 1000

@@ -31,6 +31,7 @@ SETTINGS = (
 )
 THREADS = {"THREADS": "1"}
 DEFAULTED = re.compile(r"\$\{(\w+):-([^}]*)\}")
+NETWORK = "ip link set lo up\n"
 SHOAL = [sys.executable, "-m", "shoal"]
 
 
@@ -48,11 +49,14 @@ def environment(data: Path) -> dict[str, str]:
 
 
 def name_addresses(names: list[str], out: Path) -> None:
-    """Each name leads to a loopback address of its own, for this program and what it starts."""
-    lines = ["127.0.0.1 localhost", *(f"127.0.0.{number} {name}" for number, name in enumerate(names, 11))]
+    """Each name leads to a private address of its own, for this program and what it starts."""
+    own = {name: f"172.18.0.{number}" for number, name in enumerate(names, 11)}
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in own.items())]
     (out / "hosts").write_text("\n".join(lines) + "\n")
     subprocess.run(["mount", "--bind", out / "hosts", "/etc/hosts"], check=True)
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    subprocess.run(
+        ["sh", "-ec", NETWORK + "".join(f"ip address add {one}/32 dev lo\n" for one in own.values())], check=True
+    )
 
 
 class Host:

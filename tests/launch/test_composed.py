@@ -19,7 +19,10 @@ def missing() -> str:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if absent := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         return f"needs {', '.join(absent)}"
-    made = subprocess.run([*sites.APART, "true"], capture_output=True, text=True, check=False)
+    env = os.environ | {"PATH": path}
+    made = subprocess.run(
+        [*sites.APART, "sh", "-ec", composed.NETWORK], env=env, capture_output=True, text=True, check=False
+    )
     return "" if made.returncode == 0 else f"no namespaces here: {made.stderr.strip()[-200:]}"
 
 

@@ -84,7 +84,7 @@ def test_the_work_of_a_step_follows_from_its_config() -> None:
         {
             "tasks": {"sources": [{"generator": "arithmetic"}]},
             "coordinator": {"prompts_per_step": 10},
-            "sampling": {"group_size": 8},
+            "sampling": {"group_size": 8, "max_tokens": 2000},
             "workers": {"groups_per_submission": 2},
             "learner": {
                 "activation_checkpointing": True,

@@ -48,6 +48,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 def plan(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
     from shoal import plan as room
+    from shoal.launch import cores
     from shoal.plan.memory import largest_parameters
     from shoal.plan.work import COMPUTE_BYTES
 
@@ -70,7 +71,7 @@ def plan(arguments: argparse.Namespace) -> None:
         fleets["workers"],
         fleets["validators"],
         links,
-        shares=_shares(config) if together else None,
+        shares=cores.shares(config, cores.available_cores(config.run.threads)) if together else None,
     )
     device = fleets["learner"].device
     memory = room.memory_of(sizes, work, compute, devices=fleets["learner"].count, cpu=device.cpu)
@@ -87,20 +88,6 @@ def rate(text: str) -> float:
     if not (match := RATE.fullmatch(text)) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write it as 590Mb, in bits a second")
     return float(match[1]) * 1000.0 ** "KMGT".index(match[2].upper()) * 1000 if match[2] else float(match[1])
-
-
-def _shares(config: Config) -> dict[str, float]:
-    """The part of this machine's cores that each role of `shoal run` may use."""
-    from shoal.launch.cores import available_cores, share_threads
-
-    cores = available_cores(config.run.threads)
-    threads = share_threads(config, cores)
-    processes = {
-        "learner": threads["learner"],
-        "rollouts": threads["worker"] * config.workers.count,
-        "validation": threads["validator"] * config.validator.count,
-    }
-    return {role: count / cores for role, count in processes.items()}
 
 
 def _sizes(text: str, config: Config) -> Sizes:
@@ -173,7 +160,7 @@ def _report(
     devices: dict[str, Device] = {role: fleet.device for role, fleet in fleets.items()}
     together = memory.together(counts) if found.together else None
     this = devices["learner"]
-    said = f"this machine: {this.flops / 1e9:,.0f} GFLOP/s, {this.bandwidth_Bps / 1e9:.1f} GB/s of memory"
+    said = f"this machine, as it is now: {this.flops / 1e9:,.0f} GFLOP/s, {this.bandwidth_Bps / 1e9:.1f} GB/s of memory"
     return {
         "measured": said if found.together else "",
         "parameters": sizes.parameters,
@@ -207,7 +194,7 @@ def _too_large(memory: Memory, devices: dict[str, Device], together_bytes: float
 def _lines(report: dict[str, Any]) -> list[str]:
     busy, together = report["busy"], report["memory_together_bytes"]
     lines = [
-        *([f"{report['measured']}; other work slows it"] if report["measured"] else []),
+        *([report["measured"]] if report["measured"] else []),
         f"{report['parameters'] / 1e6:,.0f} million parameters",
         f"prompts of {report['prompt_tokens']} tokens, completions of {report['completion_tokens']}, on average;"
         f" {report['useful']:.0%} of groups teach",

@@ -1,7 +1,7 @@
 """How the processes of a run share the cores of one machine.
 
 Invariant: every role that computes gets at least one thread; together they get at most the core count, when possible.
-Called by `members` and `swarm`.
+Called by `members`, `swarm` and `shoal plan`.
 """
 
 import os
@@ -32,3 +32,14 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
     learner = max(1, cores // 2)
     each_worker = max(1, (cores - learner) // (config.workers.count + 1))
     return {"learner": max(1, learner // sites), "validator": each_worker, "worker": each_worker, "evaluator": 1}
+
+
+def shares(config: Config, cores: int) -> dict[str, float]:
+    """The part of the cores that the processes of a role may use together, by what they do; it can be more than 1."""
+    threads = share_threads(config, cores)
+    found = {
+        "learner": threads["learner"],
+        "rollouts": threads["worker"] * config.workers.count,
+        "validation": threads["validator"] * config.validator.count,
+    }
+    return {role: count / cores for role, count in found.items()}

@@ -34,7 +34,7 @@ from shoal.plan.sizes import Sizes
 from shoal.plan.work import Work, attention_flops, cache_bytes_per_token, dense_flops, passes, version_bytes
 
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
-ROW_BYTES = 14  # per parameter: reads a row's gradient, 2, twice the sum's 4, writes it as 4, then the sum's 4 (bf16)
+ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
 WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
 LOCAL_BPS = 0.31e9  # from origin over relay to client on an idle machine, as a delta: `update_latency.json`, 0.87 s
 LOCAL_S = 0.5  # until a client has heard of a version: polls of 0.1 to 1 s on the way (`plan.json`, tiny)
