@@ -27,7 +27,7 @@ from shoal.learner.masters import collect, collect_early, in_shards, prepare, ro
 from shoal.learner.metrics import shape_of
 from shoal.learner.ranks import Ranks, whole
 from shoal.learner.schedule import rate
-from shoal.model import norms, rows
+from shoal.model import rows
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.numerics import Numerics
@@ -62,7 +62,6 @@ class Policy:
         self.tokenizer = load_tokenizer(folder)
         self.sharded = in_shards(folder, device, numerics, self.ranks)
         self.model = self._model(folder, numerics)
-        norms.replace_(self.model)
         if config.lora is not None:
             lora.attach_(self.model, config.lora)
         self.stored = stored_shapes(self.model)  # of a published version
@@ -245,11 +244,10 @@ class Policy:
         return found.cpu()
 
     def _idle(self, *, referenced: bool = False) -> Tensor:
-        """A loss of 0 by the same calls, for a rank that has no micro-batch left while other ranks have."""
-        value = self.logprobs(IDLE)[0].sum() * 0.0
+        """A loss of 0 by the same calls in the same order, for a rank that has no micro-batch left while others have."""
         if not referenced:
             self._reference_logprobs(IDLE)
-        return value
+        return self.logprobs(IDLE)[0].sum() * 0.0
 
     @torch.no_grad()
     def _reference_logprobs(self, packed: Pack) -> Tensor | None:
