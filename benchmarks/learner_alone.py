@@ -2,7 +2,7 @@
 
     python benchmarks/learner_alone.py [--rounds 2] [--dtypes bfloat16]
     python benchmarks/learner_alone.py --rounds 1 --dtypes float32 --lengths 512 --label float32
-    python benchmarks/learner_alone.py --cpu 4 --dtypes float32 bfloat16 --lengths 512 --kinds equal --label cpu
+    python benchmarks/learner_alone.py --cpu 4 --dtypes float32 --lengths 512 --kinds equal --rounds 2 --label cpu-float32
 
 SmolLM2-135M on all cores, with sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths uniform from
 an eighth of that to all of it, seed 0). The systems take turns. Each trains every token after the first with

@@ -1,6 +1,6 @@
 """Peak memory of a process and all its descendants together. Pages mapped by several are counted once.
 
-Sampled from Linux's /proc (smaps_rollup, Pss). Called by `trl.py` for both systems and by `run_memory.py`.
+Sampled from Linux's /proc (smaps_rollup, Pss). Called by `trl.py` for both systems.
 """
 
 import threading
@@ -50,15 +50,8 @@ def family(pid: int) -> list[int]:
 
 def pss_bytes(pid: int) -> int:
     """A process's memory, with its share of shared pages; 0 if it has just ended."""
-    return memory(pid)["Pss"]
-
-
-def memory(pid: int) -> dict[str, int]:
-    """Bytes of a process's memory with its share of shared pages: all, anonymous and of files; 0 if it has just ended."""
-    found = dict.fromkeys(("Pss", "Pss_Anon", "Pss_File"), 0)
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
-        return found
-    fields = (line.split() for line in lines)
-    return found | {words[0][:-1]: int(words[1]) * 1024 for words in fields if words[0][:-1] in found}
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
