@@ -57,7 +57,6 @@ ALIKE = (
     "workers.count=1",
     "workers.groups_per_submission=8",
     "learner.activation_checkpointing=false",
-    "learner.keep_logits=true",
 )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.learner import policy as policy_module
+from shoal.learner import masters
 from shoal.learner.batch import micro_batches
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.eight_bit import AdamW8bit
@@ -39,7 +39,7 @@ def loads(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]
 
     (sharded, state), old = (
         made(),
-        mock.patch.object(policy_module, "opened", return_value="this is the test's old way"),
+        mock.patch.object(masters, "opened", return_value="this is the test's old way"),
     )
     with old:
         whole_, whole_state = made()

@@ -10,6 +10,7 @@ import torch
 from shoal.config.recipe import LossKind
 from shoal.learner.batch import micro_batches, teaching
 from shoal.learner.policy import DivergedError
+from shoal.model import logprobs
 from shoal.model.dtype import DtypeName
 
 from .support import N_TOKENS, batches, equal, make_groups, make_policy, masters, state
@@ -93,6 +94,27 @@ def test_a_batch_in_pieces_gives_the_same_update_as_whole(tiny_folder: Path, row
     # Adam's first step is lr * sign(gradient): compare the averaged gradients that it kept
     for a, b in zip(whole.optimizer.state.values(), pieces.optimizer.state.values(), strict=True):
         torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", get_args(LossKind))
+def test_slices_of_logits_make_no_difference(
+    tiny_folder: Path, kind: LossKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no loss: neither one of single tokens, nor one whose gradients depend on whole rollouts."""
+    loss = {"kind": kind, "beta": 0.01, "entropy": 0.01}
+    whole, sliced = make_policy(tiny_folder, loss=loss), make_policy(tiny_folder, loss=loss)
+    one = whole.update(batches(512), N_TOKENS)
+    monkeypatch.setattr(logprobs, "PRODUCT_BYTES", 4 * 4 * whole.model.config.vocab_size)  # four tokens
+    assert sliced.update(batches(512), N_TOKENS) == pytest.approx(one, rel=1e-4, abs=1e-5)
+    for a, b in zip(whole.optimizer.state.values(), sliced.optimizer.state.values(), strict=True):
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-3, atol=1e-7)
+
+
+def test_gradients_reach_the_masters_as_they_are_complete(tiny_folder: Path) -> None:
+    trained = make_policy(tiny_folder, dtype="bfloat16")
+    trained.gradients(batches(20))
+    assert all(weight.grad is None for weight in trained.weights.values())
+    assert all(master.grad is not None and master.grad.dtype is torch.float32 for master in trained.masters.values())
 
 
 def test_reported_figures_are_summed_over_pieces(tiny_folder: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shoal.model import logprobs
-from shoal.model.logprobs import chosen_logprobs
+from shoal.model.logprobs import chosen_logprobs, chosen_loss
 
 VOCAB, HIDDEN = 64, 32
 PRODUCT, CACHED = 8, 3  # rows of a product, and of what is exponentiated together
@@ -77,6 +77,43 @@ def test_logits_are_computed_once_where_they_are_kept(monkeypatch: pytest.Monkey
         monkeypatch.setattr(logprobs, "_logits", counted)
         chosen_logprobs(*case(5), keep_logits=keep)[0].sum().backward()
     assert calls == {False: 2, True: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [0, *SIZES])
+def test_a_loss_of_slices_has_the_gradients_of_the_loss_of_all_bit_for_bit(n: int, dtype: torch.dtype) -> None:
+    hidden_NH, head_VH, target_N = case(n)
+    bias_V, weight_N = torch.randn(VOCAB), torch.randn(n)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden_NH, head_VH, bias_V)]
+
+    def loss_of(targets: slice, logp_C: Tensor, entropy_C: Tensor | None) -> Tensor:
+        assert entropy_C is not None
+        return (weight_N[targets] * (logp_C.square() - 3 * entropy_C)).sum()
+
+    settings = {"temperature": 0.6, "with_entropy": True, "bias_V": inputs[2]}
+    logp_N, entropy_N = chosen_logprobs(inputs[0], inputs[1], target_N, **settings)  # type: ignore[arg-type]
+    whole = loss_of(slice(None), logp_N, entropy_N)
+    sliced = chosen_loss(inputs[0], inputs[1], target_N, loss_of, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(sliced, whole)
+    found = torch.autograd.grad(2 * sliced, inputs)
+    assert all(torch.equal(*pair) for pair in zip(found, torch.autograd.grad(2 * whole, inputs), strict=True))
+
+
+def test_a_loss_computes_logits_once_and_keeps_no_graph_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    products = logprobs._logits
+
+    def counted(*arguments: Tensor) -> Iterator[tuple[int, Tensor]]:
+        nonlocal calls
+        calls += 1
+        return products(*arguments)
+
+    monkeypatch.setattr(logprobs, "_logits", counted)
+    hidden_NH, head_VH, target_N = case(2 * PRODUCT + 3)
+    chosen_loss(hidden_NH, head_VH, target_N, lambda _, logp_C, __: logp_C.sum()).backward()  # type: ignore[no-untyped-call]
+    assert calls == 1
+    with torch.no_grad():
+        assert not chosen_loss(hidden_NH, head_VH, target_N, lambda _, logp_C, __: logp_C.sum()).requires_grad
 
 
 def test_values_without_gradient_equal_those_with() -> None:

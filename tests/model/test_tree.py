@@ -80,6 +80,33 @@ def test_logprobs_of_a_split_tree_are_those_of_the_whole(tiny_model: Any) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "first", "in_order"),
+    [
+        ([8, 8, 8], [0], True),  # side by side: no copy
+        ([8, 8, 6], [None], True),  # the last one is padded
+        ([6, 8, 8], [None], False),  # another one is padded
+        ([12, 4, 4], [0, 12], True),  # two batches
+        ([4, 12, 4], [4, None], False),  # another between them
+    ],
+)
+def test_sequences_side_by_side_are_not_copied_and_have_the_same_gradients(
+    lengths: list[int], first: list[int | None], in_order: bool
+) -> None:
+    layout = pack([Tree([1], [range(length - 1)]) for length in lengths]).layout
+    assert [batch.start for batch in layout.segments] == first
+    assert layout.in_order == in_order
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, layout.length, 8, generator=generator, requires_grad=True) for _ in range(3)]
+    wanted = torch.randn(1, layout.length, 2, 8, generator=generator)
+    found = []
+    for kernel in ("cascade", "masked"):
+        output, _ = attention.attend(None, *inputs, None, layout=Layout(layout.spans, layout.device, kernel))
+        found.append([output, *torch.autograd.grad((output * wanted).sum(), inputs)])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kernel", ["cascade", "masked"])  # PyTorch's flex has no backward on a CPU
 def test_packed_gradients_equal_the_sum_over_plain_forwards(tiny_model: Any, kernel: Kernel) -> None:
     parameters = list(tiny_model.parameters())

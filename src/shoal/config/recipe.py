@@ -195,8 +195,8 @@ class LearnerSection(Section):
     )
     keep_logits: bool = Field(
         default=False,
-        description="keep a row's logits for the backward pass: saves one product with the output head, costs 2 or 4 "
-        "bytes per trained token and vocabulary entry",
+        description='with loss.kind = "gspo", keep a row\'s logits for the backward pass: saves one product with the output '
+        "head, costs 2 or 4 bytes per trained token and vocabulary entry; other losses need neither",
     )
     compile: bool = Field(
         default=False, description="torch.compile each block; needs a C++ compiler and minutes at start"

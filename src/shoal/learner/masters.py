@@ -89,7 +89,7 @@ def collect_early(weights: Tensors, masters: Tensors) -> None:
     """Let every backward pass from now on `collect` a weight's gradient once it is complete: few exist at a time."""
     for name, weight in weights.items():
         if masters[name] is not weight:
-            weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))
+            weight.register_post_accumulate_grad_hook(partial(_add, masters[name]))  # type: ignore[no-untyped-call]
 
 
 def _add(master: Tensor, weight: Tensor) -> None:

@@ -29,7 +29,7 @@ def explained(config: LearnerSection) -> Iterator[None]:
             raise
         first = next(iter(message.splitlines()), type(error).__name__)
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
-        hint += " or learner.keep_logits = false" if config.keep_logits else ""
+        hint += " or learner.keep_logits = false" if config.keep_logits and config.loss.kind == "gspo" else ""
         raise OutOfMemoryError(
             f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; {first}"
         ) from error

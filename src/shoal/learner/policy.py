@@ -252,11 +252,10 @@ class Policy:
         return found.cpu()
 
     def _idle(self, *, referenced: bool = False) -> Tensor:
-        """A loss of 0 by the same calls, for a rank that has no micro-batch left while other ranks have."""
-        value = self.logprobs(IDLE)[0].sum() * 0.0
+        """A loss of 0 by the same calls in the same order, for a rank that has no micro-batch left while others have."""
         if not referenced:
             self._reference_logprobs(IDLE)
-        return value
+        return self.logprobs(IDLE)[0].sum() * 0.0
 
     @torch.no_grad()
     def _reference_logprobs(self, packed: Pack) -> Tensor | None:

@@ -125,13 +125,13 @@ class Layout:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether `home_T` changes nothing."""
+        """Whether `home_T` changes nothing but what is behind the last position."""
         return bool((self.home_T == torch.arange(self.length, device=self.device)).all())
 
     def home(self, parts: Sequence[Tensor]) -> Tensor:
         """What was computed of each batch of the segments, position by position of the row."""
         found = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        return found if self.in_order else found.index_select(0, self.home_T)
+        return found[: self.length] if self.in_order else found.index_select(0, self.home_T)
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
@@ -318,9 +318,11 @@ def _flash_backward(
 def _gather(x_ThD: Tensor, batch: Segments) -> Tensor:
     """A batch's segments of a row: a view if they lie side by side. Returns x_BhLD."""
     size = batch.index_BL.shape
-    if batch.start is not None:
-        return x_ThD[batch.start : batch.start + size.numel()].unflatten(0, size).transpose(1, 2)
-    return x_ThD.index_select(0, batch.index_BL.flatten()).unflatten(0, size).transpose(1, 2)
+    if batch.start is None:
+        x_NhD = x_ThD.index_select(0, batch.index_BL.flatten())
+    else:
+        x_NhD = x_ThD[batch.start : batch.start + size.numel()]
+    return x_NhD.view(*size, *x_ThD.shape[1:]).transpose(1, 2)
 
 
 def _row(x_ThD: Tensor, where: slice) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from shoal.model import adapters, attention, exact, head, rows, support
+from shoal.model import adapters, attention, exact, head, heap, rows, support
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import Numerics
 from shoal.model.positions import limit_
@@ -50,6 +50,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
 
     model = judged(folder, config, numerics, load).model
     limit_(model, config.to_dict())
+    heap.give_back()  # the comparison's copies
     return model
 
 

@@ -209,7 +209,7 @@ class _Scores:
         """Replace the logits of these targets by the gradients with respect to them."""
         how = self.how
         grad_logp_C, grad_entropy_C = (grad_C / how.temperature for grad_C in (grad_logp_C, grad_entropy_C))
-        for i, z_RV in _cached(z_CV, start, how):
+        for i, z_RV in _cached(z_CV, start, how, in_place=True):
             here = slice(i.start - start, i.stop - start)
             grad_logp_R1, grad_entropy_R1 = grad_logp_C[here, None], grad_entropy_C[here, None]
             slope = None if how.change == NOTHING else how.change.slope(z_RV * how.temperature)
@@ -222,7 +222,8 @@ class _Scores:
             grad_RV.scatter_add_(-1, self.target_N[i, None], grad_logp_R1)
             if slope is not None:
                 grad_RV.mul_(slope)
-            z_CV[here] = grad_RV
+            if z_CV.dtype is not torch.float32 or how.change != NOTHING:
+                z_CV[here] = grad_RV
 
 
 class _Gradients:
@@ -232,7 +233,8 @@ class _Gradients:
         self.inputs = (hidden_NH, head_VH, bias_V)
         wants_hidden, wants_head, wants_bias, *_ = wanted
         self.hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        self.head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if wants_head else None
+        self.head_VH: Tensor | None = None  # until the first slice
+        self.wants_head = wants_head
         self.bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
@@ -240,13 +242,19 @@ class _Gradients:
         hidden_NH, head_VH, _ = self.inputs
         if self.hidden_NH is not None:
             torch.mm(grad_CV, head_VH, out=self.hidden_NH[rows])
-        if self.head_VH is not None:
+        if self.wants_head and self.head_VH is None:
+            self.head_VH = (grad_CV.T @ hidden_NH[rows]).float()
+        elif self.head_VH is not None and grad_CV.dtype is torch.float32:
+            self.head_VH.addmm_(grad_CV.T, hidden_NH[rows])
+        elif self.head_VH is not None:
             self.head_VH += grad_CV.T @ hidden_NH[rows]
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0, dtype=torch.float32)
 
     def found(self) -> list[Tensor | None]:
         """In the inputs' dtypes."""
+        if self.wants_head and self.head_VH is None:  # there are no targets
+            self.head_VH = torch.zeros_like(self.inputs[1])
         found = (self.hidden_NH, self.head_VH, self.bias_V)
         return [None if of is None or x is None else of.to(x.dtype) for of, x in zip(found, self.inputs, strict=True)]
 
@@ -268,12 +276,14 @@ def _in_turn(kept: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
         start += len(z_CV)
 
 
-def _cached(z_CV: Tensor, start: int, how: _How) -> Iterator[tuple[slice, Tensor]]:
-    """(rows as a slice of all N, float32 logits over the temperature), a few rows of a product at a time."""
+def _cached(z_CV: Tensor, start: int, how: _How, *, in_place: bool = False) -> Iterator[tuple[slice, Tensor]]:
+    """(rows as a slice of all N, float32 logits over the temperature), a few rows of a product at a time.
+
+    Plain float32 logits are not copied: `in_place` divides them by the temperature where they are.
+    """
     step = max(1, CACHED_BYTES // (4 * z_CV.shape[1])) if z_CV.device.type == "cpu" else len(z_CV)
     for row in range(0, len(z_CV), step):
-        z_RV = how.change(z_CV[row : row + step].to(torch.float32, copy=True))
-        yield (
-            slice(start + row, start + row + len(z_RV)),
-            z_RV if how.temperature == 1.0 else z_RV.div_(how.temperature),
-        )
+        z_RV = how.change(z_CV[row : row + step].to(torch.float32))
+        if how.temperature != 1.0:
+            z_RV = torch.div(z_RV, how.temperature, out=z_RV if in_place else None)
+        yield slice(start + row, start + row + len(z_RV)), z_RV
