@@ -5,8 +5,8 @@
 
 A page in a background tab holds a stream of server-sent events and asks for nothing else; each stream is a connection of its
 own that is read to the end. The pages stand for other machines: they share this one in a process that gets only time that
-nobody else wants (SCHED_IDLE). Steps during which pages were opened or closed count for neither side. Steps grow longer
-while the run learns, so every second pair of turns is in the other order.
+nobody else wants (SCHED_IDLE). Steps during which pages were opened or closed count for neither side. So that all steps
+are alike, the run hardly learns and takes every group (`ALIKE`). Every second pair of turns is in the other order.
 """
 
 import argparse
@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import httpx
@@ -34,6 +36,7 @@ RESULT = Path(__file__).parent / "results" / "idle_dashboards.json"
 START_S = 600.0
 SETTLE_S = 4.0
 WARM_UP_STEPS = 4
+ALIKE = ["--set", "learner.lr=1e-9", "--set", "coordinator.online_filter=false", "--set", "run.steps=100000"]
 
 
 def main() -> None:
@@ -53,7 +56,7 @@ def main() -> None:
         "command": "python " + " ".join([f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         "machine": describe(),
         "load_average_before": load_before,
-        "config": "configs/tiny.toml",
+        "config": ["configs/tiny.toml", *ALIKE],
         "pages": arguments.pages,
         **found,
     }
@@ -65,7 +68,7 @@ def measure(out: Path, count: int, turns: int, turn_s: float) -> dict[str, objec
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / "tiny.toml"), "--out", str(out)]
-    run = subprocess.Popen([*command, "--dashboard", str(port), "--set", "run.steps=100000"], stdout=subprocess.DEVNULL)
+    run = subprocess.Popen([*command, "--dashboard", str(port), *ALIKE], stdout=subprocess.DEVNULL)
     spans: list[tuple[str, float, float]] = []
     used_s: list[float] = []
     read_s: list[float] = []
@@ -104,18 +107,19 @@ def measure(out: Path, count: int, turns: int, turn_s: float) -> dict[str, objec
         "step_s_mean": {kind: round(value, 3) for kind, value in means.items()},
         "slower_median": round(medians["with"] / medians["without"] - 1, 4),
         "slower_mean": round(means["with"] / means["without"] - 1, 4),
-        "slower_mean_95": interval(took["with"], took["without"]),
+        "slower_mean_95": interval(np.mean, took["with"], took["without"]),
+        "slower_median_95": interval(np.median, took["with"], took["without"]),
         "server_cores": round(sum(used_s) / (turns * turn_s), 3),  # of one core, with the pages open
         "pages_cores": round(sum(read_s) / (turns * turn_s), 3),
         "step_s": took,
     }
 
 
-def interval(ones: list[float], others: list[float]) -> list[float]:
-    """95 % of bootstrapped ratios of means, less 1."""
+def interval(middle: Callable[[Any], Any], ones: list[float], others: list[float]) -> list[float]:
+    """95 % of bootstrapped ratios of means or medians, less 1."""
     draw = np.random.default_rng(0)
     ratios = [
-        np.mean(draw.choice(ones, len(ones))) / np.mean(draw.choice(others, len(others))) - 1 for _ in range(10_000)
+        middle(draw.choice(ones, len(ones))) / middle(draw.choice(others, len(others))) - 1 for _ in range(10_000)
     ]
     return [round(float(np.percentile(ratios, p)), 4) for p in (2.5, 97.5)]
 

@@ -30,6 +30,7 @@ from shoal.learner.schedule import rate
 from shoal.model import rows
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
+from shoal.model.logprobs import LossOf
 from shoal.model.numerics import Numerics
 from shoal.model.scorer import Scorer, compile_blocks, recompute_activations
 from shoal.model.tree import Pack, Tree, pack
@@ -227,6 +228,11 @@ class Policy:
         found: tuple[Tensor, Tensor | None] = self.scorer(packed.to(self.device), self.temperature, with_entropy)
         return found
 
+    def summed(self, packed: Pack, loss_of: LossOf, *, with_entropy: bool = False) -> Tensor:
+        """The sum of `loss_of` over slices of those tokens, with gradient: logits exist for one slice at a time."""
+        loss: Tensor = self.scorer(packed.to(self.device), self.temperature, with_entropy, loss_of)
+        return loss
+
     @torch.no_grad()
     def recompute_behaviour(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with this policy's logprobs as behaviour. Other ranks' micro-batches are unchanged."""
@@ -289,7 +295,7 @@ class Policy:
         with_entropy = settings.entropy > 0
         if settings.kind == "gspo":  # a token's gradient depends on all of its rollout
             return loss_of(slice(None), *self.logprobs(micro.pack, with_entropy=with_entropy)), sums
-        return self.scorer(micro.pack.to(self.device), self.temperature, with_entropy, loss_of), sums
+        return self.summed(micro.pack, loss_of, with_entropy=with_entropy), sums
 
 
 LOSS = "loss"

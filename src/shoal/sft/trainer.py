@@ -157,8 +157,12 @@ class Sft:
         n_trained = sum(example.n_trained for example in examples)
 
         def loss(micro: MicroBatch) -> Tensor:
-            logprobs_N, _ = self.policy.logprobs(micro.pack, with_entropy=False)
-            return -logprobs_N[micro.trained_N.to(logprobs_N.device)].sum() / n_trained
+            trained_N = micro.trained_N.to(self.policy.device)
+
+            def loss_of(targets: slice, logp_C: Tensor, _: Tensor | None) -> Tensor:
+                return -logp_C[trained_N[targets]].sum() / n_trained
+
+            return self.policy.summed(micro.pack, loss_of)
 
         return loss
 
