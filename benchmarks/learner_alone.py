@@ -2,7 +2,7 @@
 
     python benchmarks/learner_alone.py [--rounds 2] [--dtypes bfloat16]
     python benchmarks/learner_alone.py --rounds 1 --dtypes float32 --lengths 512 --label float32
-    python benchmarks/learner_alone.py --cpu 4 --dtypes float32 --lengths 512 --kinds equal --rounds 2 --label cpu-float32
+    python benchmarks/learner_alone.py --rounds 2 --dtypes float32 --lengths 512 --kinds equal --label equal-float32
 
 SmolLM2-135M on all cores, with sequences of at most 512 and 4096 tokens: all equally long, and ragged (lengths uniform from
 an eighth of that to all of it, seed 0). The systems take turns. Each trains every token after the first with
@@ -55,15 +55,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument(
-        "--cpu", type=int, metavar="N", help="CPU seconds of one thread, with N sequences in one update"
-    )
     parser.add_argument("--label", help="write results/learner_alone-LABEL.json instead")
     arguments = parser.parse_args()
     path = PATH.with_stem(f"{PATH.stem}-{arguments.label}") if arguments.label else PATH
-    clock = time.process_time if arguments.cpu else time.perf_counter
-    if arguments.cpu:
-        torch.set_num_threads(1)
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "cases": []}
     for dtype in arguments.dtypes:
         peak = matmul_peak(getattr(torch, dtype))
@@ -72,9 +66,9 @@ def main() -> None:
             systems["rounded"] = make_plain(dtype, dtype)
         for longest in arguments.lengths:
             for kind in arguments.kinds:
-                n = arguments.cpu or BATCHES[longest][KINDS.index(kind)]
+                n = BATCHES[longest][KINDS.index(kind)]
                 sequences = make_sequences(longest, n, ragged=kind == "ragged")
-                seconds = take_turns(systems, sequences, arguments.rounds, clock)
+                seconds = take_turns(systems, sequences, arguments.rounds)
                 peak = max(peak, matmul_peak(getattr(torch, dtype)))
                 result["cases"].append(figures(dtype, f"{kind} {longest}", sequences, seconds, peak))
                 sys.stdout.write(f"{result['cases'][-1]}\n")
@@ -126,17 +120,15 @@ def pad(sequences: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def take_turns(
-    systems: dict[str, System], sequences: list[list[int]], rounds: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
+def take_turns(systems: dict[str, System], sequences: list[list[int]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each system in each round, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds + 1):
         for name, system in systems.items():
-            started_s = clock()
+            started_s = time.perf_counter()
             system(sequences)
             if turn:
-                seconds[name].append(clock() - started_s)
+                seconds[name].append(time.perf_counter() - started_s)
     return seconds
 
 

@@ -11,8 +11,8 @@ signed Parquet files. It goes through the learner's own code, in one process:
     encode    the contents of all ranks' rows as messages: rank 0
     pack      messages to packed rows: every rank its own; all rows here, divided by the number of ranks below
 
-To these the table adds the time to send the other ranks' bytes over LINK_BPS; beside it stands the measured time in which
-one other rank gets them all over gloo on loopback. The sum for rank 0, without `read`, delays a step. It is compared with
+To these the table adds the computed time to send the other ranks' bytes over LINK_BPS. Next to it is a measured time: one
+other rank receives all of them over gloo on loopback. The sum for rank 0, without `read`, delays a step. It is compared with
 the time to train the step at 40 % MFU, by the arithmetic of `learner/metrics`, which counts no recomputation:
 
     training  3 forwards x FLOPs / (devices x 989e12 x 0.40)

@@ -108,7 +108,7 @@ def models() -> Iterator[list[Any]]:
 
 
 def alone(one: One) -> tuple[list[int], list[float], list[int]]:
-    """Tokens, logprobs and the hashes before each: one token after the other, nothing else beside it."""
+    """Tokens, logprobs and the hashes before each: one token at a time, with no other completion in the batch."""
     ask, weight = one.ask, one.model.head.weight.detach()
     tokens, logprobs, hashes = list[int](), list[float](), list[int]()
     while len(tokens) < ask.max_tokens and not (tokens and tokens[-1] in one.ends):

@@ -69,9 +69,9 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
 
     ranks, config, picked = start(config)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out = Path(from_leader(ranks, lambda: str(out).encode()).decode())
+    out = from_leader(ranks, lambda: out, lambda path: str(path).encode(), lambda told: Path(told.decode()))
     folder = model_folder(config.model.name)
-    data = Data.from_bytes(from_leader(ranks, lambda: load_data(load_tokenizer(folder), folder, config).to_bytes()))
+    data = from_leader(ranks, lambda: load_data(load_tokenizer(folder), folder, config), Data.to_bytes, Data.from_bytes)
     policy = open_policy(folder, config, picked, ranks)
     if arguments.join:
         training: Sft = _at_site(policy, data, config, folder, out, read_invite(arguments.join), stop)

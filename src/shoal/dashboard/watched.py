@@ -1,8 +1,8 @@
 """A run as the dashboard sees it: its state and its history, from its folder or from its coordinator's open routes.
 
-Invariant: nothing is changed. A folder is read while the run goes on (SQLite, write-ahead log) and long after it. Whoever
-knows only a coordinator's URL sees what its open routes tell: state, curves, nodes and samples. A pool whose tables are in
-PostgreSQL is read there, in a session that cannot write; its folder names the database.
+Invariant: it changes nothing. A folder can be read during the run (SQLite, write-ahead log) and after it. By a coordinator's
+URL only what its open routes tell can be seen: state, curves, nodes and samples. A pool whose tables are in PostgreSQL is
+read there, in a session that cannot write; its folder names the database.
 Called by the feed and the report, in one thread.
 """
 

@@ -199,8 +199,10 @@ class Meeting:
     def close(self) -> Outcome:
         """Average what was offered, make the outer step, and open the next round."""
         number, terms, missing = self.terms.fragment(self.round), self.terms, self.waiting_for()
-        own = float(torch.linalg.vector_norm(self.agreed.parameters[number], dtype=torch.float64))
         norms = {name: each.norm for name, each in self.offers.items()}
+        own = 0.0
+        if not self.norms:  # nothing else says what is usual
+            own = float(torch.linalg.vector_norm(self.agreed.parameters[number], dtype=torch.float64))
         left_out = refused(norms, self.norms, terms.outlier, own)
         kept = sorted(set(self.offers) - set(left_out))
         data = b""

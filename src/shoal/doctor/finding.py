@@ -22,7 +22,7 @@ class Finding:
             raise ValueError(f"{self.name}: a remedy belongs to what is wrong, and to nothing else")
 
     def line(self, width: int = 0) -> str:
-        """`width`: columns after which it goes on below, indented; 0: one line whatever its length."""
+        """Wrapped and indented at `width` columns; in one line if `width` is 0."""
         said = f"{self.verdict:7}  {self.name:12}  {self.found}" + (f"; {self.remedy}" if self.remedy else "")
         below = " " * (7 + 2 + 12 + 2)
         wrapped = textwrap.wrap(said, width, subsequent_indent=below, break_long_words=False) if width else [said]

@@ -119,7 +119,7 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> list[Drawn]:
-        """Draw a token for each row, and compute on for those that go on. Returns who got a token."""
+        """Draw a token for each row, and compute the next states of unfinished rows. Returns everyone who got a token."""
         drawn = list(self.live)
         placed = self._draw()
         staying = [row for row, token in enumerate(placed) if token is not None]

@@ -6,6 +6,7 @@ Invariant: config, dtype and whatever else the leader reads are the same on ever
 
 import json
 from collections.abc import Callable
+from typing import TypeVar
 
 from shoal.config import Config, parse
 from shoal.errors import ShoalError
@@ -13,6 +14,7 @@ from shoal.learner.ranks import Ranks
 from shoal.model import dtype
 from shoal.model.dtype import DtypeName
 
+Found = TypeVar("Found")
 RANKS_TIMEOUT_S = 1800.0  # that a rank waits for another in a collective: longer than any step or checkpoint takes
 
 
@@ -24,25 +26,33 @@ def start(config: Config) -> tuple[Ranks, Config, DtypeName]:
     """The ranks that torchrun started, the leader's config, and the dtype that it computes in. Raises DeviceError."""
     ranks = Ranks.start(RANKS_TIMEOUT_S, RANKS_TIMEOUT_S + config.sites.give_up_s)
 
-    def tell() -> bytes:
-        picked, _ = dtype.pick(config.model.dtype, config.model.device)
-        return json.dumps([config.model_dump(exclude_none=True), picked]).encode()
+    def told(message: bytes) -> tuple[Config, DtypeName]:
+        tables, picked = json.loads(message)
+        return parse(tables), picked
 
-    told, picked = json.loads(from_leader(ranks, tell))
-    return ranks, config if ranks.leads else parse(told), picked
+    found, picked = from_leader(
+        ranks,
+        lambda: (config, dtype.pick(config.model.dtype, config.model.device)[0]),
+        lambda found: json.dumps([found[0].model_dump(exclude_none=True), found[1]]).encode(),
+        told,
+    )
+    return ranks, found, picked
 
 
-def from_leader(ranks: Ranks, read: Callable[[], bytes]) -> bytes:
+def from_leader(
+    ranks: Ranks, read: Callable[[], Found], encode: Callable[[Found], bytes], decode: Callable[[bytes], Found]
+) -> Found:
     """What `read` returns on the leader, on every rank. If it raises a ShoalError there, the others raise LeaderError."""
     if not ranks.leads:
         told = ranks.broadcast(None)
         if told[:1] == b"!":
             raise LeaderError(f"rank 0 ended: {told[1:].decode()}")
-        return told[1:]
+        return decode(told[1:])
     try:
         found = read()
     except ShoalError as error:
         ranks.broadcast(b"!" + str(error).encode())
         raise
-    ranks.broadcast(b"=" + found)
+    if ranks.size > 1:
+        ranks.broadcast(b"=" + encode(found))
     return found

@@ -177,8 +177,8 @@ class _ChosenLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if of is None else of if float(grad) == 1.0 else of * grad for of in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        plain = float(grad) == 1.0
+        return (*(of if of is None or plain else of * grad for of in ctx.saved_tensors), None, None, None)
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,9 @@ def plan(
     *,
     shares: Mapping[str, float] | None = None,
 ) -> Plan:
-    """`shares`: all roles are on one machine, which the first fleet describes, and may use these parts of its cores.
+    """`shares`: all roles run on one machine, which the first fleet describes; each may use this part of its cores.
 
-    A role of several processes has all that they may use, which can be more than there is.
+    A role's part is the sum over its processes, so it can exceed 1.
     """
     together = shares is not None
     price = sum(fleet.count * fleet.price_per_h for fleet in (learner, workers, validators))

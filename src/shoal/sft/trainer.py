@@ -123,12 +123,12 @@ class Sft:
 
     def claim(self) -> None:
         """Mark the folder as this run's. Raises ConfigError if it holds another run; LeaderError on the other ranks."""
-
-        def mark() -> bytes:
-            claim(self.folder, fingerprint(self.data, self.config))
-            return b""
-
-        from_leader(self.ranks, mark)
+        from_leader(
+            self.ranks,
+            lambda: claim(self.folder, fingerprint(self.data, self.config)),
+            lambda _: b"",
+            lambda _: None,
+        )
 
     def stops(self, stop: threading.Event) -> bool:
         """Whether the leader was told to stop, on every rank."""

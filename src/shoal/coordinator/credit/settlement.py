@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ class Settlement:
         """Until it is cancelled. Raises LedgerError if the contract is another one; not if the chain is away."""
         pause_s = LOOK_S
         while True:
-            members = self._news()
+            members, before = self._news(), self.stakes.members
             try:
                 await asyncio.get_running_loop().run_in_executor(self._settling, self._work, members)
             except LedgerError as error:
@@ -64,7 +64,7 @@ class Settlement:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 self._tell(None)
-                self._keep()
+                self._keep(before)
                 pause_s = LOOK_S
             await asyncio.sleep(0 if self.waiting and pause_s == LOOK_S else pause_s)
 
@@ -111,11 +111,11 @@ class Settlement:
             if node.joined_by_stake and (node.staked > 0 if node.evicted else node.seen_s >= since_s)
         ]
 
-    def _keep(self) -> None:
-        """Write what each member has at risk into the table of nodes, for the dashboard."""
-        for node in self.db.nodes.all():
-            if self.stakes.members.get(node.key, node.staked) != node.staked:
-                self.db.nodes.set_staked(node.key, self.stakes.members[node.key])
+    def _keep(self, before: Mapping[str, int]) -> None:
+        """Write what members have at risk, where that changed, into the table of nodes: the dashboard reads it there."""
+        for key, amount in self.stakes.members.items():
+            if before.get(key) != amount:
+                self.db.nodes.set_staked(key, amount)
 
     def _tell(self, error: LedgerError | None) -> None:
         """Once each time that the news changes."""

@@ -202,7 +202,7 @@ class VllmEngine:
                 self._add({id: self._request(draft, prompts, sampling)})
 
     def close(self) -> None:
-        """End the child process, and what it started. Twice is no error."""
+        """End the child process and everything it started. It may be called twice."""
         self.connection.close()
         try:
             self.process.wait(END_S)
@@ -254,7 +254,7 @@ class VllmEngine:
         return frame
 
     def _receive(self, within_s: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next frame. Raises VllmError if vLLM failed, ended, says nothing whole for so long, or what is no frame."""
+        """The next frame. Raises VllmError if vLLM failed or ended, sent no whole frame in time, or sent something else."""
         try:
             frame, tensors = wire.receive(self.connection, within_s)
         except TimeoutError:
