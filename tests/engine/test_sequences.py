@@ -34,6 +34,21 @@ def hashed(tokens: Sequence[int]) -> int:
     return sum((token + 1) * int(place) for token, place in zip(tokens, PLACES, strict=False)) % HASHES
 
 
+def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> None:
+    slots = cache_module.Slots("cpu")
+    slots.receive(0, 0, [2] * 8)
+    keys = torch.arange(16.0)[None, None, :, None]
+    slots.update(keys, keys, 0)
+    slots.keep([7, 1, 2, 3, 4], 2)
+    assert slots.rows == 8, "more than half is used"
+    slots.keep([3, 1, 2], 2)
+    assert slots.rows == len(slots.buffers[0, 0]) == 3
+    assert slots.buffers[0, 0][:, 0, :2, 0].tolist() == [[6.0, 7.0], [2.0, 3.0], [4.0, 5.0]]
+    slots._grow(3, 5000)
+    slots.keep([0, 1, 2], 2)
+    assert slots.positions == slots.buffers[0, 0].shape[2] < 2500
+
+
 class Fake:
     """What the engine asks of a model: a body with a cache, and an output head."""
 

@@ -121,6 +121,18 @@ def test_what_a_pool_writes_is_settled_and_stakes_come_back(scene: Scene) -> Non
     assert scene.contract.pool() == 150 and not scene.notices
 
 
+def test_a_stake_is_written_when_it_changes_and_not_at_every_look(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settling, nodes = scene.settlement(), scene.harness.pool.db.nodes
+    written: list[int] = []
+    monkeypatch.setattr(nodes, "set_staked", lambda key, amount: written.append(amount))
+    for before, now in (({}, 150), ({ALICE: 150}, 150), ({ALICE: 150}, 0)):
+        scene.stakes.members = {ALICE: now}
+        settling._keep(before)
+    assert written == [150, 0]
+
+
 def test_a_chain_that_is_away_is_told_and_loses_nothing(scene: Scene) -> None:
     scene.chain.away = True
     settling = scene.settlement()
