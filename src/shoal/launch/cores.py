@@ -19,13 +19,13 @@ def available_cores(wanted: int) -> int:
 def share_threads(config: Config, cores: int) -> dict[str, int]:
     """Threads for each role that computes: at least one, and together at most `cores`, when possible.
 
-    With async level 0, learning and generating take turns, so each phase gets all cores. Sites share the learner's.
+    With async level 0, generating, checking and learning take turns, so each gets all cores. Sites share the learner's.
     """
     sites = config.learner.sites.sites if config.learner.sites else 1
     if config.coordinator.async_level == 0:
         return {
             "learner": max(1, cores // sites),
-            "validator": 1,
+            "validator": max(1, cores // config.validator.count),
             "worker": max(1, cores // config.workers.count),
             "evaluator": 1,
         }
