@@ -1,5 +1,6 @@
 """The self-test passes where results do not depend on shapes, and names what differs where they do."""
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_the_result_is_kept_for_the_same_conditions_only(model: Any, monkeypatch
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert not selftest.passes(model, "float32", "cpu"), "an updated library"
+
+
+def test_the_result_is_that_of_every_folder_with_this_model(
+    model: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker and validator of a machine, and each run, reads the model from a folder of its own."""
+    elsewhere = load_model(shutil.copytree(tiny_folder, tmp_path / "elsewhere"), "float32", "cpu", "exact")
+    assert selftest.passes(model, "float32", "cpu")
+    monkeypatch.setattr(selftest, "disagreements", lambda *_: ["measured anew"])
+    assert selftest.passes(elsewhere, "float32", "cpu")
+    elsewhere.config.num_attention_heads += 1
+    assert not selftest.passes(elsewhere, "float32", "cpu"), "another model"
 
 
 def test_a_fingerprint_is_that_of_the_computation(

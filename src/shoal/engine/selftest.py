@@ -114,8 +114,9 @@ def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
     """Digest of everything that the result may depend on."""
     environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS) and k not in THREADS}
     device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu()
+    config = json.loads(model.config.to_json_string(use_diff=False), object_hook=_without_folders)
     conditions = {
-        "config": model.config.to_json_string(use_diff=False),
+        "config": config,
         "dtype": dtype,
         "device": device_name,
         "torch": torch.__version__,
@@ -124,6 +125,11 @@ def _conditions(model: Any, dtype: DtypeName, device: str) -> str:
         "code": [_digest(path) for folder in (_folder(model_room), Path(__file__).parent) for path in _sources(folder)],
     }
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+
+
+def _without_folders(config: dict[str, Any]) -> dict[str, Any]:
+    """A config's fields without those that say where its model was read from."""
+    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def _cpu() -> list[str]:
