@@ -35,7 +35,7 @@ USAGE, EVICTED, LASTING = 2, 3, 4  # exit statuses of a child, see cli
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
-    "OMP_WAIT_POLICY": "PASSIVE",
+    **process.IDLE_THREADS,
     "PYTHONUNBUFFERED": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow: a process with threads should not fork
     **dict.fromkeys(process.THREAD_COUNTS, "1"),

@@ -17,6 +17,9 @@ from types import FrameType
 
 PARENT_POLL_S = 0.5
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+# Idle threads of the arithmetic leave the core to other processes, but not between two operations of one model: waking them
+# takes longer than a small operation. GOMP_SPINCOUNT is how often GNU's OpenMP looks before it sleeps, here some microseconds.
+IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 
 
 class Interrupted(Exception):
@@ -67,7 +70,8 @@ def _share_cores(threads: int) -> None:
     """Bound the arithmetic's threads. Set before torch is first imported, OMP would otherwise take every core."""
     for variable in THREAD_COUNTS:
         os.environ[variable] = str(threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: the core is another process's
+    for variable, value in IDLE_THREADS.items():
+        os.environ.setdefault(variable, value)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
