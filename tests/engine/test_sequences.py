@@ -34,6 +34,17 @@ def hashed(tokens: Sequence[int]) -> int:
     return sum((token + 1) * int(place) for token, place in zip(tokens, PLACES, strict=False)) % HASHES
 
 
+def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
+    slots = cache_module.Slots("cpu")
+    slots.receive(0, 0, [40] * 8)
+    slots.update(torch.ones(1, 3, 320, 2), torch.ones(1, 3, 320, 2), 0)
+    assert slots.positions == slots.buffers[0, 0].shape[2] <= 64
+    slots.begin(torch.full((8,), 4096), 4097)
+    assert slots.positions <= 4097 + cache_module.GROW_BY + cache_module.KEYS, (
+        "room that a long row never fills is bounded"
+    )
+
+
 def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> None:
     slots = cache_module.Slots("cpu")
     slots.receive(0, 0, [2] * 8)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from shoal.model.exact import KEYS, rounded
 
-GROW_BY = 128  # positions by which full buffers grow
+GROW_BY = 128  # positions by which full buffers grow at most: by a quarter while they are short
 
 
 class Slots(Cache):  # type: ignore[misc]
@@ -82,7 +82,7 @@ class Slots(Cache):  # type: ignore[misc]
             new_M, old_M = (torch.tensor(ends, device=self.device) for ends in zip(*moves, strict=True))
             for buffer in self.buffers.values():
                 buffer[new_M, :, :length] = buffer[old_M, :, :length]
-        if 2 * len(rows) <= self.rows or 2 * rounded(length + GROW_BY, KEYS) <= self.positions:
+        if 2 * len(rows) <= self.rows or 2 * _with_room(length) <= self.positions:
             self._resize(len(rows), length)
 
     def _grow(self, rows: int, positions: int) -> None:
@@ -91,7 +91,7 @@ class Slots(Cache):  # type: ignore[misc]
             self._resize(rows, positions)
 
     def _resize(self, rows: int, positions: int) -> None:
-        self.rows, self.positions = rows, rounded(positions + GROW_BY, KEYS)
+        self.rows, self.positions = rows, _with_room(positions)
         for name, old in self.buffers.items():  # one after the other, so that only one of them is held twice
             self.buffers[name] = self._empty(old)
             part = slice(min(rows, len(old))), slice(None), slice(min(self.positions, old.shape[2]))
@@ -114,3 +114,8 @@ class Slots(Cache):  # type: ignore[misc]
         lines_Nd = x_Bk1D[: self.batch].reshape(-1, depth)
         buffer_BkPD.view(-1, depth).index_copy_(0, self.line_N, lines_Nd)
         return buffer_BkPD[: self.batch, :, : self.used]
+
+
+def _with_room(positions: int) -> int:
+    """For how many positions there is room in buffers that were made for these."""
+    return rounded(positions + min(GROW_BY, positions // 4), KEYS)
