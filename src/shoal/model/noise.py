@@ -39,6 +39,7 @@ class Noise:
     ranks: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of token ids under keys, broadcast together
     of_ranks: Callable[[np.ndarray], Tensor]  # standard Gumbel, float32, on the CPU; never falls as ranks grow
     largest: float  # nats; no noise exceeds it
+    sifted: bool  # hashes are sorted out before the logarithms, which cost more than that
     of_sequence: bool  # positions are those in the whole sequence, of the token before: the one that is fed
 
     def gumbel(self, keys: np.ndarray, ids: np.ndarray) -> Tensor:
@@ -102,8 +103,8 @@ def vllm_noise(ranks: np.ndarray) -> Tensor:
     return torch.where(uniform < SERIES, series.mul_(uniform).neg_(), direct).neg_().log_().neg_()
 
 
-SHOAL = Noise(position_keys, shoal_ranks, shoal_noise, largest=16.7, of_sequence=False)
-VLLM = Noise(vllm_keys, vllm_ranks, vllm_noise, largest=22.9, of_sequence=True)
+SHOAL = Noise(position_keys, shoal_ranks, shoal_noise, largest=16.7, sifted=False, of_sequence=False)
+VLLM = Noise(vllm_keys, vllm_ranks, vllm_noise, largest=22.9, sifted=True, of_sequence=True)
 NOISES: dict[NoiseName, Noise] = {"shoal": SHOAL, "vllm": VLLM}
 
 

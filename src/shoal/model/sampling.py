@@ -66,8 +66,8 @@ def _outscore(
 ) -> tuple[Tensor, Tensor]:
     """The amount by which the best score of a row (logit plus noise) exceeds the given token's, and the best token.
 
-    Noise is computed only for tokens whose logit plus the largest possible noise reaches the given token's score, and of
-    those that need rare noise only where the hash has it. In a trained model that leaves a few per cent of the vocabulary.
+    Noise is computed only for tokens whose logit plus the largest possible noise reaches the given token's score. A scheme
+    with larger noise leaves most of the vocabulary; where it is `sifted`, those that need rare noise and lack it drop out.
     """
     scaled, given_N = scaled_NV.numpy(force=True), tokens_N.numpy(force=True)
     n_rows, vocabulary = scaled.shape
@@ -77,14 +77,17 @@ def _outscore(
     could_win[row_N, given_N] = True
     # The candidates of all rows in one list, row by row.
     flat_C = np.flatnonzero(could_win)
-    row_C = np.repeat(row_N, could_win.sum(-1))
-    id_C = flat_C - row_C * vocabulary
-    rank_C, scaled_C = noise.ranks(keys_N[row_C], id_C), scaled.ravel()[flat_C]
-    able_C = (rank_C >= RARE_RANK) | (scaled_C > (given_score_N - RARE - ROUNDING)[row_C]) | (id_C == given_N[row_C])
-    flat_C, row_C, id_C = flat_C[able_C], row_C[able_C], id_C[able_C]
     first_N = np.searchsorted(flat_C, row_N * vocabulary)
-    score_C = noise.of_ranks(rank_C[able_C]).numpy()
-    score_C += scaled_C[able_C]
+    row_C = np.repeat(row_N, np.diff(first_N, append=len(flat_C)))
+    id_C = flat_C - row_C * vocabulary
+    rank_C = noise.ranks(keys_N[row_C], id_C)
+    if noise.sifted:
+        near_C = scaled.ravel()[flat_C] > (given_score_N - RARE - ROUNDING)[row_C]
+        able_C = (rank_C >= RARE_RANK) | near_C | (id_C == given_N[row_C])
+        flat_C, row_C, id_C, rank_C = flat_C[able_C], row_C[able_C], id_C[able_C], rank_C[able_C]
+        first_N = np.searchsorted(flat_C, row_N * vocabulary)
+    score_C = noise.of_ranks(rank_C).numpy()
+    score_C += scaled.ravel()[flat_C]
     best_N = np.maximum.reduceat(score_C, first_N)
     margin_N = best_N - score_C[np.searchsorted(flat_C, row_N * vocabulary + given_N)]
     # Reversed: of equal scores, the lowest id is written last.
