@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from shoal.model.logprobs import token_logprobs
-from shoal.model.sampling import (
-    _fmix32_,
-    choose,
-    entropy,
-    gumbel_noise,
-    position_keys,
-    replay_margins,
-    rollout_seed,
-)
+from shoal.model.noise import SHOAL, _fmix32_, position_keys
+from shoal.model.sampling import choose, entropy, replay_margins, rollout_seed
 
 NAMED: dict[str, Any] = {"run": "run", "step": 1, "worker": "worker", "submission": 2, "rollout": 3}
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5])
@@ -24,7 +17,7 @@ CHI2_7_LIMIT = 29.9  # exceeded by chance once in 10,000; the seeds here are fix
 
 
 def dense_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> Tensor:
-    return gumbel_noise(position_keys(seeds, positions)[:, None], np.arange(vocab_size))
+    return SHOAL.gumbel(position_keys(seeds, positions)[:, None], np.arange(vocab_size))
 
 
 @pytest.fixture(scope="module")

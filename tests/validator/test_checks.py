@@ -18,7 +18,8 @@ from shoal.adversary.cheats import QuantizedWeights, WrongTemperature, round_to_
 from shoal.engine.protocol import Completion, Sampling
 from shoal.model.load import load_model, save_model
 from shoal.model.logprobs import token_logprobs
-from shoal.model.sampling import choose, gumbel_noise, position_keys, replay_margins
+from shoal.model.noise import SHOAL
+from shoal.model.sampling import choose, replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.protocol.messages import Reason, Verdict
 from shoal.rollout.produce import Producer
@@ -805,6 +806,6 @@ def test_replayed_margins_are_zero_for_what_was_sampled_and_the_gap_for_anything
     seeds, positions = list(range(16)), [3] * 16
     tokens_N, _ = choose(logits_NV, seeds, positions, 1.0)
     assert float(replay_margins(logits_NV, tokens_N, seeds, positions).max()) == 0
-    noise_NV = gumbel_noise(position_keys(seeds, positions)[:, None], np.arange(64))
+    noise_NV = SHOAL.gumbel(SHOAL.keys(seeds, positions)[:, None], np.arange(64))
     second_N = (logits_NV + noise_NV).topk(2).indices[:, 1]
     assert float(replay_margins(logits_NV, second_N, seeds, positions).min()) > 0

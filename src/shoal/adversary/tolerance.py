@@ -21,7 +21,7 @@ import torch
 from shoal.adversary.lab import Attack
 from shoal.engine.protocol import Completion
 from shoal.model.head import logits
-from shoal.model.sampling import gumbel_noise, position_keys
+from shoal.model.noise import NOISES
 from shoal.tasks.derive import GroupPlan
 
 SPENT = 0.9  # of each limit
@@ -82,7 +82,7 @@ class SpendsTolerance(Attack):
 
     def complete(self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan]) -> list[list[Completion]]:
         groups = super().complete(prompts, plans)
-        swaps, movable = self.swaps(plans, groups)
+        swaps, movable = self.swaps(prompts, plans, groups)
         farthest = max(self.spending.reach, SPENT * FAR if self.spending.far else 0.0)
         within = [swap for swap in swaps if swap.margin <= farthest * self.config.validator.sampling_margin]
         tried = self.tried(prompts, plans, groups, within)
@@ -91,10 +91,12 @@ class SpendsTolerance(Attack):
         return self.scored(prompts, groups)
 
     @torch.inference_mode()
-    def swaps(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> tuple[list[Swap], float]:
+    def swaps(
+        self, prompts: Sequence[Sequence[int]], plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]
+    ) -> tuple[list[Swap], float]:
         """The second-best token of every position, nearest first; and how many tokens numerics could move: the sum of
         1 - P(token)."""
-        found, movable = [], 0.0
+        found, movable, noise = [], 0.0, NOISES[self.sampling.noise]
         for g, group in enumerate(groups):
             for number, completion in enumerate(group):
                 if completion.turns:
@@ -103,9 +105,10 @@ class SpendsTolerance(Attack):
                 scaled_TV = logits(self.model, hidden_TH).float().cpu() / self.sampling.temperature
                 movable += sum(1.0 - math.exp(logprob) for logprob in completion.logprobs)
                 count, vocabulary = scaled_TV.shape
-                keys_T = position_keys([plans[g].seeds[number]] * count, range(count))
+                positions = [noise.position(len(prompts[g]), at) for at in range(count)]
+                keys_T = noise.keys([plans[g].seeds[number]] * count, positions)
                 ids_V = torch.arange(vocabulary).numpy()
-                scores_TV = scaled_TV + gumbel_noise(keys_T[:, None], ids_V[None, :])
+                scores_TV = scaled_TV + noise.gumbel(keys_T[:, None], ids_V[None, :])
                 best_T2, token_T2 = scores_TV.topk(2, dim=-1)
                 for position, (pair, tokens) in enumerate(zip(best_T2.tolist(), token_T2.tolist(), strict=True)):
                     other = tokens[1] if tokens[0] == completion.tokens[position] else tokens[0]
@@ -146,10 +149,11 @@ class SpendsTolerance(Attack):
         kept = [[*one.tokens[: swap.position], swap.token] for swap, one in zip(swaps, old, strict=True)]
         room = self.sampling.max_tokens - len(kept[0])
         going = [n for n, swap in enumerate(swaps) if room and swap.token not in self.sampling.eos_ids]
+        noise = NOISES[self.sampling.noise]
         if going:
             rests = self.engine.generate(
                 [[*prompts[swaps[n].group], *kept[n]] for n in going],
-                [[shifted(plans[swaps[n].group].seeds[swaps[n].number], len(kept[n]))] for n in going],
+                [[noise.continued(plans[swaps[n].group].seeds[swaps[n].number], len(kept[n]))] for n in going],
                 replace(self.sampling, max_tokens=room),
                 None,
             )
@@ -190,8 +194,3 @@ class SpendsToleranceDown(SpendsTolerance):
     """Swaps tokens within 90 % of the limits where that lowers the reward."""
 
     direction = -1.0
-
-
-def shifted(seed: int, positions: int) -> int:
-    """The seed whose noise at position p is that of `seed` at p + positions."""
-    return (seed + positions * 0x9E3779B97F4A7C15) % 2**64

@@ -37,6 +37,11 @@ class SamplingSection(Section):
     """How workers sample completions."""
 
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
+    noise: Literal["shoal", "vllm"] = Field(
+        default="shoal",
+        description="what seeded tokens are drawn with; vllm: the noise of vLLM's own seeded sampler, which workers on its "
+        "second model runner use as it is",
+    )
     max_tokens: int = Field(
         default=32768,
         ge=1,

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shoal.model.noise import NoiseName
+
 # (group, number within the group, tokens so far, lengths of the turns before the last) -> what an environment appends to a
 # completion whose last token ends a turn; None or nothing: the completion ends. Room for one more token must be left.
 Respond = Callable[[int, int, Sequence[int], Sequence[int]], Sequence[int] | None]
@@ -25,6 +27,7 @@ class Sampling:
     temperature: float
     max_tokens: int
     eos_ids: tuple[int, ...]
+    noise: NoiseName = "shoal"
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class TorchEngine:
             [
                 _Draft(
                     self.model,
-                    Ask(prompt, seed, sampling.temperature, sampling.max_tokens),
+                    Ask(prompt, seed, sampling.temperature, sampling.max_tokens, noise=sampling.noise),
                     g,
                     number,
                     sampling,

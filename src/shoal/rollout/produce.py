@@ -7,6 +7,7 @@ lying workers of the tests override one each.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Producer:
         self.environments = environments_of(config)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
-        self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, ())
+        self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, (), config.sampling.noise)
         self.tokens = 0  # generated so far
 
     def load(self, folder: Path, version: int) -> int | None:
@@ -63,7 +64,7 @@ class Producer:
         check_max_tokens(folder, self.config.sampling.max_tokens)
         if self.tokenizer is None:  # first: an engine may take long, and the folder be dropped meanwhile
             self.tokenizer = load_tokenizer(folder)
-            self.sampling = Sampling(self.sampling.temperature, self.sampling.max_tokens, eos_ids(folder))
+            self.sampling = replace(self.sampling, eos_ids=eos_ids(folder))
             self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
         self.engine.load(folder)
         return version

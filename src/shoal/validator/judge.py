@@ -25,6 +25,7 @@ from shoal.model import numerics
 from shoal.model.dtype import DtypeName
 from shoal.model.fingerprint import vocabulary_of
 from shoal.model.load import eos_ids, load_model, load_tokenizer, load_weights_
+from shoal.model.noise import NOISES
 from shoal.model.positions import check_max_tokens
 from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import last_turn, model_tokens
@@ -205,7 +206,11 @@ class Judge:
             return []
         settings = self.config
         computed = prefill(
-            self.model, cases, temperature=settings.sampling.temperature, row_tokens=settings.validator.row_tokens
+            self.model,
+            cases,
+            temperature=settings.sampling.temperature,
+            noise=NOISES[settings.sampling.noise],
+            row_tokens=settings.validator.row_tokens,
         )
         return [replace(case, prefill=one) for case, one in zip(cases, computed, strict=True)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shoal.model.head import logits
+from shoal.model.noise import Noise
 from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
 from shoal.model.turns import model_positions
@@ -23,14 +24,18 @@ CACHED_ROWS = 16  # of those, tokens scored together: a few MB of logits stay in
 
 
 @torch.inference_mode()
-def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens: int) -> list[Prefill]:
+def prefill(model: Any, cases: Sequence[Case], *, temperature: float, noise: Noise, row_tokens: int) -> list[Prefill]:
     """The results for each case. All cases must be of the version that `model` holds."""
     hidden_NH = hidden_states(model, cases, row_tokens)
-    sampled = [[(row, model_positions(row.turns, len(row.tokens))) for row in case.rows] for case in cases]
-    of_rows = [row for case in sampled for row in case]
-    tokens_N = torch.tensor([row.tokens[at] for row, own in of_rows for at in own], device=hidden_NH.device)
-    seeds = [row.seed for row, own in of_rows for _ in own]
-    positions = [position for _, own in of_rows for position in own]
+    sampled = [[model_positions(row.turns, len(row.tokens)) for row in case.rows] for case in cases]
+    places = [
+        (row, at, noise.position(len(case.prompts[row.group]), at))
+        for case, of_case in zip(cases, sampled, strict=True)
+        for row, own in zip(case.rows, of_case, strict=True)
+        for at in own
+    ]
+    tokens_N = torch.tensor([row.tokens[at] for row, at, _ in places], device=hidden_NH.device)
+    seeds, positions = [row.seed for row, _, _ in places], [position for _, _, position in places]
     logprobs, margins, evidence = [], [], []
     for start in range(0, len(tokens_N), CACHED_ROWS):
         within = start % VOCABULARY_ROWS
@@ -38,11 +43,11 @@ def prefill(model: Any, cases: Sequence[Case], *, temperature: float, row_tokens
             logits_WV = logits(model, hidden_NH[start : start + VOCABULARY_ROWS])
         span = slice(start, start + CACHED_ROWS)
         scaled_CV = logits_WV[within : within + CACHED_ROWS].float().div_(temperature)
-        margins.append(replay_margins(scaled_CV, tokens_N[span], seeds[span], positions[span]))
+        margins.append(replay_margins(scaled_CV, tokens_N[span], seeds[span], positions[span], noise))
         logp_C, evidence_CA = token_evidence(scaled_CV, tokens_N[span])
         logprobs.append(logp_C)
         evidence.append(evidence_CA)
-    lengths = [[len(own) for _, own in case] for case in sampled]
+    lengths = [[len(own) for own in of_case] for of_case in sampled]
     per_case = zip(
         *(
             torch.split(tensor.cpu(), [sum(of_case) for of_case in lengths])

@@ -47,7 +47,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `extension` is written for V1
 }
 
 
@@ -221,6 +220,7 @@ class VllmEngine:
             "seed": draft.seed,
             "first": done,
             "temperature": sampling.temperature,
+            "noise": sampling.noise,
             "max_tokens": sampling.max_tokens - done,
             "ends": list(sampling.eos_ids),
         }

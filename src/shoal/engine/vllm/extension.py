@@ -7,12 +7,14 @@ of a prompt is always computed.
 
     hook: hidden_BH -> vLLM: logits_BV -> SeededDraw: tokens_B, logprobs_B, by the seed -> vLLM takes the argmax
 
-Invariant: each drawn token is recorded with its logprob and the hidden state it was drawn from, under its request and
-position, or the process ends with an error.
-Imported by vLLM in its own environment, for the V1 model runner in one process (docs/vllm.md).
+vLLM has two model runners with a `LogitsProcessor` of their own. The first one's is here, the second one's in
+`second_runner`, where vLLM may also draw by itself.
+Invariant: each drawn token's hidden state is recorded under its request and position, with the token and its logprob unless
+vLLM drew it, or the process ends with an error.
+Imported by vLLM in its own environment, in one process (docs/vllm.md).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,24 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from shoal.model.noise import NOISES, NoiseName
 from shoal.model.sampling import choose
 
-Drawn = tuple[int, float, Tensor]  # token, logprob, hidden_H (bfloat16, on the CPU)
+
+@dataclass(frozen=True)
+class Request:
+    """What `extra_args["shoal"]` says."""
+
+    id: str
+    seed: int
+    prompt: int  # tokens of the completion's prompt
+    first: int  # position of the request's first token within its completion: the ones before are in vLLM's prompt, too
+    temperature: float
+    noise: NoiseName
+    native: bool  # vLLM draws by itself, of the same noise
+
+
+Row = tuple[int, Request, int]  # of the logits; whose; position of the token within its completion
 
 
 @dataclass
@@ -34,7 +51,8 @@ class Record:
     """What was drawn. One for the process: vLLM makes the processor and the extension itself, and knows of no third."""
 
     hidden_BH: Tensor | None = None  # that the logits at hand were computed from
-    drawn: dict[str, dict[int, Drawn]] = field(default_factory=dict)  # by request and position, each drawn last
+    states: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # bfloat16, on the CPU; by request and position
+    tokens: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)  # with logprobs; those drawn here
     count: int = 0  # of all tokens ever drawn
 
     def take_hidden(self, rows: int) -> Tensor:
@@ -47,21 +65,27 @@ class Record:
             )
         return hidden_BH
 
+    def draw_(self, logits: Tensor, rows: Sequence[Row]) -> None:
+        """Record the rows' states; draw their tokens, unless vLLM does. logits [B, V]: a drawn token's becomes infinite."""
+        hidden_BH = self.take_hidden(len(logits)).to("cpu", torch.bfloat16)
+        alike: dict[tuple[float, NoiseName], list[Row]] = {}
+        for row, request, at in rows:
+            self.states.setdefault(request.id, {})[at] = hidden_BH[row].clone()
+            if not request.native:
+                alike.setdefault((request.temperature, request.noise), []).append((row, request, at))
+        for (temperature, name), some in alike.items():
+            noise, places = NOISES[name], [row for row, _, _ in some]
+            logits_NV = logits if places == list(range(len(logits))) else logits[places]
+            seeds = [request.seed for _, request, _ in some]
+            positions = [noise.position(request.prompt, at) for _, request, at in some]
+            tokens_N, logprobs_N = choose(logits_NV, seeds, positions, temperature, noise)
+            logits[places, tokens_N] = torch.inf
+            for (_, request, at), token, logprob in zip(some, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
+                self.tokens.setdefault(request.id, {})[at] = token, logprob
+        self.count += len(rows)
+
 
 RECORD = Record()
-
-
-@dataclass(frozen=True)
-class Request:
-    id: str
-    seed: int
-    first: int  # position of the request's first token within its completion
-    temperature: float
-    output: list[int]  # the tokens so far, which vLLM appends to
-
-    @property
-    def position(self) -> int:
-        return self.first + len(self.output)
 
 
 class SeededDraw(LogitsProcessor):  # type: ignore[misc]
@@ -71,7 +95,9 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.requests: dict[int, Request] = {}  # by row
+        self.requests: dict[
+            int, tuple[Request, list[int]]
+        ] = {}  # by row, with the tokens so far, which vLLM appends to
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -82,26 +108,14 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc]
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        def new(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> Request:
-            return Request(**params.extra_args["shoal"], output=output)
+        def new(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> tuple[Request, list[int]]:
+            return Request(**params.extra_args["shoal"]), output
 
         process_dict_updates(self.requests, batch_update, new)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """logits [B, V], float32: the chosen token's becomes infinite."""
-        hidden_BH = RECORD.take_hidden(len(logits)).to("cpu", torch.bfloat16)
         requests = [self.requests[row] for row in range(len(logits))]
-        for temperature in {request.temperature for request in requests}:
-            rows = [row for row, request in enumerate(requests) if request.temperature == temperature]
-            of_rows = [requests[row] for row in rows]
-            logits_NV = logits if len(rows) == len(logits) else logits[rows]
-            tokens_N, logprobs_N = choose(
-                logits_NV, [one.seed for one in of_rows], [one.position for one in of_rows], temperature
-            )
-            logits[rows, tokens_N] = torch.inf
-            RECORD.count += len(rows)
-            for row, one, token, logprob in zip(rows, of_rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
-                RECORD.drawn.setdefault(one.id, {})[one.position] = (token, logprob, hidden_BH[row].clone())
+        RECORD.draw_(logits, [(row, one, one.first + len(output)) for row, (one, output) in enumerate(requests)])
         return logits
 
 
@@ -124,12 +138,15 @@ class Extension:
         return RECORD.count
 
     def shoal_take(self, id: str) -> tuple[list[int], dict[str, Tensor]]:
-        """All that a finished request drew, in order: tokens, and tensors logprobs [T] and hidden [T, H]. Forgets it."""
-        of_request = RECORD.drawn.pop(id)
-        drawn = [of_request[position] for position in sorted(of_request)]
-        logprobs_T = torch.tensor([logprob for _, logprob, _ in drawn], dtype=torch.float32)
-        hidden_TH = torch.stack([hidden_H for _, _, hidden_H in drawn])
-        return [token for token, _, _ in drawn], {"logprobs": logprobs_T, "hidden": hidden_TH}
+        """All that a finished request drew, in order. Forgets it.
+
+        Tensors: hidden [T, H]; and, unless vLLM drew the tokens, logprobs [T]. The tokens are [] if it did.
+        """
+        states, drawn = RECORD.states.pop(id), RECORD.tokens.pop(id, {})
+        tensors = {"hidden": torch.stack([states[at] for at in sorted(states)])}
+        if drawn:
+            tensors["logprobs"] = torch.tensor([drawn[at][1] for at in sorted(drawn)], dtype=torch.float32)
+        return [drawn[at][0] for at in sorted(drawn)], tensors
 
     def shoal_reload(self, folder: str) -> None:
         """Replace all weights by those of a version's folder, in place."""
