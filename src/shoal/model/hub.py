@@ -19,8 +19,13 @@ class HubError(ShoalError):
 
 def ask(request: Callable[[], T]) -> T:
     """Raises HubError."""
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library that this version of the hub's client uses
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         return request()
@@ -29,7 +34,7 @@ def ask(request: Callable[[], T]) -> T:
         HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
-        httpx.HTTPError,
+        HTTPError,
         OSError,
     ) as error:
         raise HubError((str(error).splitlines() or [type(error).__name__])[0]) from error
