@@ -66,6 +66,14 @@ def model(folder: Path) -> Path:
     return folder
 
 
+def test_an_origin_of_nothing_says_so_and_creates_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["origin", str(tmp_path / "nowhere"), "--key-file", str(tmp_path / "key")]) == 1
+    assert capsys.readouterr().err == (
+        f"shoal origin: nothing is at {tmp_path / 'nowhere'}; name a file, a folder, or a folder of versions\n"
+    )
+    assert not (tmp_path / "key").exists()
+
+
 def test_a_folder_goes_from_origin_over_relay_to_reader(
     tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:

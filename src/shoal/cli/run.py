@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
     if arguments.resume:
         arguments.config = arguments.resume / "config.toml"
+        if not arguments.config.is_file():
+            raise UsageError(f"{arguments.resume} is not the folder of a run: no config.toml there")
     if arguments.seed is not None:
         arguments.overrides.append(f"run.seed={arguments.seed}")
     config = read_config(arguments)

@@ -1,7 +1,6 @@
 """`shoal origin PATH`, `shoal relay --upstream URL`, `shoal fetch URL`: SHARDCAST from the command line, without a pool.
 
 Servers print JSON lines: first their URL and public key, then each version that they publish or mirror.
-Called by `cli`.
 """
 
 from __future__ import annotations
@@ -81,6 +80,8 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 
     if arguments.server == "nginx" and arguments.tls_cert:
         raise PublishError("nginx is not used with --tls-cert here; choose --server python")
+    if not arguments.path.exists():
+        raise PublishError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
     check_apart(arguments.path, arguments.store, *keys)  # before a key is created
     store = _store(arguments)

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_line
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def ask(request: Callable[[], T]) -> T:
         HTTPError,
         OSError,
     ) as error:
-        raise HubError((str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise HubError(first_line(error)) from error
 
 
 def data_files(name: str, patterns: list[str]) -> list[Path]:
