@@ -19,22 +19,17 @@ class HubError(ShoalError):
 
 def ask(request: Callable[[], T]) -> T:
     """Raises HubError."""
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library that this version of the hub's client uses
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub import errors
 
+    of_its_http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # the library differs by version
     try:
         return request()
     except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        HTTPError,
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        of_its_http,
         OSError,
     ) as error:
         raise HubError(first_line(error)) from error
