@@ -90,6 +90,13 @@ def test_a_failure_is_one_line_and_an_exit_status(
     assert len(printed.err.splitlines()) == 1
 
 
+def test_a_run_is_not_resumed_with_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nname = "bundled:tiny"\n')
+    assert main(["run", "--resume", str(tmp_path), "--set", "model.name=./other"]) == USAGE
+    words = f"the run in {tmp_path} trains bundled:tiny, not ./other: start a new run for that model"
+    assert capsys.readouterr().err == f"shoal run: {words}\n"
+
+
 @pytest.mark.parametrize("stem", ["two words", "größer", "x" * 99])
 def test_a_config_whose_name_no_request_can_carry_is_refused(
     stem: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
