@@ -31,8 +31,8 @@ ROOMS = {
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "plan": ["config", "errors", "model"],
     "learner": ["config", "diloco", "errors", "files", "model", "plan", "protocol", "shardcast", "store", "tasks"],
-    "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks"],
-    "pretrain": ["config", "diloco", "errors", "files", "learner", "model"],
+    "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks", "tracking"],
+    "pretrain": ["config", "diloco", "errors", "files", "learner", "model", "tracking"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
         "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
@@ -52,7 +52,7 @@ ROOMS = {
         "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
         "validator",
     ],
-    "doctor": ["config", "model", "protocol", "sandbox"],
+    "doctor": ["config", "errors", "model", "protocol", "sandbox"],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],

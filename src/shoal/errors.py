@@ -28,3 +28,8 @@ def disk_is_full(error: Exception) -> bool:
     """Whether a full disk caused the error. Some libraries pass on the system's message without its number."""
     number = error.errno if isinstance(error, OSError) else None
     return number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its message, or its kind if it has none: what one line about it can repeat."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

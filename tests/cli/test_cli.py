@@ -61,6 +61,7 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
         (["run"], USAGE, "shoal run --resume DIR"),
         (["run", "{small}", "--seed", "-1"], USAGE, "run.seed: "),
         (["run", "--resume", "{small}.d", "--out", "x"], USAGE, "leave --out out"),
+        (["run", "--resume", "nowhere"], USAGE, "nowhere is not the folder of a run: no config.toml there"),
         (["coordinator", "{small}", "--dir", "x", "--run", "two words"], USAGE, "'two words' cannot name a run"),
         (["config", "--explain", "learner.lrr"], USAGE, "did you mean 'learner.lr'?"),
         (["config", "{small}", "--explain"], USAGE, "leave the config out"),
@@ -70,7 +71,7 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
         (["status", "{small}.d"], FAILED, "is neither a folder"),
         (["status", "ftp://pool:1"], FAILED, "write http://HOST:PORT"),
         (["worker", "--join", "missing.file", "--dir", "w"], USAGE, "no file at missing.file"),
-        (["worker", "--join", "{small}", "--dir", "w"], USAGE, "not an invite"),
+        (["worker", "--join", "{small}", "--dir", "w"], USAGE, "small.toml: not an invite"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
         (["verify", "nowhere.parquet", "--config", "{small}"], FAILED, "nowhere.parquet"),
         (["prepare", "{small}", "--set", "tasks.sources.0.options.operand_max=3"], USAGE, "raise operand_max"),
@@ -87,6 +88,13 @@ def test_a_failure_is_one_line_and_an_exit_status(
     assert printed.out == ""
     assert printed.err.startswith(f"shoal {arguments[0]}: ") and words in printed.err
     assert len(printed.err.splitlines()) == 1
+
+
+def test_a_run_is_not_resumed_with_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nname = "bundled:tiny"\n')
+    assert main(["run", "--resume", str(tmp_path), "--set", "model.name=./other"]) == USAGE
+    words = f"the run in {tmp_path} trains bundled:tiny, not ./other: start a new run for that model"
+    assert capsys.readouterr().err == f"shoal run: {words}\n"
 
 
 @pytest.mark.parametrize("stem", ["two words", "größer", "x" * 99])

@@ -85,7 +85,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_name(tmp_path: Path, t
 
 
 def test_every_fault_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"run\.steps: .*greater than or equal to 1; unknown key 'lerner'"):
+    with pytest.raises(ConfigError, match=r"run\.steps: .*greater than or equal to 1, not 0; unknown key 'lerner'"):
         parse({"run": {"steps": 0}, "lerner": {}})
 
 
@@ -123,6 +123,11 @@ def test_an_override_wins_over_the_file_and_the_last_one_over_others(tmp_path: P
 def test_a_malformed_override_is_refused_with_an_example(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"write it as section\.key=value, e\.g\. learner\.lr=1e-5"):
         changed(tmp_path, override)
+
+
+def test_a_wrong_override_is_named_with_its_value(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"some\.toml and --set learner\.lr=fast: learner\.lr: .*, not 'fast'$"):
+        changed(tmp_path, "learner.lr=fast")
 
 
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
@@ -198,7 +203,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> Non
 
 
 def test_a_folder_is_refused_as_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not readable as TOML"):
+    with pytest.raises(ConfigError, match="is a folder; name a config"):
         load(tmp_path)
 
 

@@ -114,4 +114,4 @@ def test_work_that_nobody_checked_is_never_paid_however_old(harness: Harness) ->
     harness.beat(ALICE, wants=False)
     harness.pool.submissions.escrow.close()  # the end of the run
     assert harness.state(task.id) == "uploaded"
-    assert harness.pool.db.submissions.tokens_by_credit() == {} and "credited" not in harness.kinds()
+    assert harness.pool.db.credits.tokens_by_credit() == {} and "credited" not in harness.kinds()

@@ -20,7 +20,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.config import Cheat
+from shoal.config import Cheat, load, parse
+from shoal.launch.children import ChildError
+from shoal.launch.swarm import Swarm
 from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.model import numerics
 from shoal.model.sources import resolve
@@ -264,6 +266,23 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text((CONFIGS / "tiny.toml").read_text())
     status, printed = refused("--resume", tmp_path)
     assert status == 1 and f"{tmp_path} holds no run to resume" in printed
+
+
+def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, command: list[str]) -> str:
+        assert load(Path(command[1])).model.name == "./nowhere"
+        raise ChildError("no model at nowhere")
+
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 3\n")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which the swarm prepares for its children
+    swarm = Swarm(parse({"model": {"name": "./nowhere"}}), "run", tmp_path, "http://127.0.0.1:9")
+    monkeypatch.setattr(swarm.children, "run", refuse)
+    with pytest.raises(ChildError):
+        swarm._prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+    assert (tmp_path / "config.toml").read_text() == "[run]\nsteps = 3\n"
 
 
 @pytest.mark.slow

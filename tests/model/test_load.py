@@ -21,6 +21,7 @@ from shoal.model.load import (
     stored_shapes,
     tied_names,
 )
+from shoal.model.support import UnsupportedModelError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -41,6 +42,17 @@ def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, T
         return tmp_path
 
     return edit
+
+
+# ---- folders that hold no model
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "no-such-model"}', "not JSON"])
+@pytest.mark.parametrize(("load", "part"), [(load_model, "config"), (load_tokenizer, "tokenizer")])
+def test_a_folder_that_transformers_cannot_read_is_named(tmp_path: Path, load: Any, part: str, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UnsupportedModelError, match=f"{tmp_path} holds no {part} that transformers can read: "):
+        load(tmp_path)
 
 
 # ---- round trip

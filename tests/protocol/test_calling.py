@@ -22,11 +22,12 @@ from .support import OTHER, FakeCoordinator, NoPauses, answered, invite, join
 # --- asking ----------------------------------------------------------------------------------------------------------
 
 
-def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path) -> None:
+def test_requests_outlast_a_coordinator_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     coordinator, stop = FakeCoordinator(away=6), NoPauses()
     assert join(coordinator, tmp_path, stop=stop).name == "w-0"
     assert len(coordinator.requests) == 7
     assert stop.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), "ever longer, up to two seconds"
+    assert caplog.messages == ["waiting up to 5 s for the coordinator at http://c:1: ConnectError"], "said once"
 
 
 def test_each_attempt_is_signed_anew(tmp_path: Path) -> None:

@@ -69,17 +69,26 @@ def test_a_name_is_refused_by_the_addresses_it_has_when_it_is_connected_to(
     assert asyncio.run(ask(exempt=True)) == list(addresses), "the operator's own proxy"
 
 
+async def refusal(url: str) -> str:
+    """Why a node of a public pool does not ask the server at `url`."""
+    async with Sources.open(Access(PUBLIC_KEY, reach="public"), [url]) as sources:
+        _, reasons = await sources.ask(lambda source: source.listing())
+        return reasons[url]
+
+
+def test_a_relay_whose_name_leads_inside_is_refused_in_these_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach_module, "ThreadedResolver", System)
+    monkeypatch.setattr(System, "addresses", ("10.0.0.7",))
+    reason = asyncio.run(refusal("http://relay.example.org:8720"))
+    assert 'relay.example.org is 10.0.0.7, a private address; relays.reach = "private" allows it' in reason
+    assert "DNS" not in reason
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "127.1"])
 def test_no_connection_is_made_to_this_machine_for_a_public_pool(host: str) -> None:
-    async def ask(port: int) -> dict[str, str]:
-        access = Access(PUBLIC_KEY, reach="public")
-        async with Sources.open(access, [f"http://{host}:{port}"]) as sources:
-            _, reasons = await sources.ask(lambda source: source.listing())
-            return reasons
-
     with socket.create_server(("127.0.0.1", 0)) as service:
         service.settimeout(0.2)
-        (reason,) = asyncio.run(ask(service.getsockname()[1])).values()
+        reason = asyncio.run(refusal(f"http://{host}:{service.getsockname()[1]}"))
         assert "a local address" in reason or "not a canonical IPv4 address" in reason
         with pytest.raises(TimeoutError):
             service.accept()

@@ -1,4 +1,4 @@
-"""The command line: arguments in, exit status out. Every command is in `arguments`; `main` maps it to what it does."""
+"""The command line: arguments in, exit status out. `main` maps each command's name to its module."""
 
 from shoal.cli.main import main
 

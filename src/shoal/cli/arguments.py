@@ -1,4 +1,4 @@
-"""What the commands' arguments share: the parser, bounded numbers, and the arguments that several commands take.
+"""What the commands share: the parser, bounded numbers, the arguments that several of them take, and how they print.
 
 Invariant: nothing heavy is imported, so `--help` answers at once. Called by every other module of this room; each of them
 holds the arguments of its commands next to what they do.
@@ -6,6 +6,7 @@ holds the arguments of its commands next to what they do.
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +22,10 @@ Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse
 
 class UsageError(ShoalError):
     """Arguments that contradict each other or are incomplete."""
+
+
+class StoppedError(ShoalError):
+    """A long command was interrupted. The message says how to continue it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,3 +111,9 @@ def need(arguments: argparse.Namespace, names: list[str], given: str) -> None:
     """Raise UsageError unless all of these were given."""
     if missing := [name for name in names if not getattr(arguments, name)]:
         raise UsageError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
+
+
+def say(line: str) -> None:
+    """Print a line at once, into a pipe too."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

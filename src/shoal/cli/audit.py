@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from random import Random, SystemRandom
 
-from shoal.cli.arguments import Commands, whole
+from shoal.cli.arguments import Commands, say, whole
 
 MOST = whole(0, 1_000_000)
 
@@ -21,7 +21,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--unsealed", action="store_true", help="accept a run that is still going, or whose coordinator was killed"
     )
     audit_.add_argument("--rerun", type=MOST, default=1, metavar="N", help="steps to train again (default: 1)")
-    audit_.add_argument("--proofs", type=MOST, default=4, metavar="N", help="submissions to judge again for each (4)")
+    audit_.add_argument(
+        "--proofs", type=MOST, default=4, metavar="N", help="submissions of each to judge again (default: 4)"
+    )
     audit_.add_argument(
         "--rpc",
         default="",
@@ -61,11 +63,11 @@ def audit(arguments: argparse.Namespace) -> int:
     )
     random = SystemRandom() if arguments.seed is None else Random(arguments.seed)
     try:
-        check(arguments.run, asked, random, _say)
+        check(arguments.run, asked, random, say)
     except BrokenError as error:
-        _say(f"BROKEN {error}")
+        say(f"BROKEN {error}")
         return 1
-    _say("the audit found no broken link")
+    say("the audit found no broken link")
     return 0
 
 
@@ -79,11 +81,6 @@ def ledger(arguments: argparse.Namespace) -> None:
     for entry in opened.chain:
         if not arguments.out and entry.seq > arguments.after and arguments.kind in ("", entry.kind):
             line = {"seq": entry.seq, "time_s": entry.time_s, "kind": entry.kind, "body": json.loads(entry.body)}
-            _say(json.dumps(line))
+            say(json.dumps(line))
     head = opened.chain[-1]
     sys.stderr.write(f"{len(opened.chain)} entries, signed by {opened.key}; head {head.seq}:{head.digest}\n")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

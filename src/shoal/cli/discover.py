@@ -41,9 +41,10 @@ def discover(arguments: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps({"key": found.key} | found.runs.model_dump(), indent=2) + "\n")
     else:
         from shoal.roles.joining import capability
+        from shoal.view.figures import clean
 
         lines = _lines(found, capability())
-        sys.stdout.write("".join(f"{_printable(line)}\n" for line in lines))
+        sys.stdout.write("".join(f"{clean(line)}\n" for line in lines))  # the list is a stranger's
 
 
 def _join(found: FoundRuns, name: str, out: Path | None) -> None:
@@ -83,8 +84,3 @@ def _about(offer: RunOffer, machine: Capability) -> list[str]:
         name, stake = offer.place or offer.run, max(1, wants.stake)
         lines.append(f"open to anyone who stakes {stake}: shoal discover {offer.url} --join {name} --out {name}.invite")
     return lines
-
-
-def _printable(line: str) -> str:
-    """The list is a stranger's: it may hold anything."""
-    return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,7 +1,7 @@
 """`shoal eval SUITE,...`: public benchmarks with models on this machine or behind an OpenAI-compatible URL.
 
 The table goes to standard output, progress to standard error, everything else into a folder. The same command with the same
---out continues an evaluation that was stopped. Called by `cli`.
+--out continues an evaluation that was stopped.
 """
 
 from __future__ import annotations

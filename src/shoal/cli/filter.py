@@ -1,6 +1,6 @@
 """`shoal filter CONFIG --out DIR`: measures pass rates of training tasks, and writes which ones are worth training on.
 
-Called by `cli`. A repeated command continues where the last one stopped.
+A repeated command continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, read_config, takes_config, takes_threads, whole
-from shoal.errors import ShoalError
+from shoal.cli.arguments import Commands, StoppedError, UsageError, read_config, takes_config, takes_threads, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 40  # cells of the longest bar
-
-
-class StoppedError(ShoalError):
-    """The filter was interrupted. The message says how to continue."""
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:

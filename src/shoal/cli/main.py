@@ -124,7 +124,9 @@ def command_line() -> argparse.ArgumentParser:
     for family in (doctor, plan, backup, dashboard):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
-    sft.sft_arguments(commands.add_parser("sft", help="supervised fine-tuning on conversations"))
+    sft.sft_arguments(
+        commands.add_parser("sft", help="fine-tune on conversations; without a config: make bundled:tiny")
+    )
     pretrain.pretrain_arguments(commands.add_parser("pretrain", help="train on plain text"))
     meet.meet_arguments(commands.add_parser("meet", help="where the sites of one training meet"))
     return parser

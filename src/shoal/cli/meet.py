@@ -2,7 +2,6 @@
 the last round is over and every site has left.
 
 The config says what is trained: with [learner.sites] a run's learner, with `sft.data` conversations, else plain text.
-Called by `cli`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal import config as config_module
-from shoal.cli.pretrain import config_arguments, model_of, path_of
+from shoal.cli.arguments import read_config, takes_config, takes_threads
+from shoal.cli.pretrain import model_of, path_of
 from shoal.config import Config
 from shoal.launch import process
 from shoal.protocol.identity import Identity
@@ -30,13 +29,14 @@ log = logging.getLogger(__name__)
 
 
 def meet_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
+    takes_config(parser)
+    takes_threads(parser)
     parser.add_argument("--dir", type=Path, required=True, help="folder for the key, the invites and what is agreed")
 
 
 def run_meet(arguments: argparse.Namespace) -> None:
     """Serve the sites' meeting until the last round, or until SIGINT or SIGTERM."""
-    config = config_module.load(arguments.config, arguments.overrides)
+    config = read_config(arguments)
     stop = process.begin("meet", threads=arguments.threads)
     settings, open_meeting = _meeting_of(config)
     asyncio.run(_meet(settings, open_meeting, arguments.dir, arguments.config.stem, stop))

@@ -1,6 +1,6 @@
 """`shoal plan CONFIG`: what a run would need, how fast it would be, and what it would cost, before anything is started.
 
-Without devices it measures this machine and plans `shoal run` on it. Called by `cli`.
+Without devices it measures this machine and plans `shoal run` on it.
 """
 
 from __future__ import annotations

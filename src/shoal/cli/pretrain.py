@@ -1,7 +1,7 @@
 """`shoal pretrain CONFIG`: training on plain text. With --join it is one of several sites, which meet at
 `shoal meet CONFIG`. Under torchrun several ranks act as one: rank 0 leads, and the others need only the model.
 
-It prints one line to standard output, the finished model's folder. Progress goes to the log. Called by `cli`.
+It prints one line to standard output, the finished model's folder. Progress goes to the log.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal import config as config_module
-from shoal.cli.arguments import threads
+from shoal.cli.arguments import StoppedError, read_config, takes_config, takes_threads
 from shoal.config import Config
-from shoal.errors import ShoalError
 from shoal.launch import process
 from shoal.protocol.invite import Invite, read_invite
 
@@ -25,27 +23,18 @@ if TYPE_CHECKING:
     from shoal.pretrain.outer import Outer
 
 
-class StoppedError(ShoalError):
-    """Training was interrupted. The message says how to resume it."""
-
-
 def pretrain_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
+    takes_config(parser)
+    takes_threads(parser)
     parser.add_argument(
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
     parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
 
 
-def config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, help="a TOML file, see configs/pretrain.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
-
-
 def run_pretrain(arguments: argparse.Namespace) -> None:
     """Train and print the model's folder. Raises StoppedError after SIGINT or SIGTERM."""
-    config = config_module.load(arguments.config, arguments.overrides)
+    config = read_config(arguments)
     stop = process.begin("pretrain", threads=arguments.threads)
     out = arguments.out or Path("runs") / f"{arguments.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     net, config, folder = _net(config)

@@ -48,9 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"a resumed run stays in its folder {arguments.resume}; leave --out out")
     if arguments.resume:
         arguments.config = arguments.resume / "config.toml"
+        if not arguments.config.is_file():
+            raise UsageError(f"{arguments.resume} is not the folder of a run: no config.toml there")
     if arguments.seed is not None:
         arguments.overrides.append(f"run.seed={arguments.seed}")
     config = read_config(arguments)
+    if arguments.resume:
+        _check_model(config, arguments.resume)
     if arguments.dry_run:
         return _dry_run(config)
     from shoal.launch.folder import stopped_run
@@ -63,6 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     name = run_name(f"{stem}-{config.run.seed}", "rename the config file, after which the run is called")
     out = arguments.out or Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Swarm(config, name, out, dashboard=arguments.dashboard).run()
+
+
+def _check_model(config: Config, folder: Path) -> None:
+    """Raise UsageError if the run in this folder trains another model: its checkpoints fit no other."""
+    held = config_module.load(folder / "config.toml").model.name
+    if config.model.name != held:
+        raise UsageError(f"the run in {folder} trains {held}, not {config.model.name}: start a new run for that model")
 
 
 def _dry_run(config: Config) -> int:

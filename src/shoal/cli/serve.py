@@ -1,15 +1,11 @@
-"""`shoal serve RUN|MODEL`: the OpenAI-compatible endpoint and the chat page; `shoal verify-reply`: one reply, recomputed.
-
-Called by `cli`.
-"""
+"""`shoal serve RUN|MODEL`: the OpenAI-compatible endpoint and the chat page; `shoal verify-reply`: one reply, recomputed."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from shoal.cli.arguments import Commands, UsageError, port, takes_threads, whole
+from shoal.cli.arguments import Commands, UsageError, port, say, takes_threads, whole
 
 GIB = 1 << 30
 
@@ -92,7 +88,7 @@ def serve(arguments: argparse.Namespace) -> None:
             cache_bytes=arguments.cache_gib * GIB,
         ),
     )
-    serve_forever(source, settings, stop, _say)
+    serve_forever(source, settings, stop, say)
 
 
 def verify_reply(arguments: argparse.Namespace) -> int:
@@ -108,17 +104,12 @@ def verify_reply(arguments: argparse.Namespace) -> int:
     try:
         reply = proof.Reply.read(arguments.file.read_bytes())
     except proof.ReplyError as error:
-        _say(f"unreadable: {error}")
+        say(f"unreadable: {error}")
         return 2
     offers = source.offers()
     offer = next((one for one in offers if one.version == reply.version), offers[0] if len(offers) == 1 else None)
     if offer is None:
         raise UsageError(f"{arguments.model} no longer holds version {reply.version}; name that version's folder")
     verdict = proof.verify(reply, load(offer, engine_of(source)()), source.config)
-    _say("\n".join(verdict.lines()))
+    say("\n".join(verdict.lines()))
     return 0 if verdict.passed else 1
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

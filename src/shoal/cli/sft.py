@@ -1,7 +1,6 @@
 """`shoal sft CONFIG`: supervised fine-tuning. Without a config it trains `bundled:tiny`.
 
 It prints one line to standard output, the finished model's folder. Progress goes to the log.
-Called by `cli`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal import config as config_module
-from shoal.cli.arguments import UsageError, threads
-from shoal.errors import ShoalError
+from shoal.cli.arguments import StoppedError, UsageError, read_config, takes_config, takes_threads
 from shoal.launch import process
 
 if TYPE_CHECKING:
@@ -24,19 +21,12 @@ if TYPE_CHECKING:
     from shoal.protocol.invite import Invite
 
 
-class StoppedError(ShoalError):
-    """Training was interrupted. The message says how to resume it."""
-
-
 def sft_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="?", help="a TOML file, see configs/sft.toml (default: train bundled:tiny)"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    takes_config(parser, required=False)
+    takes_threads(parser)
     parser.add_argument(
         "--out", type=Path, help="folder for checkpoints, metrics.jsonl and the model; an existing folder is resumed"
     )
-    parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
     parser.add_argument("--join", metavar="INVITE", help="train as one of several sites: an invite of `shoal meet`")
 
 
@@ -58,7 +48,7 @@ def _tiny() -> Path:
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
     """Returns the model's folder; None on a rank that does not lead."""
-    config = config_module.load(arguments.config, arguments.overrides)
+    config = read_config(arguments)
     stop = process.begin("sft", threads=arguments.threads)
     from shoal.launch.prepare import model_folder
     from shoal.learner.started import from_leader, start

@@ -1,7 +1,6 @@
 """`shoal origin PATH`, `shoal relay --upstream URL`, `shoal fetch URL`: SHARDCAST from the command line, without a pool.
 
 Servers print JSON lines: first their URL and public key, then each version that they publish or mirror.
-Called by `cli`.
 """
 
 from __future__ import annotations
@@ -9,18 +8,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import port, real, whole
+from shoal.cli.arguments import UsageError, port, real, whole
 
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
     from shoal.shardcast.alone import Address
 
 RUN_NAME = "shardcast"
+PUBLIC_KEY = re.compile("[0-9a-f]{64}")
 CA = "PEM file of the certificate authority to trust for https (default: the system's)"
 
 
@@ -81,6 +82,8 @@ def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
 
     if arguments.server == "nginx" and arguments.tls_cert:
         raise PublishError("nginx is not used with --tls-cert here; choose --server python")
+    if not arguments.path.exists():
+        raise PublishError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
     check_apart(arguments.path, arguments.store, *keys)  # before a key is created
     store = _store(arguments)
@@ -102,9 +105,8 @@ def run_relay(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.shardcast.alone import serve_relay
     from shoal.shardcast.tls import client_context
 
-    relay = Relay(
-        arguments.upstream, _store(arguments), Access(arguments.key, RUN_NAME, tls=client_context(arguments.ca))
-    )
+    access = Access(_public_key(arguments), RUN_NAME, tls=client_context(arguments.ca))
+    relay = Relay(arguments.upstream, _store(arguments), access)
     asyncio.run(serve_relay(relay, _address(arguments), stop, _say))
 
 
@@ -113,13 +115,13 @@ def run_fetch(arguments: argparse.Namespace) -> None:
     from shoal.shardcast.tls import client_context
     from shoal.view.fetch import FetchBar
 
-    tls = client_context(arguments.ca)
+    key, tls = _public_key(arguments), client_context(arguments.ca)
     with FetchBar() as bars:
         if arguments.follow:
             following = watch(
                 arguments.urls,
                 arguments.out,
-                arguments.key,
+                key,
                 max_age_s=arguments.max_age,
                 tls=tls,
                 progress=bars.show,
@@ -130,7 +132,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
             folder, _ = fetch(
                 arguments.urls,
                 arguments.out,
-                arguments.key,
+                key,
                 version=arguments.version,
                 wait_s=arguments.wait,
                 max_age_s=arguments.max_age,
@@ -178,6 +180,14 @@ def _address(arguments: argparse.Namespace) -> Address:
     return Address(
         arguments.host or "127.0.0.1", arguments.port or 0, server_context(arguments.tls_cert, arguments.tls_key)
     )
+
+
+def _public_key(arguments: argparse.Namespace) -> str:
+    """The origin's. Raises UsageError."""
+    key: str = arguments.key
+    if not PUBLIC_KEY.fullmatch(key):
+        raise UsageError(f"--key {key[:80]!r} is not a public key: 64 hex digits, which the origin prints")
+    return key
 
 
 def _urls(text: str) -> list[str]:

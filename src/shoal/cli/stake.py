@@ -10,11 +10,10 @@ Invariant: the contract that a member pays to is the one that the coordinator si
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, whole
+from shoal.cli.arguments import Commands, UsageError, say, whole
 
 if TYPE_CHECKING:
     from shoal.ledger.evm.contract import EvmStakes
@@ -109,12 +108,12 @@ def _of_member(arguments: argparse.Namespace) -> None:
 def _show(stakes: EvmStakes, key: str) -> None:
     account = stakes.account(key)
     if account is None:
-        _say(f"{key}: not registered; {stakes.deposited(key)} deposited")
+        say(f"{key}: not registered; {stakes.deposited(key)} deposited")
         return
-    _say(f"{key}: {account.stake} staked, {account.leaving} leaving, {account.credit} tokens credited")
+    say(f"{key}: {account.stake} staked, {account.leaving} leaving, {account.credit} tokens credited")
     for event in stakes.events():
         if event.kind == "slashed" and event.key == key:
-            _say(f"slashed of {event.amount} for {event.work}")
+            say(f"slashed of {event.amount} for {event.work}")
 
 
 def _digest(path: Path) -> str:
@@ -145,7 +144,7 @@ def _book(arguments: argparse.Namespace) -> None:
     )
     address = invite_from(arguments.dir, "worker", "operator", None, 1.0)  # where it listens, and its key
     Node.of(address, Identity.load(arguments.dir / KEY), patience_s=10.0).post("/v1/bookings", booking, Ok)
-    _say("booked")
+    say("booked")
 
 
 def _deploy(arguments: argparse.Namespace) -> None:
@@ -154,7 +153,7 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
     address = deploy(open_chain(arguments.rpc, arguments.key_file))
     key_file = f'key_file = "{arguments.key_file}"\n' if arguments.key_file else ""
-    _say(f'[ledger]\nbackend = "evm"\nrpc = "{arguments.rpc}"\ncontract = "{address}"\n{key_file}'.rstrip())
+    say(f'[ledger]\nbackend = "evm"\nrpc = "{arguments.rpc}"\ncontract = "{address}"\n{key_file}'.rstrip())
 
 
 def _settle(arguments: argparse.Namespace) -> None:
@@ -164,12 +163,12 @@ def _settle(arguments: argparse.Namespace) -> None:
     contract = _operated(arguments.run)
     waiting = unsettled(open_run(arguments.run).chain, contract)
     sent = sum(settle(entry, contract) for entry in waiting)
-    _say(f"{sent} entries settled")
+    say(f"{sent} entries settled")
 
 
 def _decide(arguments: argparse.Namespace) -> None:
     _operated(arguments.run).decide(arguments.work, granted=arguments.verdict == "grant")
-    _say(f"the appeal against the slash for {arguments.work} is decided")
+    say(f"the appeal against the slash for {arguments.work} is decided")
 
 
 def _operated(run: Path) -> EvmStakes:
@@ -180,7 +179,3 @@ def _operated(run: Path) -> EvmStakes:
     if section.backend != "evm":
         raise UsageError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")
     return open_contract(section.rpc, section.contract, section.key_file, operates=True)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")

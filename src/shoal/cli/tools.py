@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import config as config_module
-from shoal.cli.arguments import Commands, UsageError, read_config, takes_config, whole
+from shoal.cli.arguments import Commands, UsageError, read_config, say, takes_config, whole
 from shoal.config import Config
 
 
@@ -106,10 +106,6 @@ def calibrate(arguments: argparse.Namespace) -> None:
     settings = read_config(arguments)
     from shoal.launch.calibrate import calibrate as measure
     from shoal.launch.check import check_length
-
-    def say(line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
 
     check_length(settings)
     measure(settings, arguments.out, arguments.submissions, arguments.weights, say)

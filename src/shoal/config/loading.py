@@ -41,7 +41,8 @@ def load(path: Path, overrides: list[str] | None = None, overlays: list[Path] | 
         _overlay(values, above)
     for override in overrides or []:
         _override(values, override)
-    return parse(values, source=" and ".join(map(str, [path, *(overlays or [])])))
+    changes = [*map(str, overlays or []), *(f"--set {override}" for override in overrides or [])]
+    return parse(values, source=" and ".join([str(path), *changes]))
 
 
 def find(path: Path) -> Path:
@@ -90,6 +91,8 @@ def _read(path: Path) -> dict[str, Any]:
             *sorted(p.stem for p in PACKAGED.glob("*.toml")),
         ]
         raise ConfigError(f"no config at {path}; there are {', '.join(known)}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a folder; name a config, or a run to resume with --resume") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not readable as TOML: {error}") from error
 
@@ -186,6 +189,10 @@ def _message(error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     if error["type"] != "extra_forbidden":
         message = cast(str, error["msg"]).removeprefix("Value error, ")
-        return f"{'.'.join(path)}: {message}" if path else message
+        if not path:
+            return message
+        if message.startswith("Input should") and isinstance(error["input"], str | int | float):
+            message += f", not {error['input']!r:.60}"
+        return f"{'.'.join(path)}: {message}"
     named = [part for part in path if not part.isdecimal()]  # without numbers in lists
     return f"unknown key {'.'.join(path)!r}; {nearest(named)}"

@@ -170,6 +170,6 @@ def _next_steps(folder: Path, config: Config, address: Address, roles: dict[str,
         lines += [
             "",
             f"{' and '.join(unreachable)} announce 127.0.0.1: set them in {folder / CONFIG} to addresses that",
+            "other machines reach, before the coordinator starts.",
         ]
-        lines += ["other machines reach, before the coordinator starts."]
     return lines

@@ -37,7 +37,7 @@ WRITE_S = 20.0  # a page that takes longer to read one event is gone
 PAGE = 60
 VERDICTS = ("", "accepted", "rejected", "filtered", "stale")
 WORD = re.compile(r"[\w.:@/ -]{0,120}")
-Say = dict[str, Any]
+Answer = dict[str, Any]
 
 
 class AskedError(ShoalError):
@@ -54,7 +54,7 @@ class Dashboard:
             assert run.config is not None and run.folder is not None and run.queries is not None
             self.rollouts = Rollouts(run.folder, run.coordinator, run.config, run.queries)
         self._kept: dict[str, tuple[float, bytes]] = {}
-        self._asked: dict[str, asyncio.Task[Say]] = {}
+        self._asked: dict[str, asyncio.Task[Answer]] = {}
         self._streams = 0
 
     def app(self, hosts: tuple[str, ...] = LOOPBACK) -> web.Application:
@@ -111,13 +111,13 @@ class Dashboard:
 
     # --- answers, each in the run's thread -----------------------------------------------------------------------------
 
-    def _open(self, _: web.Request) -> Say:
+    def _open(self, _: web.Request) -> Answer:
         return self.feed.open() | {"public": self.public}
 
-    def _flow(self, _: web.Request) -> Say:
+    def _flow(self, _: web.Request) -> Answer:
         return self.feed.flow()
 
-    def _nodes(self, _: web.Request) -> Say:
+    def _nodes(self, _: web.Request) -> Answer:
         if self.feed.status is None:
             self.feed.refresh()
         status, config = self.feed.status, self.run.config
@@ -135,7 +135,7 @@ class Dashboard:
         )
         return {"nodes": rows, "broadcast": broadcast(status)}
 
-    def _timeline(self, request: web.Request) -> Say:
+    def _timeline(self, request: web.Request) -> Answer:
         queries, config = self._details(), self.run.config
         assert config is not None
         until_s = self.feed.status.now_s if self.feed.status else queries.newest_s()
@@ -147,15 +147,15 @@ class Dashboard:
         begun_s = self.feed.status.started_s if self.feed.status else from_s
         return found | {"begun_s": begun_s, "now_s": until_s}
 
-    def _validation(self, _: web.Request) -> Say:
+    def _validation(self, _: web.Request) -> Answer:
         return validation(self._details())
 
-    def _ledger(self, request: web.Request) -> Say:
+    def _ledger(self, request: web.Request) -> Answer:
         before = _whole(request, "before")
         kind = _word(request, "kind")
         return {"entries": ledger_feed(self._details(), before=before, kind=kind, limit=PAGE)}
 
-    def _groups(self, request: web.Request) -> Say:
+    def _groups(self, request: web.Request) -> Answer:
         verdict = _word(request, "verdict")
         if verdict not in VERDICTS:
             raise AskedError(f"`verdict` is one of {', '.join(VERDICTS[1:])}")
@@ -175,10 +175,10 @@ class Dashboard:
         found = group_list(queries, wanted, PAGE)
         return found | {"sources": queries.sources(), "workers": sorted(queries.worker_names())}
 
-    def _submission(self, request: web.Request) -> Say:
+    def _submission(self, request: web.Request) -> Answer:
         return self._stored().submission(_path(request, "seq"))
 
-    def _group(self, request: web.Request) -> Say:
+    def _group(self, request: web.Request) -> Answer:
         return self._stored().group(_path(request, "seq"), _path(request, "group"))
 
     def _details(self) -> Queries:
@@ -191,7 +191,7 @@ class Dashboard:
             raise NoRolloutsError("only the folder of a run holds rollouts: shoal dashboard FOLDER")
         return self.rollouts
 
-    def _answering(self, question: Callable[[web.Request], Say]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _answering(self, question: Callable[[web.Request], Answer]) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Ask in the run's thread, once for all who ask the same; give the same answer again for FRESH_S."""
 
         async def answer(request: web.Request) -> web.Response:
@@ -215,7 +215,7 @@ class Dashboard:
 
         return answer
 
-    async def _once(self, name: str, question: Callable[[], Say]) -> Say:
+    async def _once(self, name: str, question: Callable[[], Answer]) -> Answer:
         if name not in self._asked:
             self._asked[name] = asyncio.create_task(self.feed.ask(question))
             self._asked[name].add_done_callback(lambda _: self._asked.pop(name))

@@ -37,9 +37,7 @@ NAMES = {  # in a file's header
 BLOCK, LARGEST = {"int8": 1024, "int4": 512}, {"int8": 127, "int4": 7}
 FP16_MAX = 65504.0
 HEADER_BYTES = 1024  # most that safetensors adds
-PART = (
-    1 << 20
-)  # numbers that are computed at a time, whole blocks: float64 of all would take more memory than the state
+PART = 1 << 20  # numbers, whole blocks, computed at a time: all in float64 would take more memory than the state
 
 
 class CodecError(ShoalError):

@@ -1,7 +1,7 @@
 """Who takes part in a meeting, and which share of the data each site reads.
 
-A site that is missing again and again, because it crashes or lies, is counted on less and less often: after it failed n
-rounds in a row, not for 2^(n−1) rounds. One offer that comes in time ends that.
+A site that is missing again and again, because it crashes or lies, is waited for less and less often: after n rounds in a
+row that waited for it in vain, the next one to wait is the 2^(n−1)-th from then. One offer that comes in time ends that.
 Invariant: a share is given once. What is left of one whose site lost its place is lost, and counted.
 Called by `meeting`, which says when somebody is expected no more.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class Member:
     expected: bool = True  # rounds wait for it
     since: int = 0  # the first round that waits for it
-    failed: int = 0  # rounds in a row that counted on it in vain
+    failed: int = 0  # rounds in a row that waited for it in vain
     share: int | None = None  # of the data, which it reads
     accepted: int = -1  # the last round that took its offer
     sent_bytes: int = 0  # of offers that were taken
@@ -51,7 +51,7 @@ class Members:
         return member
 
     def fail(self, name: str, round: int) -> None:
-        """This round counted on it in vain."""
+        """This round waited for it in vain."""
         member = self[name]
         member.failed += 1
         member.since = max(member.since, round + min(2 ** min(member.failed - 1, 32), LONGEST_PAUSE))

@@ -13,7 +13,7 @@ from shoal.doctor.facts import COMPUTING, EXTRAS, NO_LIMIT, Facts, Role
 from shoal.doctor.finding import Finding, fails, ok, warning
 from shoal.doctor.network import Reach
 
-OLDEST, NEWEST = (3, 11), (3, 13)  # of Python: what pyproject.toml states and what was tried
+OLDEST, NEWEST = (3, 11), (3, 13)  # of Python: what pyproject.toml states; docs/operate.md says what was tested
 OLDEST_TORCH = "2.6"
 GIB = 1 << 30
 LEAST_MEMORY: dict[Role, float] = {"run": 4.0, "learner": 2.0, "coordinator": 0.5, "origin": 0.5, "relay": 0.5}  # GiB

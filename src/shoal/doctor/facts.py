@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shoal.errors import first_line
+
 Role = Literal["run", "coordinator", "learner", "origin", "relay", "worker", "validator", "evaluator"]
 COMPUTING: tuple[Role, ...] = ("run", "learner", "worker", "validator", "evaluator")
 PORTS: dict[Role, int] = {"coordinator": 8700, "origin": 8710, "relay": 8720}  # as docs/deploy.md proposes them
@@ -116,7 +118,7 @@ def _torch() -> tuple[str, str, list[str]]:
     try:
         import torch
     except (ImportError, OSError) as error:  # a missing package, or a library of its own that does not load here
-        return "", (str(error).splitlines() or [type(error).__name__])[0], []
+        return "", first_line(error), []
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return str(torch.__version__), "", names
 

@@ -1,18 +1,18 @@
 """Measures what honest work looks like to the validator on this machine, and writes the limits that follow.
 
-Machines that compute unlike each other, dtypes for example, do not agree to the last bit on proofs and tokens. Every worker
-condition is judged under every validator condition, in submissions of the configured size and of one group. The limit of
-each statistic is its worst honest value times a margin.
-So the limits are for workers outside of a validator's class, and measured with fast numerics. Within a class nothing
-is tolerated; whether this machine may claim one, its self-test tells, for each dtype.
+Machines that compute differently, in another dtype for example, do not agree to the last bit on proofs and tokens. Every
+worker condition is judged under every validator condition, in submissions of the configured size and of one group. The
+limit of each statistic is its worst honest value times a margin.
+The limits are for workers outside of a validator's exactness class, so they are measured with fast numerics. Within a class
+nothing is tolerated. The self-test says, for each dtype, whether this machine may claim a class.
 
     limits.toml     [validator] limits and [evidence] bounds, for `--with`
     measured.json   every submission's figures, by condition; and by pair of dtypes what the bounds follow from
 
-Each engine of `workers.engines` is measured; vLLM's limits go to an entry of `[[validator.limits]]`, for its device.
+Each engine of `workers.engines` is measured. vLLM's limits go to an entry of `[[validator.limits]]`, for its device.
 
-The bounds are of averages, over all of a worker's submissions, so they are far below the limits. Each is of the noisiest
-pair. A worker's word that it is of a quieter kind is not a reason for tighter ones: to let only such workers in, fix
+The bounds are for averages over all of a worker's submissions, so they are far below the limits. Each is the figure of the
+noisiest pair of dtypes. A worker that says it is of a quieter kind gets no tighter bounds. To let only such workers in, set
 `model.dtype` and calibrate again.
 
 Measure both the initial policy, which is least certain and whose logprobs differ most, and a trained one.

@@ -123,7 +123,7 @@ def _cores(config: Config) -> Iterator[str]:
 
 
 def _memory(config: Config) -> Iterator[str]:
-    """A lower bound for the learner: what is on this machine is known by the size of its weights."""
+    """A lower bound for the learner, by the size of the weights where they are on this machine."""
     if config.model.device != "cpu" or config.learner.lora is not None:
         return
     try:

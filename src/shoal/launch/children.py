@@ -1,8 +1,8 @@
 """The processes of a run as children of `shoal run`: started, restarted when they die, stopped together.
 
-Each child runs a `shoal` command, as it would on its own machine. If forking is safe, children are forked from one process
-that has imported everything they need (`preload`). Otherwise each would spend ten seconds of a laptop's time and a quarter
-of a gigabyte on importing PyTorch and transformers. If not, each child is a new interpreter.
+Each child runs a `shoal` command, as it would on its own machine. Where forking is safe, children are forked from one
+process that has imported everything they need (`preload`). This saves each child ten seconds of a laptop's time and a
+quarter of a gigabyte, which importing PyTorch and transformers takes. Elsewhere each child is a new interpreter.
 Invariant: after `stop_all` no child is left. Called by `swarm`; each child ends when this process is gone
 (`process.follow`). Never imports torch.
 """

@@ -1,9 +1,14 @@
 """Free the disk space that a stopped run no longer needs: `shoal clean DIR`, and the end of `shoal run`.
 
-Invariant: what resuming and the user need is never removed: `model/`, the newest checkpoint and those of
-`learner.keep_every`, the newest `learner.keep_versions`, for each site if the learner has several, what their meeting goes
-on from, the newest `relays.keep` versions at the origin with the deltas and anchors they need (a manifest is signed only
-once, and submissions of these versions may wait for a validator), the coordinator's folder, keys, invites, logs and metrics.
+Invariant: what resuming and the user need is never removed:
+
+    learner       `model/`, the newest checkpoint and those of `learner.keep_every`, the newest `learner.keep_versions`; of
+                  each site, if it has several
+    sites         what their meeting goes on from
+    origin        the newest `relays.keep` versions, with the deltas and anchors they need: a manifest is signed only once,
+                  and submissions of these versions may wait for a validator
+    all           the coordinator's folder, keys, invites, logs and metrics
+
 Called by `cli` and `swarm`.
 """
 

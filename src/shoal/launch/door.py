@@ -1,7 +1,7 @@
 """The dashboard of a running run: its address is open from the start, its server starts when somebody first looks.
 
-Invariant: until then it costs a sleeping thread. The server is a process of its own, with low priority and one thread; if it
-dies, the next look starts another, and it ends with this process. Called by `swarm`.
+Invariant: until then it costs a sleeping thread. The server is a process of its own with one thread; if it dies, the
+next look starts another, and it ends with this process. Called by `swarm`.
 """
 
 import os
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from shoal.errors import ShoalError
 
-NICE = 10
 STOP_S = 5.0
 
 
@@ -68,7 +67,7 @@ class Door:
         (self.folder / "logs").mkdir(exist_ok=True)
         with (self.folder / "logs" / "dashboard.log").open("ab") as log:
             return subprocess.Popen(
-                ["nice", "-n", str(NICE), *command],
+                command,
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

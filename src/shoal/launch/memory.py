@@ -1,8 +1,8 @@
 """How much memory the processes of a run hold, read from Linux's /proc.
 
 Invariant: a peak never falls, even when its process has died. Called by `swarm`, for the summary.
-Left out: systems without /proc, where every figure is 0; the process that children are forked from, whose pages are theirs
-except for some 40 MB.
+Left out: systems without /proc, where every figure is 0; the process that children are forked from, which shares all but
+some 40 MB of its pages with them.
 """
 
 import time

@@ -23,8 +23,8 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, fetch, convert or train the model and pick the dtype.
 
     Returns the model's folder and size, the dtype and the GFLOP/s, the task set's digest and what is in it. The set is kept
-    in `task_folder`, if one is given. Raises ConfigError, DeviceError, GradeError, ModelNotFoundError,
-    ChatTemplateError.
+    in `task_folder`, if one is given. Raises ConfigError, DeviceError, ModelNotFoundError,
+    UnsupportedModelError, ChatTemplateError.
     """
     dtype.check_device(config.model.device)
     try:

@@ -19,7 +19,7 @@ from rich.console import Console
 from shoal import config as config_module
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.files import copy_tree
+from shoal.files import copy_tree, write_file
 from shoal.launch import disk, members
 from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
@@ -139,17 +139,21 @@ class Swarm:
 
     def _prepare(self) -> None:
         """Build the tasks, fetch the model, measure the dtype, check the disk; save the resolved config with the run."""
-        path = self.out / "config.toml"
-        path.write_text(config_module.dumps(self.config))
+        asked = self.out / "asked.toml"  # a resumed run keeps the config it has until this one proves right
+        write_file(asked, config_module.dumps(self.config).encode())
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
         kept = ["--tasks", str(self.out / "coordinator" / "tasks")]
-        found = json.loads(self.children.run("prepare", ["prepare", str(path), "--threads", str(self.cores), *kept]))
+        try:
+            prepared = self.children.run("prepare", ["prepare", str(asked), "--threads", str(self.cores), *kept])
+        finally:
+            asked.unlink()
+        found = json.loads(prepared)
         model = self.config.model.model_copy(update={"dtype": found["dtype"]})
         tasks = self.config.tasks.model_copy(update={"digest": found["tasks"]["digest"]})
         self.config = self.config.model_copy(update={"model": model, "tasks": tasks})
         for note in found["tasks"]["notes"]:
             self._note(f"tasks: {note}")
-        path.write_text(config_module.dumps(self.config))
+        write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
         needs, free = disk.needs(self.config, found["parameters"]), disk.free_bytes(self.out)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_line
 
 DtypeName = Literal["float32", "bfloat16"]
 
@@ -28,7 +28,7 @@ def check_device(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         raise DeviceError(f'model.device = "{device}" cannot be used here: {why}; set model.device = "cpu"') from error
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_line
 
 T = TypeVar("T")
 
@@ -19,20 +19,20 @@ class HubError(ShoalError):
 
 def ask(request: Callable[[], T]) -> T:
     """Raises HubError."""
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import errors
 
+    of_its_http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # the library differs by version
     try:
         return request()
     except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        httpx.HTTPError,
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        of_its_http,
         OSError,
     ) as error:
-        raise HubError((str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise HubError(first_line(error)) from error
 
 
 def data_files(name: str, patterns: list[str]) -> list[Path]:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
+from shoal.errors import first_line
 from shoal.model import adapters, attention, exact, head, heap, rows, support
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import Numerics
@@ -42,7 +43,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     and with fast numerics, which is said once (`rows.packs`, `numerics.of`).
     Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = load_config(folder)
 
     def load(picked: Numerics | None) -> Root | None:
         model = _load(folder, config, dtype, device, picked)
@@ -178,8 +179,23 @@ def _load_adapters_(model: Any, folder: Path) -> None:
             own[name].copy_(file.get_tensor(name))
 
 
+def load_config(folder: Path) -> Any:
+    """Raises UnsupportedModelError."""
+    return _read(folder, "config", AutoConfig)
+
+
 def load_tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    """Raises UnsupportedModelError."""
+    return _read(folder, "tokenizer", AutoTokenizer)
+
+
+def _read(folder: Path, part: str, kind: Any) -> Any:
+    try:
+        return kind.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"{folder} holds no {part} that transformers can read: {first_line(error)}"
+        ) from error
 
 
 def load_weights_(model: Any, folder: Path) -> None:

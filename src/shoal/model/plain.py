@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from shoal.model.load import load_config
 
 
 def plain_model(folder: Path, seed: int | None) -> Any:
@@ -18,5 +20,4 @@ def plain_model(folder: Path, seed: int | None) -> Any:
             folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
         ).train()
     torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(load_config(folder), dtype=torch.float32).train()

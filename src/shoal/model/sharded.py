@@ -22,10 +22,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.model import head, rows
-from shoal.model.load import OPENED_FOR, WEIGHTS, Root, judged, prepared_, tied_names
+from shoal.model.load import OPENED_FOR, WEIGHTS, Root, judged, load_config, prepared_, tied_names
 from shoal.model.numerics import Numerics
 from shoal.model.positions import limit_
 
@@ -94,7 +94,7 @@ class Sharded:
 
     def skeleton(self) -> Any:
         """The model on the meta device, ready but for its weights."""
-        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        config = load_config(self.folder)
         model = skeleton(self.folder, config, self.numerics)
         if not self.packs:
             rows.use_(model)
@@ -113,7 +113,7 @@ def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Shar
 
     Raises UnsupportedModelError, as `load_model` does.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = load_config(folder)
     weights = Weights(folder)
     picked: list[Numerics | None] = []
 

@@ -19,16 +19,17 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.config import Config, ConfigError
+from shoal.config import Config
 from shoal.config.sites import PretrainSection
 from shoal.diloco.messages import Outcome
-from shoal.files import fsync, write_file
+from shoal.files import commit_folder
 from shoal.model.load import save_model, stored_shapes
 from shoal.pretrain import checkpoint
 from shoal.pretrain.checkpoint import Progress
 from shoal.pretrain.net import Net
 from shoal.pretrain.outer import Outer
 from shoal.pretrain.stream import Place, Stream
+from shoal.tracking.training import claim, drop_after
 
 LOG_EVERY_S = 1.0
 
@@ -154,11 +155,8 @@ class Pretraining:
         self.net.pull()
         tensors, shapes = self.net.model.state_dict() | self.net.tensors, stored_shapes(self.net.model)
         save_model(self.net.model, self.tokenizer, temporary, ((name, tensors[name]) for name in shapes), shapes)
-        for path in [*temporary.iterdir(), temporary]:
-            fsync(path)
         shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        fsync(self.folder)
+        commit_folder(temporary, final)
         return final
 
     def record(self, **figures: Any) -> None:
@@ -199,26 +197,3 @@ def rate(step: int, settings: PretrainSection) -> float:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.final_lr + (settings.lr - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def claim(folder: Path, about: dict[str, str]) -> None:
-    """Mark `folder` as this run's. Raises ConfigError if it holds another run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.json"
-    if not path.exists():
-        write_file(path, (json.dumps(about, indent=1) + "\n").encode())
-        return
-    held = json.loads(path.read_text())
-    for key in sorted({*held, *about}):
-        if held.get(key) != about.get(key):
-            raise ConfigError(
-                f"{folder} holds a run with {key} = {held.get(key)}, not {about.get(key)}: restore it to resume that run, "
-                "or choose another --out"
-            )
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be repeated, and an incomplete last line."""
-    if path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_file(path, "".join(line for line in whole if step and json.loads(line)["step"] <= step).encode())

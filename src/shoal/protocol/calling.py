@@ -6,6 +6,7 @@ Invariants: no answer is believed that the coordinator's key, which is in the in
 `node` adds membership to it.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
 
 PATIENCE_S = 120.0  # how long a request is repeated while the coordinator is down or restarting
+LONGEST_PAUSE_S = 2.0  # between two of its attempts; the first are closer
 GRACE_S = 1.0  # for a request in flight when this process is told to stop
 ASKING = 0.2  # of its time, at most, a node waits for answers to what it asks again and again
 LOOK_S = 0.1  # between two looks at the stop event
@@ -34,6 +36,7 @@ MESSAGE_BYTES = 16 << 20  # the largest answer that is a message, unless its cal
 BUSY, UNSIGNED = (425, 429, 503), 401
 
 M = TypeVar("M", bound=BaseModel)
+log = logging.getLogger(__name__)
 
 
 class NodeError(ShoalError):
@@ -133,7 +136,12 @@ class Caller:
                 if time.monotonic() + pause_s > deadline_s:
                     raise self._silent(method, path, error) from error
                 self.stop.wait(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
+                if pause_s < LONGEST_PAUSE_S <= 2 * pause_s:
+                    why = type(error).__name__.lstrip("_")
+                    log.warning(
+                        "waiting up to %.0f s for the coordinator at %s: %s", self.patience_s, self.invite.url, why
+                    )
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if response.status_code == UNSIGNED and self.clock.offset_s != offset_s and time.monotonic() < deadline_s:
                 continue  # the request was dated by a wrong clock, and the refusal says what time it is

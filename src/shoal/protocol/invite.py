@@ -102,10 +102,14 @@ def read_invite(text: str) -> Invite:
     if text.startswith(PREFIX):
         return Invite.decode(text)
     try:
-        return Invite.decode(Path(text).read_text())
+        held = Path(text).read_text()
     except FileNotFoundError as error:
         raise InviteError(
             f"no file at {text[:80]}, and an invite starts with {PREFIX}; make one with `shoal invite`"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InviteError(f"the invite in {text[:80]} is not readable: {error}") from error
+    try:
+        return Invite.decode(held)
+    except InviteError as error:
+        raise InviteError(f"{text[:80]}: {error}") from error

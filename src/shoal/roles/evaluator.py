@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import closing
 from pathlib import Path
 
 from shoal.protocol.invite import Invite
 from shoal.roles.joining import join, task_set
-
-NICENESS = 10  # training has priority: the run waits only for the last evaluation
 
 
 def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Event) -> str:
@@ -19,7 +16,6 @@ def run_evaluator(invite: Invite, folder: Path, threads: int, stop: threading.Ev
     from shoal.evals.heldout import Evaluator
     from shoal.model import numerics
 
-    os.nice(NICENESS)
     node, config, dtype = join(invite, folder, threads, stop)
     with node.heart():
         publisher = node.wait_for_key("origin", stop)

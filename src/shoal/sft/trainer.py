@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.config import Config, ConfigError
+from shoal.config import Config
 from shoal.config.recipe import LossSection
-from shoal.files import commit_folder, write_file
+from shoal.files import commit_folder
 from shoal.learner.checkpoint import Checkpoints, Progress
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
@@ -30,7 +30,9 @@ from shoal.model.dtype import DtypeName
 from shoal.model.load import save_model
 from shoal.sft.batch import Data, MicroBatch, fingerprint, micro_batches, plan
 from shoal.sft.chat import Example
+from shoal.tracking.training import claim, drop_after
 
+DIFFERS = "another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the data)"
 LOG_EVERY_S = 1.0  # at most one training step per second is logged; metrics.jsonl has all
 
 log = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ class Sft:
         """Mark the folder as this run's. Raises ConfigError if it holds another run; LeaderError on the other ranks."""
         from_leader(
             self.ranks,
-            lambda: claim(self.folder, fingerprint(self.data, self.config)),
+            lambda: claim(self.folder, {"fingerprint": fingerprint(self.data, self.config)}, DIFFERS),
             lambda _: b"",
             lambda _: None,
         )
@@ -183,27 +185,6 @@ def open_policy(folder: Path, config: Config, dtype: DtypeName, ranks: Ranks | N
         }
     )
     return Policy(folder, section, dtype, config.model.device, 1.0, ranks)
-
-
-def claim(folder: Path, found: str) -> None:
-    """Mark `folder` as this run's. Raises ConfigError if it holds another run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.json"
-    if not path.exists():
-        write_file(path, (json.dumps({"fingerprint": found}) + "\n").encode())
-    elif json.loads(path.read_text())["fingerprint"] != found:
-        raise ConfigError(
-            f"{folder} holds a run with another model, seed, batch or data (sft.max_tokens and sft.eval_frac change the"
-            " data): restore these settings to resume it, or choose another --out"
-        )
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Drop the lines of updates that will be repeated, and an incomplete last line."""
-    if path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = [line for line in whole if step and json.loads(line)["step"] <= step]
-        write_file(path, "".join(kept).encode())
 
 
 def _declare_ends(model: Any, ends: set[int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shoal.errors import first_line
 from shoal.store.columns import MAX_TASK_BYTES, Columns, Limits, RolloutFileError, from_table, width
 from shoal.store.pages import MAX_PAGES, Chunk, check_pages
 
@@ -51,7 +52,7 @@ def decode(data: bytes, schema: pa.Schema, limits: Limits) -> Decoded:
         table.validate(full=True)  # also finds text that is not UTF-8
         return Decoded(metadata[HEADER].decode(), metadata[SIGNATURE].decode(), from_table(table))
     except (pa.ArrowException, OSError, ValueError, IndexError) as error:
-        raise RolloutFileError(f"not a readable rollout file: {_first_line(error)}") from error
+        raise RolloutFileError(f"not a readable rollout file: {first_line(error)[:200]}") from error
 
 
 def _check_rows(file: pq.ParquetFile, schema: pa.Schema, limits: Limits) -> None:
@@ -89,7 +90,3 @@ def _check_columns(data: bytes, file: pq.ParquetFile, schema: pa.Schema, limits:
                 compressed=chunk.compression != "UNCOMPRESSED",
             )
             pages_left = check_pages(data, described, pages_left)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

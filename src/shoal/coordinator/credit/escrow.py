@@ -26,28 +26,28 @@ class Escrow:
 
         After the run's last step no more work comes that could cover it: nothing waits any more.
         """
-        self.db.submissions.set_pending(submission, tokens)
+        self.db.credits.set_pending(submission, tokens)
         if self.db.is_trained(self.config.run.steps):
-            self._credit(worker, self.db.submissions.pending_of(worker))
+            self._credit(worker, self.db.credits.pending_of(worker))
         else:
-            self._credit(worker, self.db.submissions.pending_before(worker, self.config.validator.escrow_checks))
+            self._credit(worker, self.db.credits.pending_before(worker, self.config.validator.escrow_checks))
 
     def forfeit(self, worker: str) -> None:
         """Take all that waits."""
-        lost = self.db.submissions.pending_of(worker)
+        lost = self.db.credits.pending_of(worker)
         for submission, _ in lost:
-            self.db.submissions.set_credit(submission, "forfeited")
+            self.db.credits.set_credit(submission, "forfeited")
         if lost:
             self.db.ledger.append("forfeited", _entry(worker, lost))
 
     def close(self) -> None:
         """Release all that waits: no more work will be asked for, so nobody has anything left to lie about."""
-        for worker in self.db.submissions.workers_with_pending():
-            self._credit(worker, self.db.submissions.pending_of(worker))
+        for worker in self.db.credits.workers_with_pending():
+            self._credit(worker, self.db.credits.pending_of(worker))
 
     def _credit(self, worker: str, earned: list[tuple[str, int]]) -> None:
         for submission, _ in earned:
-            self.db.submissions.set_credit(submission, "credited")
+            self.db.credits.set_credit(submission, "credited")
         if earned:
             self.db.ledger.append("credited", _entry(worker, earned))
 

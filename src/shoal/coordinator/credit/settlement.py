@@ -2,9 +2,10 @@
 
     ledger -> settle, entry by entry -> contract          contract -> stakes of members, every LOOK_S -> `ChainStakes`
 
-Invariant: nothing waits for the chain but who asks to join by stake. Accepted work is in the ledger first; what the chain
-does not take yet is told as a notice, kept in order and tried again, by the next start too, which asks the contract what it
-has. Started and ended by `service`, on the event loop; only its own threads speak to the chain, and they touch no database.
+Invariant: only a stranger who asks to join by stake waits for the chain. Accepted work is in the ledger first. What the
+chain does not take yet is told as a notice, kept in order and tried again. The next start tries it too, and asks the
+contract what it has. Started and ended by `service`, on the event loop; only its own threads speak to the chain, and they
+touch no database.
 Left out: reorganisations; a chain that makes blocks more slowly than the pool makes entries falls behind.
 """
 

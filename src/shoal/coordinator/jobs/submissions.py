@@ -57,7 +57,8 @@ class Submissions:
     def may_upload(self, worker: str, id: str) -> None:
         """Raise PoolError unless this worker's grant for this submission is valid.
 
-        It is valid until no batch can take the version, or the worker takes another task. A late upload is not penalised.
+        It is valid until no batch can take the version, or the worker takes another task. A late upload is not penalised:
+        its task becomes stale here.
         """
         found = self._get(id)
         if found.worker != worker:

@@ -49,7 +49,7 @@ def _grading(db: Database, groups: int) -> Grading:
 
 
 def _nodes(db: Database) -> list[NodeStatus]:
-    credit = db.submissions.tokens_by_credit()
+    credit = db.credits.tokens_by_credit()
     counts, missed = db.submissions.count_by_worker_and_state(), db.submissions.count_missed()
     return [
         NodeStatus(

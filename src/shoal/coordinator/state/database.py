@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from shoal.coordinator.tables import (
+    credits,
     curricula,
     digests,
     evidence,
@@ -54,6 +55,7 @@ class Database:
         self.clock = clock
         self.nodes = nodes.Nodes(self.connection)
         self.submissions = submissions.Submissions(self.connection)
+        self.credits = credits.Credits(self.connection)
         self.fingerprints = fingerprints.Fingerprints(self.connection)
         self.replays = replays.Replays(self.connection)
         self.evidence = evidence.EvidenceTable(self.connection)

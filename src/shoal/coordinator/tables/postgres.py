@@ -18,6 +18,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 
 from shoal.coordinator.tables.connection import SERIAL, Connection, DatabaseFullError, DatabaseLostError
+from shoal.errors import first_line
 
 T = TypeVar("T")
 CONNECT_S = 10
@@ -117,7 +118,7 @@ class PostgresConnection(Connection):
         except psycopg.OperationalError as error:
             if not self.postgres.closed:
                 raise
-            raise DatabaseLostError(f"lost {self.place}: {_first_line(error)}; see its log") from error
+            raise DatabaseLostError(f"lost {self.place}: {first_line(error)}; see its log") from error
 
 
 class _Number(Loader):
@@ -138,10 +139,6 @@ def _in_psycopg(sql: str) -> bytes:
     return sql.replace("%", "%%").replace("?", "%s").encode()
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def open_postgres(url: str) -> PostgresConnection:
     """Raises DatabaseLostError if the server is not there, or refuses."""
     if urlsplit(url).password or "password" in parse_qs(urlsplit(url).query):
@@ -151,5 +148,5 @@ def open_postgres(url: str) -> PostgresConnection:
         for statement in SESSION:
             connection.execute(statement.encode())
     except psycopg.OperationalError as error:
-        raise DatabaseLostError(f"cannot use the database {url}: {_first_line(error)}") from error
+        raise DatabaseLostError(f"cannot use the database {url}: {first_line(error)}") from error
     return PostgresConnection(connection)

@@ -44,7 +44,7 @@ class Trust:
         """
         if self.random() < self.share(worker) or self._enough_unchecked():
             return True
-        waiting, held = self.db.submissions.waiting_of(worker)
+        waiting, held = self.db.credits.waiting_of(worker)
         return held < min(waiting, self.config.validator.escrow_checks) * groups
 
     def _enough_unchecked(self) -> bool:

@@ -203,6 +203,8 @@ class Source:
         except OutOfReach as error:
             raise SourceError(self.url, str(error)) from error
         except aiohttp.ClientError as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, OutOfReach):
+                raise SourceError(self.url, str(error.os_error)) from error  # aiohttp calls it an error of DNS
             reason = f"{type(error).__name__} while fetching {what}{self._through()}: {error}"
             raise SourceError(self.url, reason) from error
 

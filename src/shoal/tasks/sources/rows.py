@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from shoal.errors import first_line
 from shoal.tasks.task import TasksNotFoundError
 
 JSON_LINES, PARQUET = (".jsonl", ".jsonl.gz"), ".parquet"
@@ -92,9 +93,5 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, batch_rows: int) ->
                     yield number, row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TasksNotFoundError(
-            f"{path}, after row {number}, is not readable as Parquet ({_first_line(error)}); copy or download it again"
+            f"{path}, after row {number}, is not readable as Parquet ({first_line(error)}); copy or download it again"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

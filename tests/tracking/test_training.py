@@ -1,0 +1,38 @@
+"""A folder holds one training, and what something else left in it is not touched."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.config import ConfigError
+from shoal.tracking.training import WRITTEN, claim, drop_after
+
+
+def test_a_folder_is_claimed_once_and_again_by_the_same_training(tmp_path: Path) -> None:
+    claim(tmp_path / "new", {"model": "a", "lr": "1"})
+    (tmp_path / "new" / "model").mkdir()  # what it wrote itself
+    claim(tmp_path / "new", {"lr": "1", "model": "a"})
+    with pytest.raises(ConfigError, match="holds a run with lr = 1, not 2: restore it"):
+        claim(tmp_path / "new", {"model": "a", "lr": "2"})
+    with pytest.raises(ConfigError, match="holds a run with another lr: restore it"):
+        claim(tmp_path / "new", {"model": "a"}, "another lr")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(ConfigError, match=f"holds {name} of something else; choose another --out"):
+        claim(tmp_path, {"model": "a"})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
+def test_lines_of_repeated_steps_and_a_torn_one_are_dropped(tmp_path: Path, step: int, kept: list[int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    drop_after(path, step)
+    assert not path.exists()
+    path.write_text("".join(f'{{"step": {number}}}\n' for number in (1, 2, 3)) + '{"step": 4')
+    drop_after(path, step)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
