@@ -7,9 +7,12 @@ PyTorch lets Python register one device (`torch.utils.backend_registration`).
 
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -39,7 +42,13 @@ class Module:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """Nothing is drawn here."""
+        """Nothing is drawn there."""
+
+    def get_rng_state(self, device: Any = 0) -> Tensor:
+        return torch.empty(0)
+
+    def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
+        """Nothing is drawn there."""
 
 
 class There(torch.Tensor):
@@ -90,11 +99,25 @@ class Factories(TorchDispatchMode):
     """Tensors that are made there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here, too
         kwargs = kwargs or {}
         to = kwargs.get("device")
         if to is not None and torch.device(to).type == NAME:
             return computed(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def move_(parameters: Any, buffers: Any, device: torch.device) -> None:
+    """As FSDP does where tensors of both devices are of one class."""
+    for tensor in (*parameters, *buffers):
+        if not isinstance(tensor, There) and not tensor.is_meta and tensor.device != device:
+            torch.utils.swap_tensors(tensor, tensor.to(device))
+
+
+def of_held(call: Any) -> Any:
+    """FSDP resizes storages: here, those of the tensors that are held."""
+    return lambda tensor: call(tensor.held if isinstance(tensor, There) else tensor)
 
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
@@ -106,7 +129,12 @@ def device() -> Any:
     torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weights stay tied
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) is a copy then
     try:
-        with Factories():
+        with (
+            Factories(),
+            mock.patch.object(_fsdp_init, "_move_states_to_device", move_),
+            mock.patch.object(_fsdp_param, "alloc_storage", of_held(_fsdp_param.alloc_storage)),
+            mock.patch.object(_fsdp_param, "free_storage", of_held(_fsdp_param.free_storage)),
+        ):
             yield NAME
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
