@@ -51,7 +51,7 @@ from shoal.learner import policy as policy_module
 from shoal.learner.masters import collect
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.model import attention, head, logprobs
+from shoal.model import attention, head
 from shoal.model.load import prepared_
 from shoal.model.sharded import Sharded
 from shoal.model.tree import Tree, pack

@@ -1,10 +1,11 @@
-"""A device that is not the CPU, for tests on machines without one: what meets on it is computed by the CPU's kernels.
+"""A device that is not the CPU, for tests on machines without one: the CPU's kernels compute what is on it, bit for bit.
 
-Its tensors hold a CPU tensor each, and may meet the CPU's own only where they would on a GPU: in copies, and as numbers.
-Anything else raises. So a test sees which tensors are where, and gets the bits of the CPU.
-PyTorch lets Python register one device (`torch.utils.backend_registration`).
+A tensor there holds one of the CPU. Where both meet in one operation, it raises, as a GPU does: only copies go from one to
+the other, and tensors without dimensions count as numbers. Storages are those that are held, so that FSDP can free them.
+PyTorch lets Python register one such device (`torch.utils.backend_registration`, which calls this experimental).
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,19 +19,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
-COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+COPY_ = torch.ops.aten.copy_.default
+COPIES = (torch.ops.aten._to_copy.default, COPY_)
 
 
 class Module:
-    """What PyTorch asks a device's module: the CPU's streams will do."""
+    """What PyTorch asks a device's module. The CPU's streams will do, and nothing is drawn there."""
 
     Stream, Event = torch.cpu.Stream, torch.cpu.Event
     stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
-    def is_initialized(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
-    is_available = is_initialized
+    is_initialized = is_available
 
     def current_device(self) -> int:
         return 0
@@ -41,14 +43,17 @@ class Module:
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Nothing is drawn there."""
-
     def get_rng_state(self, device: Any = 0) -> Tensor:
         return torch.empty(0)
 
     def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
-        """Nothing is drawn there."""
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=Module())
 
 
 class There(torch.Tensor):
@@ -57,7 +62,12 @@ class There(torch.Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "There":
         made: There = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=f"{NAME}:0"
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=f"{NAME}:0",
         )
         made.held = held
         return made
@@ -71,7 +81,7 @@ class There(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, value: Any) -> None:
+    def data(self, value: "There") -> None:
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         self.held = value.held
 
@@ -79,52 +89,39 @@ class There(torch.Tensor):
         return f"There({self.held})"
 
 
-def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    there = [leaf for leaf in leaves if isinstance(leaf, There)]
-    if there and func not in COPIES and any(not isinstance(leaf, There) and leaf.ndim for leaf in leaves):
-        raise RuntimeError(f"{func}: tensors on the CPU and on the device meet")
-    to = kwargs.get("device")
-    lands = bool(there) if to is None else torch.device(to).type == NAME
-    held = tree_map(lambda x: x.held if isinstance(x, There) else x, (args, kwargs))
-    given = held[1] | ({"device": "cpu"} if to is not None else {})
-    found = func(*held[0], **given)
-    if not lands:
-        return args[0] if func is COPIES[1] else found
-    found = tree_map(lambda x: There(x) if isinstance(x, Tensor) else x, found)
-    return return_and_correct_aliasing(func, args, kwargs, found) if there else found
-
-
 class Factories(TorchDispatchMode):
-    """Tensors that are made there."""
+    """Calls that make a tensor there of none that is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here, too
         kwargs = kwargs or {}
-        to = kwargs.get("device")
-        if to is not None and torch.device(to).type == NAME:
-            return computed(func, args, kwargs)
-        return func(*args, **kwargs)
+        return computed(func, args, kwargs) if is_there(kwargs.get("device")) else func(*args, **kwargs)
 
 
-def move_(parameters: Any, buffers: Any, device: torch.device) -> None:
-    """As FSDP does where tensors of both devices are of one class."""
-    for tensor in (*parameters, *buffers):
-        if not isinstance(tensor, There) and not tensor.is_meta and tensor.device != device:
-            torch.utils.swap_tensors(tensor, tensor.to(device))
+def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    there = [tensor for tensor in tensors if isinstance(tensor, There)]
+    if there and func not in COPIES and any(tensor.ndim for tensor in tensors if not isinstance(tensor, There)):
+        raise RuntimeError(f"{func}: tensors of the CPU and of the device {NAME} meet")
+    to = kwargs.get("device")
+    held_args, held = tree_map(lambda x: x.held if isinstance(x, There) else x, (args, kwargs))
+    found = func(*held_args, **held if to is None else held | {"device": "cpu"})
+    if func is COPY_ and not isinstance(args[0], There):
+        return args[0]
+    if not (there if to is None else is_there(to)):
+        return found
+    found = tree_map(lambda x: There(x) if isinstance(x, Tensor) else x, found)
+    return return_and_correct_aliasing(func, args, kwargs, found) if there else found
 
 
-def of_held(call: Any) -> Any:
-    """FSDP resizes storages: here, those of the tensors that are held."""
-    return lambda tensor: call(tensor.held if isinstance(tensor, There) else tensor)
-
-
-_setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+def is_there(device: Any) -> bool:
+    return device is not None and torch.device(device).type == NAME
 
 
 @contextmanager
-def device() -> Any:
+def device() -> Iterator[str]:
+    """Within it the device can be used, by FSDP also."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weights stay tied
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) is a copy then
@@ -139,3 +136,14 @@ def device() -> Any:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
         torch._C._set_only_lift_cpu_tensors(False)
+
+
+def move_(parameters: Iterable[Tensor], buffers: Iterable[Tensor], to: torch.device) -> None:
+    """In place of FSDP's, which sets `data` to that of another class."""
+    for tensor in (*parameters, *buffers):
+        if not (tensor.is_meta or is_there(tensor.device)):
+            torch.utils.swap_tensors(tensor, tensor.to(to))
+
+
+def of_held(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    return lambda tensor: resize(tensor.held if isinstance(tensor, There) else tensor)

@@ -3,6 +3,7 @@
 The optimizer updates the masters. The model computes with what workers sample with. Over several ranks FSDP keeps shards in
 a dtype of their own and casts what it gathers: if it gathers bf16, the shards are the masters, and rounded where they are
 used.
+With `learner.offload` they are on the host: each gradient is copied there once it is complete, and rounded weights back.
 Invariant: a weight that is its own master is left alone by every function here.
 Called by the policy.
 """
@@ -48,8 +49,8 @@ def prepare(
 ) -> dict[str, Tensor]:
     """Shard the model, copy the trained weights as masters, and round the model to bf16, in the compute dtype.
 
-    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Returns the masters by name: where one
-    rank loaded the model, or where shards are, which is the host with `offload`.
+    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Returns the masters by name. With
+    `offload` they are on the host, where one rank must have loaded the model; it is moved to the device here.
     """
     shards = ranks.size > 1
     for parameter in scorer.model.parameters() if shards else ():

@@ -5,6 +5,7 @@
 Rank 0 leads and is the only one that talks to the pool. Sharding, gradient reduction and mixed precision are FSDP2's
 (`fully_shard`). Without torchrun there is one rank, and torch.distributed is not used.
 Invariant: ranks exchange bytes and tensors, never pickled objects, and all make the same calls in the same order.
+CPU tensors travel over gloo, beside NCCL for those on GPUs; what is offloaded needs both.
 Called by the learner. Source: FSDP2, pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
