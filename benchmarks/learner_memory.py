@@ -60,6 +60,7 @@ from shoal.plan.memory import CONTEXT_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the device is test code
 from tests.learner.pretend import NAME as DEVICE  # noqa: E402
+from tests.learner.pretend import register  # noqa: E402
 
 PATH = Path(__file__).parent / "results" / "learner_memory.json"
 COMMON = {"vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     parser.add_argument("--out", type=Path, default=PATH)
     arguments = parser.parse_args()
+    register()
     cases: list[dict[str, Any]] = []
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     result = {"command": " ".join(["python", *sys.argv]), "versions": versions, "cases": cases}

@@ -7,6 +7,7 @@ PyTorch lets Python register one such device (`torch.utils.backend_registration`
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -53,7 +54,10 @@ class Module:
         pass
 
 
-_setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+@cache
+def register() -> None:
+    """Once in a process, and for all of its life."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
 
 
 class There(torch.Tensor):
@@ -122,6 +126,7 @@ def is_there(device: Any) -> bool:
 @contextmanager
 def device() -> Iterator[str]:
     """Within it the device can be used, by FSDP also."""
+    register()
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weights stay tied
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) is a copy then
