@@ -27,7 +27,7 @@ import tempfile
 import weakref
 from collections import Counter
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,7 +54,7 @@ from shoal.learner.ranks import Ranks
 from shoal.model import attention, head
 from shoal.model.load import prepared_
 from shoal.model.sharded import Sharded
-from shoal.model.tree import Tree, pack
+from shoal.model.tree import Pack, Tree, pack
 from shoal.plan import Work, memory_of, sizes_of
 from shoal.plan.memory import CONTEXT_BYTES
 
@@ -214,7 +214,7 @@ class Built(Sharded):
 
         def skeleton() -> Any:
             for module in model.modules():  # FSDP would move buffers by a way that fake tensors do not know
-                module._buffers = {name: of if of is None else of.to(DEVICE) for name, of in module._buffers.items()}
+                module._buffers = {name: of if of is None else there(of) for name, of in module._buffers.items()}
             return model
 
         object.__setattr__(self, "skeleton", skeleton)
@@ -231,26 +231,31 @@ def whole(folder: Path, dtype: str, device: str, numerics: Any) -> Any:
     return prepared_(build, config, numerics)
 
 
-def there(layout: attention.Layout) -> Any:
-    """In place of `attention._moved`: what was computed of real numbers, by the CPU's kernel, on the device."""
-    _ = layout.segments, layout.home_T, layout.in_order, layout.across
+def there(tensor: Tensor) -> Tensor:
+    """A fake tensor on the device in place of a real one."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
 
-    @cache
-    def moved(spans: Any, device: torch.device) -> attention.Layout:
-        found = attention.Layout(spans, device, "cascade")
-        segments = [
-            attention.Segments(of.index_BL.to(device), of.padded_BL11.to(device), of.start) for of in layout.segments
-        ]
-        found.__dict__ |= {"segments": segments, "home_T": layout.home_T.to(device)}
-        found.__dict__ |= {"in_order": layout.in_order, "across": layout.across}
-        return found
 
-    return moved
+def row() -> Pack:
+    """A row of real numbers, and what the CPU's attention derives of them."""
+    packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
+    _ = packed.layout.segments, packed.layout.home_T, packed.layout.in_order, packed.layout.across
+    return packed
+
+
+def faked(packed: Pack) -> Pack:
+    """The row on the device, with the CPU's attention."""
+    layout, real = attention.Layout(packed.layout.spans, torch.device(DEVICE), "cascade"), packed.layout
+    segments = [attention.Segments(there(of.index_BL), there(of.padded_BL11), of.start) for of in real.segments]
+    layout.__dict__ |= {"segments": segments, "home_T": there(real.home_T)}
+    layout.__dict__ |= {"in_order": real.in_order, "across": real.across}
+    tensors = {name: there(of) for name, of in vars(packed).items() if isinstance(of, Tensor)}
+    return replace(packed, layout=layout, **tensors)
 
 
 def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
+    real = row()
     section = LearnerSection(activation_checkpointing=True, offload=offload, loss=LossSection(beta=0.0, entropy=0.0))
     counted, joined = Bytes(), Ranks(0, ranks)
     joined.__dict__["mesh"] = init_device_mesh(DEVICE, (ranks,))
@@ -265,12 +270,11 @@ def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
             mock.patch.object(masters, "opened", return_value=opened),
             mock.patch.object(policy_module, "load_tokenizer", return_value=None),
             mock.patch.object(policy_module, "load_model", whole),
-            mock.patch.object(attention, "_moved", there(packed.layout)),
             FakeTensorMode(allow_non_fake_inputs=True),
             counted,
             counted.besides(),
         ):
-            policy = Policy(folder, section, "bfloat16", DEVICE, 1.0, joined)
+            policy, packed = Policy(folder, section, "bfloat16", DEVICE, 1.0, joined), faked(real)
             load_peak, _ = counted.phase()
             policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]
             first_peak, row_received = counted.phase()
