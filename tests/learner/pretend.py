@@ -2,7 +2,8 @@
 
 A tensor there holds one of the CPU. Where both meet in one operation, it raises, as a GPU does: only copies go from one to
 the other, and tensors without dimensions count as numbers. Storages are those that are held, so that FSDP can free them.
-PyTorch lets Python register one such device (`torch.utils.backend_registration`, which calls this experimental).
+PyTorch lets Python register one such device (`torch.utils.backend_registration`, which calls this experimental). An error in
+a backward pass there ends the process: "terminate called without an active exception".
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +51,9 @@ class Module:
 
     def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
         pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
     def manual_seed_all(self, seed: int) -> None:
         pass
@@ -133,6 +137,7 @@ def device() -> Iterator[str]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) is a copy then
     try:
         with (
+            torch.autograd.set_multithreading_enabled(False),  # threads of devices are started once, perhaps by now
             Factories(),
             mock.patch.object(_fsdp_init, "_move_states_to_device", move_),
             mock.patch.object(_fsdp_param, "alloc_storage", of_held(_fsdp_param.alloc_storage)),

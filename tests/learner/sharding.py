@@ -160,9 +160,10 @@ def offload(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, An
         kept, offloaded = policies
         differ = [name for name in figures[0][1] if figures[0][1][name] != figures[1][1][name]]
         for name, master in kept.masters.items():
-            pairs = [(master, offloaded.masters[name])]
-            pairs += [(old, offloaded.optimizer.state[pairs[0][1]][key]) for key, old in kept.optimizer.state[master].items()]
-            differ += [name for one, other in pairs if not torch.equal(local(one.detach()).cpu(), local(other.detach()))]
+            twin = offloaded.masters[name]
+            states = [policy.optimizer.state[of] for policy, of in ((kept, master), (offloaded, twin))]
+            pairs = [(master.detach(), twin.detach()), *((states[0][key], states[1][key]) for key in states[0])]
+            differ += [name for one, other in pairs if not torch.equal(local(one).cpu(), local(other))]
         for (name, one), (_, other) in zip(kept.published(), offloaded.published(), strict=True):
             differ += [] if torch.equal(one, other) else [f"published {name}"]
         return {"differ": differ, "where": places(offloaded), "where kept": places(kept)}

@@ -25,7 +25,8 @@ def explained(config: LearnerSection) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         message = str(error)
         of_device = isinstance(error, torch.OutOfMemoryError)
-        if isinstance(error, RuntimeError) and not of_device and "not enough memory" not in message and "can't allocate memory" not in message:
+        known = "not enough memory" in message or "can't allocate memory" in message
+        if isinstance(error, RuntimeError) and not of_device and not known:
             raise
         first = next(iter(message.splitlines()), type(error).__name__)
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"

@@ -14,9 +14,9 @@ AMX and E from AMD:
     reading     the weights at each position: 8.6 GB/s X, 10.3 GB/s a thread E (`validation_speed.json`)
 
 What a learner offloads travels over PCIe and is computed at the speed of the host's memory. `pcie_Bps` is one direction of
-16 lanes, by the same data sheets: half of the 64 GB/s of fourth-generation lanes, and of the 128 GB/s of the fifth. `host_Bps`
-is a device's share of its host's memory: an eighth of two processors with eight channels (DDR4-3200 in DGX A100, DDR5-4800 in
-DGX H100), or a desktop's two channels of DDR4-3200. PINNED and PAGEABLE: 5.8 and 2.3 of 8 GB/s in a laptop
+16 lanes: half of the 64 GB/s that data sheets give for the fourth generation, and of the 128 GB/s for the fifth. `host_Bps`
+is a device's share of its host's memory: an eighth of two processors with eight channels (DDR4-3200 in DGX A100, DDR5-4800
+in DGX H100), or a desktop's two channels of DDR4-3200. PINNED and PAGEABLE: 5.8 and 2.3 of 8 GB/s in a laptop
 (developer.nvidia.com/blog/how-optimize-data-transfers-cuda-cc).
 
 Called by `steps` and `shoal plan`. Left out: interconnects between the devices of one learner.
