@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import Commands, UsageError, read_config, real, takes_config, whole
@@ -139,8 +140,9 @@ def _fleet(text: str) -> Fleet:
             raise UsageError(
                 f"{name!r}: a device has flops, bandwidth and memory, each 1 or more, and for offloading pcie and host"
             )
-        links = {f"{field}_Bps": float(fields[field]) for field in sorted(OFFLOADING & set(fields))}
-        device = Device("own", fields["flops"], fields["bandwidth"], fields["memory"], **links)
+        device = Device("own", fields["flops"], fields["bandwidth"], fields["memory"])
+        links: dict[str, Any] = {f"{field}_Bps": fields[field] for field in OFFLOADING & set(fields)}
+        device = replace(device, **links)
     elif name in KNOWN:
         device = KNOWN[name]
     else:

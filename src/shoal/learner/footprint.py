@@ -78,7 +78,7 @@ def _memory(config: Config, policy: Policy, sizes: Sizes, available: float) -> l
         said.append(f"{less / GB:.1f} GB, and {moved / GB:.1f} GB of the host, with learner.offload = true")
     if own <= available:
         return said
-    rows = {}  # by the settings that give them, and with which nothing less gives as many
+    rows: dict[frozenset[str], int] = {}  # by the settings that give them, and with which nothing less gives as many
     for added in map(frozenset, ([], ["activation_checkpointing"], ["offload"], SETTINGS)):
         if not (added & now or (cpu and "offload" in added)):
             most = _largest_row(partial(fits, now | added), config.sampling.max_tokens, section.row_tokens)

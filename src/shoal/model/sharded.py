@@ -159,7 +159,11 @@ def allocate_(root: nn.Module, device: torch.device, *, host: bool = False) -> N
     """Memory for the parameters that have none, on the `host` or on the device. What is real keeps its values."""
     buffers = dict(root.named_buffers())
     drawn = {name: local(one) for name, one in root.named_parameters() if not local(one).is_meta}
-    root._apply(lambda one: torch.empty_like(one, device="cpu" if host and isinstance(one, DTensor) else device))
+
+    def empty(one: Tensor) -> Tensor:  # parameters are sharded, buffers are not
+        return torch.empty_like(one, device="cpu" if host and isinstance(one, DTensor) else device)
+
+    root._apply(empty)  # type: ignore[no-untyped-call]
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
     for name, parameter in root.named_parameters():
