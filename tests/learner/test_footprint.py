@@ -59,7 +59,7 @@ def test_what_fits_is_said_with_its_settings(monkeypatch: pytest.MonkeyPatch) ->
     found = re.fullmatch(
         r"up to (\S+) of 80.0 GB with a full row of learner.row_tokens = 40960, .* recomputed .*", memory
     )
-    assert found and float(found[1]) == pytest.approx(42.8, abs=0.5), "what learner_memory.py counted, and a process"
+    assert found and float(found[1]) == pytest.approx(42.8, abs=0.5), "arithmetic of learner_memory.py, and a process"
 
 
 def test_what_does_not_fit_is_said_with_the_settings_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
