@@ -24,7 +24,7 @@ SETTINGS = {
     "lora": BF16 | {"lora": {"rank": 4}},
     "checkpointing": BF16 | {"activation_checkpointing": True},
 }
-QUICK = ("adamw", "muon")
+QUICK = ("adamw",)
 
 
 def on_the_host(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
