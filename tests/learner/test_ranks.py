@@ -144,8 +144,9 @@ def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict
     """Jobs of `sharding`."""
     made = [("loads", name, *SHARDED[name]) for name in names]
     made += [("memory", "memory", "deep", {}), ("muon", "muon", "tied", {})]
-    made += [("offload", name, "tied", of) for name, of in OFFLOADED.items() if names != QUICK or name == "offload"]
     made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
+    # last, because the device that they register stays
+    made += [("offload", name, "tied", of) for name, of in OFFLOADED.items() if names != QUICK or name == "offload"]
     return [
         {"check": check, "model": str(models[model]), "out": str(folder / "checks" / name), "settings": settings}
         for check, name, model, settings in made
