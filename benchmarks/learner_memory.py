@@ -2,13 +2,15 @@
 
     python benchmarks/learner_memory.py
 
-Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, in bf16, with AdamW, activation checkpointing, no reference
-model, and rows of 40,960 positions (5 completions of 8,140 tokens behind a prompt of 260). Rank 0 runs `Policy` as `shoal
-learner` does, over torch's fake process group and on fake tensors, which have shapes and no memory. It loads, makes an
-update of two rows, computes another row, and gathers a version. Counted are
+Qwen2.5-7B and -32B (their sizes, no weights) on 8 and 64 ranks, with and without `learner.offload`, in bf16, with AdamW,
+activation checkpointing, no reference model, and rows of 40,960 positions (5 completions of 8,140 tokens behind a prompt of
+260). Rank 0 runs `Policy` as `shoal learner` does, over torch's fake process group and on fake tensors, which have shapes
+and no memory. It loads, makes an update of two rows, computes another row, and gathers a version. Its device is one that
+exists in name only (`tests/learner/pretend.py`). Counted are
 
-    peak      bytes of all storages alive, at the most; against the arithmetic of `plan/memory`
-    host      the largest slice of a tensor that is read at once, and the largest tensor that rank 0 gathers to publish
+    peak      bytes of all storages alive on the device, at the most; against the arithmetic of `plan/memory`
+    host      the same on the host; and the largest slice of a tensor that is read at once, and the largest tensor that
+              rank 0 gathers to publish
     traffic   what the rank receives by collectives of weights and gradients for a row
     start     seconds to read the files, at DISK_BPS for a machine of eight ranks, and to gather them for the comparison with
               plain transformers, at LINK_BPS
@@ -23,7 +25,9 @@ import json
 import sys
 import tempfile
 import weakref
+from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +37,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,11 +51,15 @@ from shoal.learner import policy as policy_module
 from shoal.learner.masters import collect
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.model import head, logprobs
+from shoal.model import attention, head
 from shoal.model.sharded import Sharded
-from shoal.model.tree import Tree, pack
+from shoal.model.tree import Pack, Tree, pack
 from shoal.plan import Work, memory_of, sizes_of
 from shoal.plan.memory import CONTEXT_BYTES
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the device is test code
+from tests.learner.pretend import NAME as DEVICE  # noqa: E402
+from tests.learner.pretend import register  # noqa: E402
 
 PATH = Path(__file__).parent / "results" / "learner_memory.json"
 COMMON = {"vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
@@ -83,23 +92,26 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     parser.add_argument("--out", type=Path, default=PATH)
     arguments = parser.parse_args()
+    register()
     cases: list[dict[str, Any]] = []
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     result = {"command": " ".join(["python", *sys.argv]), "versions": versions, "cases": cases}
     for ranks in arguments.ranks:
         for name in arguments.models:
-            cases.append(case(name, ranks))
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            for offload in (False, True):
+                cases.append(case(name, ranks, offload=offload))
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(table(cases) + "\n")
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes of the storages alive, now and at the most, and bytes received by collectives."""
+    """Bytes of the storages alive on device and host, now and at the most, and bytes received by collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = self.received = 0
+        self.sizes: dict[int, tuple[str, int]] = {}
+        self.now, self.peak = Counter[str](), Counter[str]()
+        self.received = 0
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,29 +124,30 @@ class Bytes(TorchDispatchMode):
             self.received += received(func, args)
         for leaf in tree_leaves((found, args)):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self.see(leaf.untyped_storage())
+                self.see(leaf.untyped_storage(), leaf.device.type)
         return found
 
-    def see(self, storage: torch.UntypedStorage) -> None:
+    def see(self, storage: torch.UntypedStorage, where: str) -> None:
         if id(storage) not in self.sizes:
-            self.sizes[id(storage)] = 0
+            self.sizes[id(storage)] = where, 0
             weakref.finalize(storage, self.gone, id(storage))
         self.sized(storage)
 
     def sized(self, storage: torch.UntypedStorage) -> None:
         if id(storage) in self.sizes:
-            size = storage.nbytes()
-            self.now += size - self.sizes[id(storage)]
-            self.sizes[id(storage)] = size
-            self.peak = max(self.peak, self.now)
+            (where, before), size = self.sizes[id(storage)], storage.nbytes()
+            self.now[where] += size - before
+            self.sizes[id(storage)] = where, size
+            self.peak[where] = max(self.peak[where], self.now[where])
 
     def gone(self, number: int) -> None:
-        self.now -= self.sizes.pop(number)
+        where, size = self.sizes.pop(number)
+        self.now[where] -= size
 
-    def phase(self) -> tuple[int, int]:
-        """The peak and the bytes received since the last call."""
+    def phase(self) -> tuple[Counter[str], int]:
+        """The peaks and the bytes received since the last call."""
         found = self.peak, self.received
-        self.peak, self.received = self.now, 0
+        self.peak, self.received = self.now.copy(), 0
         return found
 
     @contextmanager
@@ -197,32 +210,59 @@ class Built(Sharded):
 
     def build(self) -> None:
         model = super().skeleton()
-        object.__setattr__(self, "skeleton", lambda: model)
+
+        def skeleton() -> Any:
+            for module in model.modules():  # FSDP would move buffers by a way that fake tensors do not know
+                module._buffers = {name: of if of is None else there(of) for name, of in module._buffers.items()}
+            return model
+
+        object.__setattr__(self, "skeleton", skeleton)
 
 
-def case(name: str, ranks: int) -> dict[str, Any]:
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+def there(tensor: Tensor) -> Tensor:
+    """A fake tensor on the device in place of a real one."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
+
+
+def row() -> Pack:
+    """A row of real numbers, and what the CPU's attention derives of them."""
     packed = pack([Tree([1] * PROMPT, [[1] * LENGTH for _ in range(COMPLETIONS)])])
-    _ = packed.layout.segments, packed.layout.home_T, packed.layout.across  # of real numbers
-    section = LearnerSection(activation_checkpointing=True, loss=LossSection(beta=0.0, entropy=0.0))
+    _ = packed.layout.segments, packed.layout.home_T, packed.layout.in_order, packed.layout.across
+    return packed
+
+
+def faked(packed: Pack) -> Pack:
+    """The row on the device, with the CPU's attention."""
+    layout, real = attention.Layout(packed.layout.spans, torch.device(DEVICE), "cascade"), packed.layout
+    segments = [attention.Segments(there(of.index_BL), there(of.padded_BL11), of.start) for of in real.segments]
+    layout.__dict__ |= {"segments": segments, "home_T": there(real.home_T)}
+    layout.__dict__ |= {"in_order": real.in_order, "across": real.across}
+    tensors = {name: there(of) for name, of in vars(packed).items() if isinstance(of, Tensor)}
+    return replace(packed, layout=layout, **tensors)
+
+
+def case(name: str, ranks: int, *, offload: bool) -> dict[str, Any]:
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    real = row()
+    section = LearnerSection(activation_checkpointing=True, offload=offload, loss=LossSection(beta=0.0, entropy=0.0))
     counted, joined = Bytes(), Ranks(0, ranks)
-    _ = joined.mesh
+    joined.__dict__["mesh"] = init_device_mesh(DEVICE, (ranks,))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = Qwen2Config(**MODELS[name], architectures=["Qwen2ForCausalLM"])
         config.save_pretrained(folder)
         weights: Any = FakeWeights()
-        opened = Built(folder, torch.device("cpu"), weights, "fast", True, head.NOTHING)
+        opened = Built(folder, torch.device(DEVICE), weights, "fast", True, head.NOTHING)
         opened.build()
         with (
             mock.patch.object(masters, "opened", return_value=opened),
             mock.patch.object(policy_module, "load_tokenizer", return_value=None),
-            mock.patch.object(logprobs, "CACHED_BYTES", 1 << 40),  # as on a GPU: what a product gives, at once
+            torch.autograd.set_multithreading_enabled(False),  # this thread counts
             FakeTensorMode(allow_non_fake_inputs=True),
             counted,
             counted.besides(),
         ):
-            policy = Policy(folder, section, "bfloat16", "cpu", 1.0, joined)
+            policy, packed = Policy(folder, section, "bfloat16", DEVICE, 1.0, joined), faked(real)
             load_peak, _ = counted.phase()
             policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]
             first_peak, row_received = counted.phase()
@@ -233,31 +273,39 @@ def case(name: str, ranks: int) -> dict[str, Any]:
             policy.logprobs(packed)[0].sum().backward()  # type: ignore[no-untyped-call]  # moments and gradients are there
             row_peak, _ = counted.phase()
             policy.optimizer.zero_grad()
-            resting = counted.now
+            resting = counted.now.copy()
             counted.phase()
             largest = 0
             for _, tensor in policy.published():
                 largest = max(largest, nbytes(tensor))
             publish_peak, _ = counted.phase()
     sizes = sizes_of(config.to_dict())
-    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, 1, PROMPT + COMPLETIONS * LENGTH, 2, True, 1, 1)
-    arithmetic = memory_of(sizes, work, 2, devices=ranks, cpu=False).roles["learner"] - CONTEXT_BYTES
+    tokens = PROMPT + COMPLETIONS * LENGTH
+    work = Work(1, 1, COMPLETIONS, PROMPT, LENGTH, LENGTH, 1, 1, tokens, 2, True, 1, 1, offloads=offload)
+    arithmetic = memory_of(sizes, work, 2, devices=ranks, cpu=False)
+    phases = {
+        "load": load_peak,
+        "first row": first_peak,
+        "update": update_peak,
+        "row": row_peak,
+        "publish": publish_peak,
+    }
+    peaks = {where: {phase: peak[where] for phase, peak in phases.items()} for where in (DEVICE, "cpu")}
     version = 2 * sum(parameter.numel() for parameter in policy.model.parameters())
     dist.destroy_process_group()
     return {
         "model": name,
         "ranks": ranks,
         "parameters": version // 2,
-        "arithmetic_bytes": round(arithmetic),
-        "peak_bytes": max(load_peak, first_peak, update_peak, row_peak, publish_peak),
-        "peaks": {
-            "load": load_peak,
-            "first row": first_peak,
-            "update": update_peak,
-            "row": row_peak,
-            "publish": publish_peak,
-        },
-        "resting_bytes": resting,
+        "offload": offload,
+        "arithmetic_bytes": round(arithmetic.roles["learner"] - CONTEXT_BYTES),
+        "peak_bytes": max(peaks[DEVICE].values()),
+        "peaks": peaks[DEVICE],
+        "resting_bytes": resting[DEVICE],
+        "host_arithmetic_bytes": round(arithmetic.offloaded),
+        "host_peak_bytes": max(peaks["cpu"].values()),
+        "host_peaks": peaks["cpu"],
+        "host_resting_bytes": resting["cpu"],
         "read_bytes": weights.read_bytes,
         "largest_slice_bytes": weights.largest_bytes,
         "largest_gathered_bytes": largest,
@@ -278,19 +326,23 @@ def start_s(version: int, ranks: int) -> dict[str, float]:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | ranks | counted peak | arithmetic | ratio | resting | loading | publishing | read | row | start |"
-    ]
-    lines.append("| --- |" + " --- |" * 10)
+    columns = ["model", "ranks", "offload", "counted peak", "arithmetic", "ratio", "host peak", "arithmetic", "resting"]
+    columns += ["loading", "publishing", "read", "row", "start"]
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for of in cases:
-        arithmetic = of["arithmetic_bytes"]
-        gb = [of["peak_bytes"], arithmetic, None, of["resting_bytes"], of["peaks"]["load"], of["peaks"]["publish"]]
-        gb += [of["read_bytes"], of["received_row_bytes"]]
-        cells = [f"{of['peak_bytes'] / arithmetic:.2f}" if x is None else f"{x / 1e9:.1f}" for x in gb]
+        cells = [of["model"], str(of["ranks"]), "yes" if of["offload"] else ""]
+        cells += [gb(of["peak_bytes"]), gb(of["arithmetic_bytes"]), f"{of['peak_bytes'] / of['arithmetic_bytes']:.2f}"]
+        cells += [gb(of["host_peak_bytes"]), gb(of["host_arithmetic_bytes"]), gb(of["resting_bytes"])]
+        cells += [gb(of["peaks"]["load"]), gb(of["peaks"]["publish"])]
+        cells += [gb(of["read_bytes"]), gb(of["received_row_bytes"])]
         start = of["start_s"]
         cells.append(f"{start['read'] + start['compare']:.0f} s ({start['read whole, as before']:.0f} s to read all)")
-        lines.append(f"| {of['model']} | {of['ranks']} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f}"
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path:
         (["evaluator.n=300"], "evaluator.n = 300 exceeds tasks.heldout = 256"),
         (["evaluator.every=1", "evaluator.n_between=300"], "evaluator.n_between = 300 exceeds tasks.heldout = 256"),
         (["coordinator.prompts_per_step=12"], "must be a multiple of learner.optimizer_steps_per_step"),
+        (["learner.offload=true"], "learner.offload moves masters and moments from a device to its host"),
         (["learner.row_tokens=32768"], "learner.row_tokens must exceed sampling.max_tokens"),
         (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + learner.loss.epsilon"),
         (["tasks.sources=[{}]"], "tasks.sources.0: a source has one of path, hub and generator; this one has none"),

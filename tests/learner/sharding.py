@@ -27,6 +27,7 @@ from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.sharded import Sharded, local, opened
 
+from . import pretend
 from .support import N_TOKENS, batches, make_groups, make_policy
 
 
@@ -122,7 +123,8 @@ class Live(TorchDispatchMode):
 def muon(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Which matrices, of rows that the ranks divide or not, get other bits from Muon sharded than whole."""
     shapes = [(8, 12), (13, 6), (3, 20)]
-    return {"differ": _updated_otherwise(ranks, shapes, lambda of: Muon([of], 0.01, 0.9, 0.1, torch.bfloat16))}
+    cpu = torch.device("cpu")
+    return {"differ": _updated_otherwise(ranks, shapes, lambda of: Muon([of], 0.01, 0.9, 0.1, torch.bfloat16, cpu))}
 
 
 def _updated_otherwise(
@@ -144,6 +146,36 @@ def _updated_otherwise(
         if not torch.equal(whole(shard.detach()), one.detach()):
             differ.append(str(shape))
     return differ
+
+
+def offload(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What two updates of a policy that offloads change otherwise than of one that does not, and where its tensors are."""
+    policies, figures = [], []
+    with pretend.device() as device, mock.patch.dict(ranks.__dict__, mesh=init_device_mesh(device, (ranks.size,))):
+        for offloads in (False, True):
+            torch.manual_seed(1)
+            policy = make_policy(model, ranks=ranks, device=device, offload=offloads, **settings)
+            figures.append([policy.update(batches(20), N_TOKENS) for _ in range(2)])
+            policies.append(policy)
+        kept, offloaded = policies
+        differ = [name for name in figures[0][1] if figures[0][1][name] != figures[1][1][name]]
+        for name, master in kept.masters.items():
+            twin = offloaded.masters[name]
+            states = [policy.optimizer.state[of] for policy, of in ((kept, master), (offloaded, twin))]
+            pairs = [(master.detach(), twin.detach()), *((states[0][key], states[1][key]) for key in states[0])]
+            differ += [name for one, other in pairs if not torch.equal(local(one).cpu(), local(other))]
+        for (name, one), (_, other) in zip(kept.published(), offloaded.published(), strict=True):
+            differ += [] if torch.equal(one, other) else [f"published {name}"]
+        return {"differ": differ, "where": places(offloaded), "where kept": places(kept)}
+
+
+def places(policy: Policy) -> dict[str, list[str]]:
+    """The devices of what a policy holds."""
+    states = [tensor for master in policy.masters.values() for tensor in policy.optimizer.state[master].values()]
+    held = {"masters": policy.masters.values(), "state": states, "weights": policy.model.parameters()}
+    held |= {"buffers": policy.model.buffers()}
+    held |= {"reference": policy.reference.parameters()} if policy.reference else {}
+    return {what: sorted({local(tensor).device.type for tensor in tensors}) for what, tensors in held.items()}
 
 
 def renamed(ranks: Ranks, model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -174,4 +206,4 @@ def digests(policy: Policy) -> dict[str, str]:
     return found
 
 
-CHECKS = {"loads": loads, "memory": memory, "muon": muon, "renamed": renamed}
+CHECKS = {"loads": loads, "memory": memory, "muon": muon, "offload": offload, "renamed": renamed}

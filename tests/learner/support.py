@@ -37,12 +37,13 @@ def make_policy(
     temperature: float = 1.0,
     dtype: DtypeName = "float32",
     ranks: Ranks | None = None,
+    device: str = "cpu",
     **changed: Any,
 ) -> Policy:
     """The weights in `folder`, trained from the first update on at a rate of 1e-3; no KL and no entropy bonus."""
     settings = {"lr": 1e-3, "warmup_steps": 0, "grad_clip": 1.0} | changed
     section = LearnerSection(**settings, loss=LossSection(**{"beta": 0.0, "entropy": 0.0} | (loss or {})))
-    return Policy(folder, section, dtype, "cpu", temperature, ranks)
+    return Policy(folder, section, dtype, device, temperature, ranks)
 
 
 def make_groups() -> list[Group]:

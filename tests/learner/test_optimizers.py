@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_muon_is_that_of_pytorch_bit_for_bit(shape: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    muon = Muon([ours], lr=0.01, momentum=0.9, weight_decay=0.1, compute=torch.bfloat16)
+    muon = Muon([ours], lr=0.01, momentum=0.9, weight_decay=0.1, compute=torch.bfloat16, device=torch.device("cpu"))
     reference = torch.optim.Muon([theirs], lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         ours.grad = torch.randn(shape, generator=draw)

@@ -27,6 +27,7 @@ def test_a_devices_or_pythons_own_error_does_too(error: Exception) -> None:
     with pytest.raises(OutOfMemoryError, match=FIELD) as caught, explained(SMALL):
         raise error
     assert caught.value.__cause__ is error and "more" not in str(caught.value)
+    assert ("learner.offload = true" in str(caught.value)) == isinstance(error, torch.OutOfMemoryError)
 
 
 def test_what_is_set_already_is_not_advised() -> None:

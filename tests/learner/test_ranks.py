@@ -29,6 +29,7 @@ from shoal.protocol.messages import StepReport
 
 from ..conftest import tiny_llama, tiny_tokenizer
 from ..model import architectures
+from . import pretend
 from .support import SETTINGS, VALIDATOR, Pool, make_learner, make_policy, step_file
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,12 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {  # a model of `models`, and t
     "lora": ("tied", {"lora": {"rank": 4}}),
     "published": ("adapters", {"lora": {"rank": 4}}),
     "gemma3_text": ("gemma3_text", {}),  # one sequence a row; several rotary tables, a scale as a buffer
+}
+OFFLOADED: dict[str, dict[str, Any]] = {  # settings of a policy that offloads
+    "offload": {"dtype": "bfloat16", "loss": {"beta": 0.01}},
+    "offload-muon": {"dtype": "bfloat16", "optimizer": "muon"},
+    "offload-float32": {},
+    "offload-lora": {"dtype": "bfloat16", "lora": {"rank": 4}},
 }
 QUICK = ["tied"]  # on two ranks; all on four, which is slow
 SUMS = ("loss", "optim/grad_norm", "policy/entropy", "policy/kl", "policy/mismatch_kl", "policy/clip_low")
@@ -138,6 +145,8 @@ def checks(models: dict[str, Path], folder: Path, names: list[str]) -> list[dict
     made = [("loads", name, *SHARDED[name]) for name in names]
     made += [("memory", "memory", "deep", {}), ("muon", "muon", "tied", {})]
     made += [] if names == QUICK else [("renamed", "renamed", "qwen2_moe", {})]
+    # last, because the device that they register stays
+    made += [("offload", name, "tied", of) for name, of in OFFLOADED.items() if names != QUICK or name == "offload"]
     return [
         {"check": check, "model": str(models[model]), "out": str(folder / "checks" / name), "settings": settings}
         for check, name, model, settings in made
@@ -297,6 +306,26 @@ def test_muon_on_two_ranks_has_the_bits_of_one(two: Path) -> None:
 @pytest.mark.slow
 def test_muon_on_four_ranks_has_the_bits_of_one(four: Path) -> None:
     assert [of["differ"] for of in found(four, "muon")] == [[]] * 4
+
+
+def assert_offloaded(folder: Path, name: str) -> None:
+    for of in found(folder, name):
+        assert of["differ"] == []
+        away, here = [pretend.NAME], ["cpu"]
+        reference = {"reference": away} if name == "offload" else {}
+        assert of["where"] == {"masters": here, "state": here, "weights": here, "buffers": away} | reference
+        assert set(map(tuple, of["where kept"].values())) == {(pretend.NAME,)}
+
+
+def test_two_ranks_that_offload_have_the_bits_of_two_that_do_not(two: Path) -> None:
+    """Shards, gradients and moments are on the host, and what is gathered of them on the device."""
+    assert_offloaded(two, "offload")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_four_ranks_that_offload_have_the_bits_of_four_that_do_not(four: Path, name: str) -> None:
+    assert_offloaded(four, name)
 
 
 @pytest.mark.slow

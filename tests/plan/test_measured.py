@@ -91,6 +91,24 @@ def test_a_fleet_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "no device 'abacus'" in capsys.readouterr().err
 
 
+def test_offloading_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from shoal.cli.main import USAGE, main
+
+    device = "flops=1e14,bandwidth=1e12,memory=24e9"
+    others = ["--workers", "h100", "--validators", "h100", "--set", "model.device=cuda"]
+    found = []
+    for fleet, offload in ((device, "false"), (device, "true"), (f"{device},pcie=1e8,host=1e8", "true")):
+        main(["plan", "quickstart", "--learner", fleet, *others, "--set", f"learner.offload={offload}", "--json"])
+        found.append(json.loads(capsys.readouterr().out))
+    kept, offloaded, slowly = found
+    assert kept["offloaded_bytes"] == 0 and offloaded["offloaded_bytes"] == 16 * kept["parameters"]
+    assert offloaded["memory_bytes"]["learner"] < kept["memory_bytes"]["learner"]
+    seconds = [report["seconds"]["learner"] for report in found]
+    assert seconds[0] < seconds[1] < seconds[2] / 10
+    assert main(["plan", "quickstart", "--learner", device, *others[:4], "--set", "learner.offload=true"]) == USAGE
+    assert "learner.offload" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

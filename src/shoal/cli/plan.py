@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import Commands, UsageError, read_config, real, takes_config, whole
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FLEET = re.compile(r"(?:(?P<count>[0-9]{1,6})x)?(?P<name>[a-z0-9]+|[a-z]+=[^@]+)(?:@(?P<price>[0-9]+(?:\.[0-9]+)?))?")
 RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)b", re.IGNORECASE)
 ROLES = ("learner", "workers", "validators")
+NEEDED, OFFLOADING = {"flops", "bandwidth", "memory"}, {"pcie", "host"}  # of a device in numbers
 ONE_MACHINE = {"coordinator": 1, "origin": 1, "evaluator": 1, "learner": 1}
 
 
@@ -79,6 +81,7 @@ def plan(arguments: argparse.Namespace) -> None:
         "all weights": largest_parameters(device.memory_bytes, fleets["learner"].count),
         "adapters": largest_parameters(device.memory_bytes, fleets["learner"].count, lora=True),
     }
+    largest = {} if memory.offloaded else largest  # the formulas are of what stays on the devices
     report = _report(config, work, sizes, found, memory, fleets, largest)
     sys.stdout.write((json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report))) + "\n")
 
@@ -133,9 +136,13 @@ def _fleet(text: str) -> Fleet:
         raise UsageError(f"{text!r}: a fleet has at least 1 device")
     if "=" in name:
         fields = _fields(name)
-        if set(fields) != {"flops", "bandwidth", "memory"} or min(fields.values()) < 1:
-            raise UsageError(f"{name!r}: a device has flops, bandwidth and memory, each 1 or more")
+        if not NEEDED <= set(fields) <= NEEDED | OFFLOADING or min(fields.values()) < 1:
+            raise UsageError(
+                f"{name!r}: a device has flops, bandwidth and memory, each 1 or more, and for offloading pcie and host"
+            )
         device = Device("own", fields["flops"], fields["bandwidth"], fields["memory"])
+        links: dict[str, Any] = {f"{field}_Bps": fields[field] for field in OFFLOADING & set(fields)}
+        device = replace(device, **links)
     elif name in KNOWN:
         device = KNOWN[name]
     else:
@@ -168,6 +175,7 @@ def _report(
         "completion_tokens": work.length,
         "useful": work.trained / work.generated,
         "memory_bytes": memory.roles,
+        "offloaded_bytes": memory.offloaded,
         "memory_together_bytes": together,
         "device_memory_bytes": devices["learner"].memory_bytes,
         "does_not_fit": _too_large(memory, devices, together),
@@ -202,6 +210,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     ]
     lines += ["", "memory of a process, GB"]
     lines += [f"  {role:12} {size / 1e9:8.2f}" for role, size in report["memory_bytes"].items()]
+    if report["offloaded_bytes"]:
+        lines.append(f"  {'on the host':12} {report['offloaded_bytes'] / 1e9:8.2f}  for each device of the learner")
     if together:
         lines.append(f"  {'together':12} {together / 1e9:8.2f}  of {report['device_memory_bytes'] / 1e9:.1f} here")
     lines += [f"  too much: the {what} does not fit" for what in report["does_not_fit"]]
@@ -214,8 +224,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines.append(f"run: {report['run_steps']} steps, {_duration(report['run_s'])}")
     if report["run_cost"]:
         lines.append(f"cost: {report['step_cost']:.4g} a step, {report['run_cost']:.4g} the run")
-    lines.append("largest model that the learner's memory trains, in billions of parameters:")
-    lines += [f"  {what:12} {parameters / 1e9:8,.1f}" for what, parameters in report["largest_parameters"].items()]
+    largest = [f"  {what:12} {parameters / 1e9:8,.1f}" for what, parameters in report["largest_parameters"].items()]
+    if largest:
+        lines += ["largest model that the learner's memory trains, in billions of parameters:", *largest]
     return lines
 
 

@@ -71,6 +71,11 @@ class Config(Section):
             )
         if self.learner.sites and self.coordinator.prompts_per_step < self.learner.sites.sites:
             raise ValueError("coordinator.prompts_per_step is below learner.sites.sites: a site would have no group")
+        if self.learner.offload and self.model.device == "cpu":
+            raise ValueError(
+                'learner.offload moves masters and moments from a device to its host, and model.device = "cpu" has them '
+                "there: remove it, or set model.device"
+            )
         if self.sampling.max_tokens >= self.learner.row_tokens:
             raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
         if self.validator.escrow_checks * self.validator.check_floor < 1:

@@ -198,6 +198,11 @@ class LearnerSection(Section):
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: about a third more time, less memory"
     )
+    offload: bool = Field(
+        default=False,
+        description="keep masters, the optimizer's state and summed gradients in the host's memory, and step the optimizer "
+        "there: less of the device's memory, more time",
+    )
     keep_logits: bool = Field(
         default=False,
         description='with loss.kind = "gspo", keep a row\'s logits for the backward pass: saves one product with the output '

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoal.errors import ShoalError
 from shoal.model.sharded import local
@@ -35,23 +34,13 @@ def matrices(weights: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def fresh(master: Tensor) -> dict[str, Tensor]:
-    """The state before the first update. Codes say nothing while their scale is 0."""
-    own = local(master.detach())
-    state: dict[str, Tensor] = {"step": torch.zeros((), device=own.device)}
+    """The state before the first update, sharded as the master is. Codes say nothing while their scale is 0."""
+    of = master.detach()
+    state: dict[str, Tensor] = {"step": torch.zeros((), device=of.device)}
     for moment in ("exp_avg", "exp_avg_sq"):
-        state[moment] = _like(master, torch.zeros_like(own, dtype=torch.uint8))
-        state[f"{moment}_scale"] = _like(master, own.new_zeros(len(own), own.shape[1] // BLOCK))
+        state[moment] = torch.zeros_like(of, dtype=torch.uint8)
+        state[f"{moment}_scale"] = torch.zeros_like(of[:, : of.shape[1] // BLOCK])
     return state
-
-
-def _like(master: Tensor, own: Tensor) -> Tensor:
-    """This rank's rows as part of a tensor that is sharded as the master is."""
-    if not isinstance(master, DTensor):
-        return own
-    shape = torch.Size([len(master), own.shape[1]])
-    return DTensor.from_local(
-        own, master.device_mesh, master.placements, run_check=False, shape=shape, stride=(own.shape[1], 1)
-    )
 
 
 class AdamW8bit(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 The optimizer updates the masters. The model computes with what workers sample with. Over several ranks FSDP keeps shards in
 a dtype of their own and casts what it gathers: if it gathers bf16, the shards are the masters, and rounded where they are
 used.
+With `learner.offload` they are on the host: each gradient is copied there once it is complete, and rounded weights back.
 Invariant: a weight that is its own master is left alone by every function here.
 Called by the policy.
 """
@@ -37,19 +38,27 @@ def in_shards(folder: Path, device: str, numerics: Numerics, ranks: Ranks) -> Sh
 
 
 def prepare(
-    scorer: Scorer, ranks: Ranks, sharded: Sharded | None, compute: torch.dtype, stored: Container[str]
+    scorer: Scorer,
+    ranks: Ranks,
+    sharded: Sharded | None,
+    compute: torch.dtype,
+    stored: Container[str],
+    device: torch.device,
+    *,
+    offload: bool = False,
 ) -> dict[str, Tensor]:
     """Shard the model, copy the trained weights as masters, and round the model to bf16, in the compute dtype.
 
-    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Returns the masters by name.
+    Frozen weights are kept in bf16. `stored`: names of a published version's tensors. Returns the masters by name. With
+    `offload` they are on the host, where one rank must have loaded the model; it is moved to the device here.
     """
     shards = ranks.size > 1
     for parameter in scorer.model.parameters() if shards else ():
         if not parameter.requires_grad:
             parameter.data = parameter.detach().bfloat16()
-    ranks.shard(scorer, compute)
+    ranks.shard(scorer, compute, offload=offload)
     if sharded:
-        sharded.fill_(scorer)
+        sharded.fill_(scorer, host=offload)
     masters = {}
     for name, buffer in scorer.model.named_buffers():
         if name in stored and buffer.is_floating_point():  # published, but not trained
@@ -67,6 +76,8 @@ def prepare(
             parameter.data = rounded.to(compute)
         if parameter.requires_grad:
             masters[name] = exact.requires_grad_()
+    if not shards:
+        scorer.model.to(device)
     return masters
 
 
@@ -94,6 +105,6 @@ def collect_early(weights: Tensors, masters: Tensors) -> None:
 
 def _add(master: Tensor, weight: Tensor) -> None:
     assert weight.grad is not None
-    grad = weight.grad.to(torch.float32)
+    grad = weight.grad.to(master.device, torch.float32)
     master.grad = grad if master.grad is None else master.grad.add_(grad)
     weight.grad = None

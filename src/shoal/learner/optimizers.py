@@ -41,9 +41,17 @@ def matrices(section: LearnerSection, weights: Mapping[str, Tensor], blocks: Ite
     return frozenset(name for name, of in weights.items() if id(of) in inside and of.ndim == 2)
 
 
-def make(section: LearnerSection, masters: Mapping[str, Tensor], matrices: Iterable[str], compute: torch.dtype) -> Any:
-    """The optimizer of `masters`. The section's trains those named in `matrices`, Muon computing in `compute`; AdamW the
-    others."""
+def make(
+    section: LearnerSection,
+    masters: Mapping[str, Tensor],
+    matrices: Iterable[str],
+    compute: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The optimizer of `masters`. The section's trains those named in `matrices`; AdamW the others.
+
+    They step where the masters are, but Muon's products are computed in `compute` on the `device`.
+    """
     chosen = set(matrices)
     others = [master for name, master in masters.items() if name not in chosen]
     adamw = torch.optim.AdamW(others, lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
@@ -52,7 +60,7 @@ def make(section: LearnerSection, masters: Mapping[str, Tensor], matrices: Itera
     hidden = [master for name, master in masters.items() if name in chosen]
     if section.optimizer == "adamw_8bit":
         return Together(eight_bit.AdamW8bit(hidden, section.lr, section.betas, section.weight_decay), adamw)
-    return Together(Muon(hidden, section.lr, section.momentum, section.weight_decay, compute), adamw)
+    return Together(Muon(hidden, section.lr, section.momentum, section.weight_decay, compute, device), adamw)
 
 
 def fresh(kind: str, master: Tensor) -> dict[str, Tensor]:
@@ -91,10 +99,16 @@ class Muon(torch.optim.Optimizer):
     """Of matrices, whole or sharded by rows."""
 
     def __init__(
-        self, matrices: Iterable[Tensor], lr: float, momentum: float, weight_decay: float, compute: torch.dtype
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        compute: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.compute = compute
+        self.compute, self.device = compute, device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -110,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         assert master_RC.grad is not None
         grad, buffer, master = (local(x) for x in (master_RC.grad, state["momentum_buffer"], master_RC))
         buffer.lerp_(grad, 1 - momentum)
-        ahead = grad.lerp(buffer, momentum).to(self.compute)
+        ahead = grad.lerp(buffer, momentum).to(self.compute).to(self.device)
         if isinstance(master_RC, DTensor):
             shard = DTensor.from_local(
                 ahead,
@@ -124,7 +138,7 @@ class Muon(torch.optim.Optimizer):
         else:
             update = newton_schulz(ahead)
         master.mul_(1 - lr * weight_decay)
-        master.add_(update, alpha=-lr * 0.2 * max(master_RC.shape) ** 0.5)
+        master.add_(update.to(master.device), alpha=-lr * 0.2 * max(master_RC.shape) ** 0.5)
 
 
 def newton_schulz(matrix_RC: Tensor) -> Tensor:

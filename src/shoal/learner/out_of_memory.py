@@ -24,12 +24,14 @@ def explained(config: LearnerSection) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         message = str(error)
-        is_other = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-        if is_other and "not enough memory" not in message and "can't allocate memory" not in message:
+        of_device = isinstance(error, torch.OutOfMemoryError)
+        known = "not enough memory" in message or "can't allocate memory" in message
+        if isinstance(error, RuntimeError) and not of_device and not known:
             raise
         first = next(iter(message.splitlines()), type(error).__name__)
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
         hint += " or learner.keep_logits = false" if config.keep_logits and config.loss.kind == "gspo" else ""
+        hint += " or learner.offload = true" if of_device and not config.offload else ""
         raise OutOfMemoryError(
             f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; {first}"
         ) from error

@@ -57,18 +57,19 @@ class Policy:
             numerics = "fast"  # compiled kernels sum in an order of their own
         self.config = config
         self.device = torch.device(device)
+        self.offloads = config.offload and self.device.type != "cpu"
         self.compute = getattr(torch, dtype)
         self.temperature = temperature
         self.ranks = ranks or Ranks()
         self.tokenizer = load_tokenizer(folder)
         self.sharded = in_shards(folder, device, numerics, self.ranks)
-        self.model = self._model(folder, numerics)
+        self.model = self._model(folder, numerics, "cpu" if self.offloads else device)
         if config.lora is not None:
             lora.attach_(self.model, config.lora)
         self.stored = stored_shapes(self.model)  # of a published version
         self.shape = shape_of(self.model)
         self.scorer = Scorer(self.model, keep_logits=config.keep_logits)
-        self.masters = self._prepare(self.scorer)
+        self.masters = self._prepare(self.scorer, offload=self.offloads)
         self.weights = {name: dict(self.model.named_parameters())[name] for name in self.masters}
         if self.ranks.size == 1:
             collect_early(self.weights, self.masters)
@@ -78,21 +79,21 @@ class Policy:
             compile_blocks(self.scorer)
         self.reference: Scorer | None = None
         if config.loss.beta > 0:
-            self.reference = Scorer(self._model(folder, numerics).requires_grad_(False))
+            self.reference = Scorer(self._model(folder, numerics, device).requires_grad_(False))
             self._prepare(self.reference)
         self.matrices = optimizers.matrices(config, self.weights, self.scorer.layers)
-        self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute)
+        self.optimizer = optimizers.make(config, self.masters, self.matrices, self.compute, self.device)
         self._costs: list[float] = []  # of the next update's rows, as they were dealt to the ranks
         self.updates = 0  # optimizer steps so far
         self.skipped_in_row = 0
         self.before_update: Callable[[], None] = lambda: None  # waits until a checkpoint is written
 
-    def _model(self, folder: Path, numerics: Numerics) -> Any:
+    def _model(self, folder: Path, numerics: Numerics, device: str) -> Any:
         """The model in float32, or a skeleton that `_prepare` fills."""
-        return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", str(self.device), numerics)
+        return self.sharded.skeleton() if self.sharded else load_model(folder, "float32", device, numerics)
 
-    def _prepare(self, scorer: Scorer) -> dict[str, Tensor]:
-        return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored)
+    def _prepare(self, scorer: Scorer, *, offload: bool = False) -> dict[str, Tensor]:
+        return prepare(scorer, self.ranks, self.sharded, self.compute, self.stored, self.device, offload=offload)
 
     def update(self, micro_batches: Sequence[MicroBatch], denominator: float) -> dict[str, float]:
         """One optimizer step on micro-batches whose losses are sums over `denominator`. Returns sums and norms."""

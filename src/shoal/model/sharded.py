@@ -102,9 +102,9 @@ class Sharded:
         limit_(model, config.to_dict())
         return model
 
-    def fill_(self, root: nn.Module) -> None:
-        """Give the sharded skeleton in `root.model` its weights."""
-        allocate_(root, self.device)
+    def fill_(self, root: nn.Module, *, host: bool = False) -> None:
+        """Give the sharded skeleton in `root.model` its weights, on the `host` or on the device."""
+        allocate_(root, self.device, host=host)
         self.weights.fill_(root.model)
 
 
@@ -155,11 +155,15 @@ def skeleton(folder: Path, config: Any, numerics: Numerics | None) -> Any:
 
 
 @torch.no_grad()
-def allocate_(root: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters that have none. What is real keeps its values."""
+def allocate_(root: nn.Module, device: torch.device, *, host: bool = False) -> None:
+    """Memory for the parameters that have none, on the `host` or on the device. What is real keeps its values."""
     buffers = dict(root.named_buffers())
     drawn = {name: local(one) for name, one in root.named_parameters() if not local(one).is_meta}
-    root.to_empty(device=device)
+
+    def empty(one: Tensor) -> Tensor:  # parameters are sharded, buffers are not
+        return torch.empty_like(one, device="cpu" if host and isinstance(one, DTensor) else device)
+
+    root._apply(empty)  # type: ignore[no-untyped-call]
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
     for name, parameter in root.named_parameters():

@@ -13,6 +13,12 @@ AMX and E from AMD:
                 vocabulary's noise and logprobs are most of it, and gain nothing from faster products
     reading     the weights at each position: 8.6 GB/s X, 10.3 GB/s a thread E (`validation_speed.json`)
 
+What a learner offloads travels over PCIe and is computed at the speed of the host's memory. `pcie_Bps` is one direction of
+16 lanes: half of the 64 GB/s that data sheets give for the fourth generation, and of the 128 GB/s for the fifth. `host_Bps`
+is a device's share of its host's memory: an eighth of two processors with eight channels (DDR4-3200 in DGX A100, DDR5-4800
+in DGX H100), or a desktop's two channels of DDR4-3200. PINNED and PAGEABLE: 5.8 and 2.3 of 8 GB/s in a laptop
+(developer.nvidia.com/blog/how-optimize-data-transfers-cuda-cc).
+
 Called by `steps` and `shoal plan`. Left out: interconnects between the devices of one learner.
 """
 
@@ -20,6 +26,7 @@ import time
 from dataclasses import dataclass
 
 GIB = 1 << 30
+PINNED, PAGEABLE = 0.7, 0.3  # shares of `pcie_Bps`, by the kind of the host's memory
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,14 @@ class Device:
     decode: float = 0.5  # of `flops`, for what many sequences at once compute
     reading: float = 0.7  # of `bandwidth_Bps`, in decoding and in the optimizer
     cpu: bool = False
+    pcie_Bps: float = 32e9  # between it and its host, one way
+    host_Bps: float = 51e9  # its share of the host's memory bandwidth
 
 
 KNOWN = {
     "a100": Device("a100", 312e12, 2.0e12, 80e9),
-    "h100": Device("h100", 989e12, 3.35e12, 80e9),
-    "h200": Device("h200", 989e12, 4.8e12, 141e9),
+    "h100": Device("h100", 989e12, 3.35e12, 80e9, pcie_Bps=64e9, host_Bps=77e9),
+    "h200": Device("h200", 989e12, 4.8e12, 141e9, pcie_Bps=64e9, host_Bps=77e9),
     "l40s": Device("l40s", 362e12, 0.864e12, 48e9),
     "rtx4090": Device("rtx4090", 165e12, 1.008e12, 24e9),
     "rtx3090": Device("rtx3090", 71e12, 0.936e12, 24e9),

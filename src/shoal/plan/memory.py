@@ -3,6 +3,8 @@
     learner     16 a parameter in bf16 (weights 2, gradient 2, fp32 master 4, AdamW's moments 8), 20 in fp32; 4 more if an
                 update has several rows, for the sum of their gradients. A reference model adds 2 or 4. FSDP2 spreads them
                 over several devices (in bf16: master 4, moments 8, gradient 4, which is that sum).
+    offloaded   on one device: weights, the head's gradient, and a reference model; 16 a parameter on the host (master 4,
+                moments 8, summed gradients 4). On several: a reference model's shards; all else of a shard is on the host
     gathered    on several devices, in the compute dtype: what is outside of the blocks, and three blocks, of which one is
                 computed, one comes next and one is being copied; a block's gradient, in it and in float32 to be reduced; the
                 head's gradient in float32
@@ -16,7 +18,8 @@
 
 Invariant: on a CPU a role also holds what a process with torch holds before any model, measured in runs of a 3M model
 (`tiny-exact.json`); SHARED_BYTES of it is the same pages in all children of `shoal run`.
-Left out: fragmentation, copies between devices, tasks.
+Left out: fragmentation, copies between devices, tasks; and what FSDP holds longer on an accelerator than on a CPU, about 6.5
+bytes for each entry of the head (`learner_memory.json`).
 """
 
 from dataclasses import dataclass
@@ -47,6 +50,7 @@ class Memory:
     """Bytes of one process of each role; of the learner on each of its devices."""
 
     roles: dict[str, float]
+    offloaded: float = 0.0  # of the learner on the host, for each of its devices
 
     def together(self, counts: dict[str, int]) -> float:
         """What all processes of `shoal run` hold, shared pages counted once."""
@@ -60,8 +64,13 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
     logits = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.row_tokens)
     checked = min(LOGITS_BYTES, 2 * 4 * sizes.vocab * work.validator_tokens)
     reference = weights if work.extra_forwards > int(work.recomputes) else 0
-    summed = SUM_BYTES * sizes.parameters if devices == 1 and work.rows > 1 else 0
-    state = (2 * weights + MASTER_BYTES * sizes.parameters + reference) / devices + summed
+    trained = (2 * weights + MASTER_BYTES * sizes.parameters) / devices
+    trained += SUM_BYTES * sizes.parameters if devices == 1 and work.rows > 1 else 0
+    offloaded = 0.0
+    if work.offloads and not cpu:
+        offloaded = trained if devices > 1 else float((MASTER_BYTES + SUM_BYTES) * sizes.parameters)
+        trained = 0 if devices > 1 else weights + compute_bytes * sizes.head
+    state = trained + reference / devices
     gathered = gathered_bytes(sizes, compute_bytes) if devices > 1 else 0.0
     cache = work.at_once * (work.prompt + work.longest + SPARE) * cache_bytes_per_token(sizes, compute_bytes)
     decoding = cache + 2 * 4 * work.at_once * sizes.vocab
@@ -77,7 +86,8 @@ def memory_of(sizes: Sizes, work: Work, compute_bytes: int, *, devices: int = 1,
             + checked
             + layer_bytes(sizes, compute_bytes) * work.validator_tokens,
             "evaluator": base["evaluator"] + weights + decoding,
-        }
+        },
+        offloaded,
     )
 
 

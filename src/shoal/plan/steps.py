@@ -4,6 +4,9 @@
                 + updates x 28 and rows x 14 bytes a parameter / (devices x bandwidth x reading): AdamW reads and writes its
                 state, and each row's gradients are added to those of the rows before
                 + the version's bytes / WRITE_BPS
+                offloaded, the 28 and 14 bytes are moved in the host's memory, and bytes cross PCIe, as if nothing
+                overlapped: on one device each row's gradients, 2 a parameter, and each update's weights, 2; on several,
+                for each row of a device, its shard's masters twice and its gradients, 4 each
     rollouts    rounds of `at_once` completions: weights are read until the longest has ended; each token reads its cache and
                 computes 2 FLOPs a parameter. Both add up, as on a CPU; with perfect overlap the larger would count. Plus
                 prompts' prefill.
@@ -29,7 +32,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.plan.devices import Fleet
+from shoal.plan.devices import PAGEABLE, PINNED, Fleet
 from shoal.plan.sizes import Sizes
 from shoal.plan.work import Work, attention_flops, cache_bytes_per_token, dense_flops, passes, version_bytes
 
@@ -137,8 +140,20 @@ def learner_s(sizes: Sizes, work: Work, fleet: Fleet) -> float:
     forward_s = dense_flops(sizes, work) / device.training + attention_flops(sizes, work) / device.attention
     computing_s = passes(work) * work.trained * forward_s / (fleet.count * device.flops)
     moved = work.updates * (ADAMW_BYTES + work.rows * ROW_BYTES) * sizes.parameters
-    moving_s = moved / (fleet.count * device.bandwidth_Bps * device.reading)
-    return computing_s + moving_s + version_bytes(sizes) / WRITE_BPS
+    bandwidth_Bps = device.host_Bps if work.offloads and not device.cpu else device.bandwidth_Bps
+    moving_s = moved / (fleet.count * bandwidth_Bps * device.reading)
+    return computing_s + moving_s + crossing_s(sizes, work, fleet) + version_bytes(sizes) / WRITE_BPS
+
+
+def crossing_s(sizes: Sizes, work: Work, fleet: Fleet) -> float:
+    """Of what the learner offloads, between its devices and their hosts."""
+    if not work.offloads or fleet.device.cpu:
+        return 0.0
+    if fleet.count == 1:
+        each, share = 2 * work.rows + 2, PAGEABLE
+    else:
+        each, share = 3 * 4 * math.ceil(work.rows / fleet.count), PINNED
+    return work.updates * each * sizes.parameters / (fleet.count * fleet.device.pcie_Bps * share)
 
 
 def rollouts_s(sizes: Sizes, work: Work, compute_bytes: int, fleet: Fleet) -> float:
