@@ -112,4 +112,4 @@ def read_invite(text: str) -> Invite:
     try:
         return Invite.decode(held)
     except InviteError as error:
-        raise InviteError(f"{text[:80]}: {error}") from error
+        raise InviteError(f"{text}: {error}") from error
