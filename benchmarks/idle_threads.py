@@ -1,4 +1,4 @@
-"""What it costs that idle threads of the arithmetic sleep at once, spin a few microseconds, or spin until they are needed.
+"""What it costs that idle threads of the arithmetic sleep at once, or look a number of times first whether they are needed.
 
     python benchmarks/idle_threads.py [--threads 2] [--rounds 3]
 
@@ -6,8 +6,8 @@ SmolLM2-135M in bf16. Each process generates 64 completions of 16 tokens (8 prom
 update of as many, once to warm up and then twice. The settings take turns, alone and beside a second such process:
 
     sleep   OMP_WAIT_POLICY=PASSIVE alone
-    brief   what `shoal run` gives its processes: PASSIVE with GOMP_SPINCOUNT=3000
-    spin    OMP_WAIT_POLICY=ACTIVE
+    brief   what `shoal run` gives its processes: PASSIVE with GOMP_SPINCOUNT=1000
+    longer  PASSIVE with GOMP_SPINCOUNT=3000
 
 Writes benchmarks/results/idle_threads.json: seconds by the clock and CPU seconds of every measurement.
 """
@@ -26,8 +26,8 @@ from typing import Any
 PATH = Path(__file__).parent / "results" / "idle_threads.json"
 SETTINGS = {
     "sleep": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "brief": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"},
-    "spin": {"OMP_WAIT_POLICY": "ACTIVE"},
+    "brief": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"},
+    "longer": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"},
 }
 PROMPTS, PROMPT, GROUP, TOKENS = 8, 46, 8, 16
 

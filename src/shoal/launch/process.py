@@ -18,8 +18,9 @@ from types import FrameType
 PARENT_POLL_S = 0.5
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 # Idle threads of the arithmetic leave the core to other processes, but not between two operations of one model: waking them
-# takes longer than a small operation. GOMP_SPINCOUNT: how often GNU's OpenMP looks before it sleeps, some microseconds here.
-IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+# takes longer than a small operation. So they look so many times first (docs/results.md, "Threads that wait").
+# GOMP_SPINCOUNT is GNU OpenMP's; others ignore it.
+IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 class Interrupted(Exception):
