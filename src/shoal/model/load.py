@@ -180,12 +180,12 @@ def _load_adapters_(model: Any, folder: Path) -> None:
 
 
 def load_config(folder: Path) -> Any:
-    """Raises UnsupportedModelError."""
+    """Raises UnsupportedModelError, or FileNotFoundError without the folder."""
     return _read(folder, "config", AutoConfig)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Raises UnsupportedModelError."""
+    """Raises UnsupportedModelError, or FileNotFoundError without the folder."""
     return _read(folder, "tokenizer", AutoTokenizer)
 
 
@@ -193,6 +193,8 @@ def _read(folder: Path, part: str, kind: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        if not folder.is_dir():  # a version may be removed while it is read
+            raise FileNotFoundError(f"{folder} is not there any more") from error
         raise UnsupportedModelError(
             f"{folder} holds no {part} that transformers can read: {first_line(error)}"
         ) from error
