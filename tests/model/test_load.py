@@ -1,3 +1,4 @@
+import errno
 import resource
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shoal.model.load import (
     WEIGHTS,
@@ -52,6 +53,18 @@ def edited(tiny_folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, T
 def test_a_folder_that_transformers_cannot_read_is_named(tmp_path: Path, load: Any, part: str, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(UnsupportedModelError, match=f"{tmp_path} holds no {part} that transformers can read: "):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("load", "reader"), [(load_model, AutoConfig), (load_tokenizer, AutoTokenizer)])
+def test_an_error_of_the_system_says_nothing_of_the_model(
+    tmp_path: Path, load: Any, reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(reader, "from_pretrained", fail)
+    with pytest.raises(OSError, match="Too many open files"):
         load(tmp_path)
 
 

@@ -4,7 +4,7 @@ Invariant: what resuming and the user need is never removed:
 
     learner       `model/`, the newest checkpoint and those of `learner.keep_every`, the newest `learner.keep_versions`; of
                   each site, if it has several
-    sites         what their meeting goes on from
+    sites         the state from which their meeting resumes
     origin        the newest `relays.keep` versions, with the deltas and anchors they need: a manifest is signed only once,
                   and submissions of these versions may wait for a validator
     all           the coordinator's folder, keys, invites, logs and metrics

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from shoal.config.recipe import LearnerSection
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_line
 
 
 class OutOfMemoryError(ShoalError):
@@ -28,10 +28,10 @@ def explained(config: LearnerSection) -> Iterator[None]:
         known = "not enough memory" in message or "can't allocate memory" in message
         if isinstance(error, RuntimeError) and not of_device and not known:
             raise
-        first = next(iter(message.splitlines()), type(error).__name__)
         hint = "" if config.activation_checkpointing else " or set learner.activation_checkpointing = true"
         hint += " or learner.keep_logits = false" if config.keep_logits and config.loss.kind == "gspo" else ""
         hint += " or learner.offload = true" if of_device and not config.offload else ""
         raise OutOfMemoryError(
-            f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; {first}"
+            f"out of memory while computing a row: lower learner.row_tokens (now {config.row_tokens}){hint}; "
+            f"{first_line(error)}"
         ) from error

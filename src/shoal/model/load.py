@@ -193,6 +193,8 @@ def _read(folder: Path, part: str, kind: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, which says nothing of the model
+            raise
         if not folder.is_dir():  # a version may be removed while it is read
             raise FileNotFoundError(f"{folder} is not there any more") from error
         raise UnsupportedModelError(

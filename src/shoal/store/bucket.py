@@ -28,6 +28,7 @@ from blake3 import blake3
 from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import S3Store
 
+from shoal.errors import first_line
 from shoal.store.folder import HASH, StoreError
 from shoal.store.presign import Credentials, presigned
 
@@ -174,7 +175,7 @@ class Bucket:
         except (FileNotFoundError, NotFoundError) as error:
             raise StoreError(f"{what}: it is not in {self}") from error
         except BaseError as error:
-            raise StoreError(f"{what} in {self}: {str(error).splitlines()[0][:200]}") from error
+            raise StoreError(f"{what} in {self}: {first_line(error)[:200]}") from error
 
     def __str__(self) -> str:
         return f"s3://{self.place.bucket}/{self.place.prefix}"

@@ -2,10 +2,10 @@
 
     ledger -> settle, entry by entry -> contract          contract -> stakes of members, every LOOK_S -> `ChainStakes`
 
-Invariant: only a stranger who asks to join by stake waits for the chain. Accepted work is in the ledger first. What the
-chain does not take yet is told as a notice, kept in order and tried again. The next start tries it too, and asks the
-contract what it has. Started and ended by `service`, on the event loop; only its own threads speak to the chain, and they
-touch no database.
+Invariant: only a stranger who asks to join by stake waits for the chain. Accepted work is in the ledger first. Entries that
+the chain does not accept yet are kept in order and sent again, and the operator gets a notice. After a restart the contract
+is asked which entries it has, and the others are sent. Started and ended by `service`, on the event loop; only its own
+threads speak to the chain, and they touch no database.
 Left out: reorganisations; a chain that makes blocks more slowly than the pool makes entries falls behind.
 """
 
