@@ -1,6 +1,6 @@
 """Shoal against TRL's GRPOTrainer: the same model, tasks, prompts, batch and recipe, in turns on the same machine.
 
-    python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install trl==1.16.0 pydantic
+    python -m venv PEER && PEER/bin/pip install torch==2.13.0 && PEER/bin/pip install trl==1.16.0 pydantic tomli_w
     python benchmarks/trl.py --peer PEER [--workload a] [--rounds 3] [--smoke]
     python benchmarks/trl.py --peer PEER --tune [--workload b] [--only "bf16 x8" "bf16 x16"]
 
@@ -55,7 +55,6 @@ ALIKE = (
     "coordinator.online_filter=false",
     "coordinator.async_level=1",
     "workers.count=1",
-    "workers.groups_per_submission=8",
     "learner.activation_checkpointing=false",
 )
 

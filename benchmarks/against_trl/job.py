@@ -55,7 +55,8 @@ def export(config: Config, model: Path, path: Path) -> None:
             drawn = random.Random(f"{config.run.seed} {step}")  # noqa: S311
             for task in drawn.sample(train, config.coordinator.prompts_per_step):
                 ids = prompt_tokens(tokenizer, config.tasks, task, target_length(config))
-                line = {"prompt": tokenizer.decode(ids), "tokens": ids, "task": task.id, "answer": task.answer}
+                line = {"prompt": tokenizer.decode(ids), "tokens": ids}
+                line |= {"task": task.id, "answer": task.answer, "reward_name": task.reward}
                 file.write(json.dumps(line) + "\n")
 
 

@@ -52,7 +52,7 @@ def main() -> None:
         generated_s, generated_cpu_s = time.time(), time.process_time()
         grades = []
         for line, group in zip(asked, answered, strict=True):
-            task = tasks.Task(line["task"], "", line["answer"], source)
+            task = tasks.Task(line["task"], "", line["answer"], source, reward=line["reward_name"])
             texts = [completion_text(tokenizer, c.tokens) for c in group]
             grades.append([grade.score for grade in graders.grade([task] * len(group), texts)])
         groups = []

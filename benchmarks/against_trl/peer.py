@@ -47,9 +47,14 @@ def main() -> None:
     steps: list[dict[str, Any]] = []
     now: dict[str, Any] = {}
 
-    def graded(completion_ids: list[list[int]], task: list[str], answer: list[str], **_: Any) -> list[float]:
+    def graded(
+        completion_ids: list[list[int]], task: list[str], answer: list[str], reward_name: list[str], **_: Any
+    ) -> list[float]:
         """Called once per step, on the whole batch."""
-        asked = [tasks.Task(name, "", right, source) for name, right in zip(task, answer, strict=True)]
+        asked = [
+            tasks.Task(name, "", right, source, reward=by)
+            for name, right, by in zip(task, answer, reward_name, strict=True)
+        ]
         texts = [completion_text(tokenizer, ids) for ids in completion_ids]
         grades = [grade.score for grade in graders.grade(asked, texts)]
         now.update(
@@ -98,7 +103,7 @@ def main() -> None:
         processing_class=tokenizer,
         reward_funcs=graded,
         train_dataset=Dataset.from_list(
-            [{name: line[name] for name in ("prompt", "task", "answer")} for line in lines]
+            [{name: line[name] for name in ("prompt", "task", "answer", "reward_name")} for line in lines]
         ),
         args=GRPOConfig(
             output_dir=str(Path(job["out"]).parent / "trainer"),
