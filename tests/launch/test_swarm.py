@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.config import Cheat, load, parse
 from shoal.launch.children import ChildError
-from shoal.launch.swarm import Swarm
+from shoal.launch.swarm import Swarm, SwarmError
 from shoal.ledger.chain import read_export, verify_chain, write_export
 from shoal.model import numerics
 from shoal.model.sources import resolve
@@ -283,6 +283,16 @@ def test_a_run_keeps_its_config_if_it_cannot_be_resumed_with_another(
         swarm._prepare()
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "[run]\nsteps = 3\n"
+
+
+def test_a_dashboard_whose_port_is_taken_costs_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        swarm = Swarm(parse({}), "run", tmp_path / "run", dashboard=port)
+        monkeypatch.setattr(swarm, "_prepare", lambda: pytest.fail("the run was prepared"))
+        with pytest.raises(SwarmError, match=f"the dashboard cannot listen at 127.0.0.1:{port}"):
+            swarm.run()
 
 
 @pytest.mark.slow

@@ -125,5 +125,5 @@ def test_a_folder_without_a_coordinator_is_named(tmp_path: Path) -> None:
     with pytest.raises(AddressError, match=f"{tmp_path} is neither the folder of a run nor of a coordinator"):
         find_coordinator(str(tmp_path))
     (tmp_path / "coordinator.json").write_text("{")
-    with pytest.raises(AddressError, match="is neither"):
+    with pytest.raises(AddressError, match=f"{tmp_path}/coordinator.json is damaged: restore"):
         find_coordinator(str(tmp_path))

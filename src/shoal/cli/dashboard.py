@@ -49,6 +49,7 @@ def dashboard(arguments: argparse.Namespace) -> None:
         process.follow(lambda: os.getppid() == parent)
     from shoal.dashboard.server import LOOPBACK, Dashboard, serve
     from shoal.dashboard.watched import watch
+    from shoal.launch.door import listen
 
     page = Dashboard(
         watch(arguments.run), [_looked(watch(other)) for other in arguments.compare], public=arguments.public
@@ -56,7 +57,7 @@ def dashboard(arguments: argparse.Namespace) -> None:
     if arguments.socket is not None:
         listener = socket.socket(fileno=arguments.socket)
     else:
-        listener = socket.create_server((arguments.host, arguments.port))
+        listener = listen(arguments.host, arguments.port)
         host, taken = listener.getsockname()[:2]
         sys.stdout.write(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)\n")
         sys.stdout.flush()

@@ -21,16 +21,23 @@ class DoorError(ShoalError):
     """The dashboard cannot listen where it was told to."""
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Raises DoorError."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise DoorError(
+            f"the dashboard cannot listen at {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from error
+
+
 class Door:
     """Listens on `port` of this machine only; 0: any that is free."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         """Raises DoorError."""
         self.folder = folder
-        try:
-            self._listener = socket.create_server(("127.0.0.1", port))
-        except OSError as error:
-            raise DoorError(f"the dashboard cannot listen on port {port}: {error.strerror}; choose another") from error
+        self._listener = listen("127.0.0.1", port)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/"
         self._wake, self._woken = os.pipe()
         self._server: subprocess.Popen[bytes] | None = None

@@ -94,9 +94,12 @@ class Swarm:
         self.started_s = time.monotonic()
         self.legs = [*read_legs(self.out), Leg()]
         try:
+            if self.dashboard is not None:  # first: a port that is taken costs no start
+                self.door = Door(self.out, self.dashboard)
             self._prepare()
             self._start_all()
-            self._open_dashboard()
+            if self.door:
+                self._note(f"dashboard: {self.door.url}")
             self._watch()
         except Interrupted:
             self.console.print("stopping")
@@ -182,11 +185,6 @@ class Swarm:
             members.invite(member, identity, self.run_name, self.url, self.out)
             command = members.command(member, self.config, self.out, self.cores)
             self.children.start(member.name, command, members.module_of(member.command))
-
-    def _open_dashboard(self) -> None:
-        if self.dashboard is not None:
-            self.door = Door(self.out, self.dashboard)
-            self._note(f"dashboard: {self.door.url}")
 
     def _wait_for_coordinator(self) -> None:
         coordinator = self.children.all[0]

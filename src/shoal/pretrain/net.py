@@ -1,19 +1,18 @@
 """The model that is trained, its optimizer and one update: on one rank, or on several that act as one.
 
     pretrain.parallel = "shards"    FSDP2 (`learner.ranks`): each rank holds a part of the weights and moments
-    pretrain.parallel = "replicas"  each rank holds all of them; one all-reduce a step sums the gradients
+    pretrain.parallel = "replicas"  each rank holds all of them; their gradients are summed during the backward pass
 
 The leader trains. Each call that it makes here is told to the other ranks, which are in `follow` and make the same call.
 Invariant: a step has the same micro-batches on any number of ranks, so its result differs only by the order in which their
 gradients are summed. After `push` all ranks have the leader's weights.
-Called by the trainer. Left out: overlap of the replicas' all-reduce with the backward pass.
+Called by the trainer.
 """
 
 import json
 import math
-import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from shoal.learner.ranks import Ranks, whole
 from shoal.model.load import Root
 from shoal.model.sharded import local, own_rows
 from shoal.pretrain.outer import named
+from shoal.pretrain.replicas import GradientSums
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CALLS = ("step", "evaluate", "pull", "push", "state", "restore", "reset")
@@ -62,7 +62,17 @@ class Net:
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = self._optimizer()
         self.updates = 0  # since the moments were zero
-        self.waited_s, self.sent_bytes = 0.0, 0  # of the replicas' all-reduce; what a ring sends
+        self.sums = GradientSums(self.parameters.values()) if self.ranks.size > 1 and not self.sharded else None
+
+    @property
+    def waited_s(self) -> float:
+        """For the replicas' gradients, once the backward passes had ended."""
+        return self.sums.waited_s if self.sums else 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring sends of the replicas' gradients."""
+        return 2 * (self.ranks.size - 1) * self.sums.summed_bytes // self.ranks.size if self.sums else 0
 
     def step(self, ids_BT: Tensor, *, lr: float, number: int) -> tuple[float, float]:
         """Update once. Returns the mean loss in nats per token and the gradient's norm. Raises DivergedError."""
@@ -165,32 +175,14 @@ class Net:
 
     def _gradients(self, ids_BT: Tensor) -> float:
         """Compute the gradients of the step's mean loss, a micro-batch at a time. Returns the loss."""
-        total = 0.0
-        for micro_MT in self._micro_batches(ids_BT)[self.ranks.rank :: self.ranks.size]:
+        total = torch.zeros(1, device=self.device)
+        mine = self._micro_batches(ids_BT)[self.ranks.rank :: self.ranks.size]
+        for number, micro_MT in enumerate(mine, start=1):
             loss = self._loss(micro_MT) * (len(micro_MT) / len(ids_BT))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        if self.ranks.size > 1 and not self.sharded:
-            return self._all_reduce(total)
-        return self.ranks.sum({"loss": total})["loss"]
-
-    def _all_reduce(self, loss: float) -> float:
-        """Sum gradients and losses over the ranks, in float32. Returns the sum of the losses."""
-        import torch.distributed as dist
-
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        flat = torch.cat([*(each.flatten() for each in gradients), torch.tensor([loss], device=self.device)])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        started_s = time.monotonic()
-        dist.all_reduce(flat)
-        total = float(flat[-1])
-        self.waited_s += time.monotonic() - started_s
-        self.sent_bytes += 2 * (self.ranks.size - 1) * flat.nbytes // self.ranks.size
-        parts = torch.split(flat[:-1], [each.numel() for each in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-        return total
+            total += loss.detach()
+            with self.sums.backward(total) if self.sums and number == len(mine) else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
+        return float(total) if self.sums else self.ranks.sum({"loss": float(total)})["loss"]
 
     def _loss(self, ids_BT: Tensor) -> Tensor:
         """Mean over the sequences' tokens but their first."""

@@ -39,9 +39,12 @@ class Address(BaseModel):
         path = run if run.exists() else folder / FILE
         try:
             return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+        except ValidationError as error:
+            raise AddressError(f"{path} is damaged: restore the folder from its backup (shoal backup)") from error
+        except OSError as error:
             raise AddressError(
-                f"{folder} is neither the folder of a run nor of a coordinator that was started: no {FILE} there"
+                f"{folder} is neither the folder of a run nor of a coordinator that was started: {path.name} cannot be "
+                f"read there ({error.strerror})"
             ) from error
 
     def write(self, folder: Path) -> None:
