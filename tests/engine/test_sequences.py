@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.engine import cache as cache_module
 from shoal.engine import rows as rows_module
 from shoal.engine.batch import Ask
+from shoal.engine.cache import Taken
 from shoal.engine.rows import token_bytes
 from shoal.engine.scheduler import Limits, Scheduler, cache_bytes
 from shoal.model import attention
@@ -25,7 +26,7 @@ from shoal.model.sampling import choose
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY, HASHES = 24, 32
-PROMPTS = [(5,), (5, 9, 13), tuple(range(2, 22)) * 3, (14, 11) * 60]
+PROMPTS = [(5,), (5, 9, 13), tuple(range(2, 22)) * 3, (14, 11) * 60, (*range(2, 22), 4)]  # two begin alike
 ENDS = (1, 7)
 PLACES = torch.arange(1, 1000) * 7919 % 997
 
@@ -36,7 +37,7 @@ def hashed(tokens: Sequence[int]) -> int:
 
 def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
     slots = cache_module.Slots("cpu")
-    slots.receive(0, 0, [40] * 8)
+    slots.receive(0, 0, Taken(0, [40] * 8))
     slots.update(torch.ones(1, 3, 320, 2), torch.ones(1, 3, 320, 2), 0)
     assert slots.positions == slots.buffers[0, 0].shape[2] <= 64
     slots.begin(torch.full((8,), 4096), 4097)
@@ -47,7 +48,7 @@ def test_buffers_of_short_rows_have_little_room_to_spare() -> None:
 
 def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> None:
     slots = cache_module.Slots("cpu")
-    slots.receive(0, 0, [2] * 8)
+    slots.receive(0, 0, Taken(0, [2] * 8))
     keys = torch.arange(16.0)[None, None, :, None]
     slots.update(keys, keys, 0)
     slots.keep([7, 1, 2, 3, 4], 2)
@@ -88,8 +89,10 @@ class Fake:
             sums = (keys[:, 0, :, 0] * PLACES[: keys.shape[2]] * attention_mask[:, 0, 0]).sum(-1, keepdim=True)
         else:
             self.prefilled += keys.shape[2]
-            parts = [keys[0, 0, span.start : span.end, 0] for span in layout.spans]
-            sums = torch.cat([(part * PLACES[: len(part)]).cumsum(0) for part in parts])[None]
+            root = keys[0, 0, : layout.root, 0]
+            parts = [torch.cat([root, keys[0, 0, span.start : span.end, 0]]) for span in layout.spans]
+            sums_T = [(part * PLACES[: len(part)]).cumsum(0) for part in parts]
+            sums = torch.cat([part[layout.root if n else 0 :] for n, part in enumerate(sums_T)])[None]
         hashes = sums.long() % HASHES
         return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot(hashes, HASHES).float())
 

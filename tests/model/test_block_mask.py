@@ -16,11 +16,11 @@ FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-def layout(*trees: tuple[int, tuple[int, ...]]) -> Layout:
+def layout(*trees: tuple[int, tuple[int, ...]], root: int = 0) -> Layout:
     spans: list[Span] = []
     for prompt, completions in trees:
-        spans.append(Span(spans[-1].end if spans else 0, prompt, completions))
-    return Layout(spans, CPU, "flex")
+        spans.append(Span(spans[-1].end if spans else root, prompt, completions))
+    return Layout(spans, CPU, "flex", root)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,9 @@ def layout(*trees: tuple[int, tuple[int, ...]]) -> Layout:
         layout((128, ())),
         layout((130, (300, 5, 140)), (1, (1,)), (400, (256,))),
         layout((0, (129,)), (640, (128, 128))),
+        layout((100, (30, 200)), (10, (5,)), root=300),
     ],
-    ids=["short", "one block", "uneven", "whole blocks"],
+    ids=["short", "one block", "uneven", "whole blocks", "root"],
 )
 def test_a_mask_by_tiles_is_that_of_pytorch(row: Layout) -> None:
     def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,21 @@ def test_the_learners_forward_has_the_validators_bits(tmp_path: Path, dtype: Dty
     assert torch.equal(scorer(pack(trees), 0.7, with_entropy=False)[0], expected_N)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_common_beginning_changes_no_bit(tmp_path: Path, dtype: DtypeName) -> None:
+    model = exact_model("three to a key head", tmp_path, dtype)
+    for length in (17, 64, 130, 300):
+        root = [5 * n % model.config.vocab_size for n in range(length)]
+        trees = [replace(tree, prompt=[*root, *tree.prompt]) for tree in random_trees(4, model.config.vocab_size)]
+        assert pack(trees).layout.root >= length
+        for found_N, expected_N in zip(states(model, trees), each_alone(model, trees), strict=True):
+            assert torch.equal(found_N, expected_N), length
+
+
+@pytest.mark.parametrize("root", [0, 40])
 @pytest.mark.parametrize("architecture", ["three to a key head", "biases", "norms of queries and keys"])
-def test_gradients_are_those_of_fast_numerics(architecture: str, tmp_path: Path) -> None:
-    trees = random_trees(3, 96, longest=40)
+def test_gradients_are_those_of_fast_numerics(architecture: str, root: int, tmp_path: Path) -> None:
+    trees = [replace(tree, prompt=[*range(root), *tree.prompt]) for tree in random_trees(3, 96, longest=40)]
     grads = []
     model = exact_model(architecture, tmp_path, "float32")
     for own in (model, load_model(tmp_path, "float32", numerics="fast")):
@@ -226,10 +239,11 @@ def test_a_logprob_does_not_depend_on_the_rows_beside_it() -> None:
 # ---- what is computed together
 
 
+@pytest.mark.parametrize("root", [0, 50])
 @pytest.mark.parametrize("heads", [1, 9])
-def test_every_query_is_computed_once_and_sees_its_sequence(heads: int) -> None:
-    spans = [Span(0, 300, (5, 140, 1)), Span(446, 7, (200,)), Span(653, 3, ())]
-    layout = Layout(spans, torch.device("cpu"))
+def test_every_query_is_computed_once_and_sees_its_sequence(heads: int, root: int) -> None:
+    spans = [Span(root, 300, (5, 140, 1)), Span(root + 446, 7, (200,)), Span(root + 653, 3, ())]
+    layout = Layout(spans, torch.device("cpu"), root=root)
     seen: dict[int, set[int]] = {}
     for batch in exact.plan(layout, heads, 64).batches:
         for part in batch.parts:

@@ -221,7 +221,7 @@ def test_the_difference_is_measured_in_float32_whatever_the_dtype(
 ) -> None:
     """In bfloat16, rounding alone differs by as much as a state that leaks."""
     assert not rows.packs(load_model(saved(tmp_path, "Lfm2", LFM2), dtype))
-    assert re.search(r"Lfm2ForCausalLM.* packed rows differ by 0\.05\d* nats per token", caplog.text)
+    assert re.search(r"Lfm2ForCausalLM.* packed rows differ by 0\.06\d* nats per token", caplog.text)
 
 
 def test_the_comparison_leaves_the_model_and_the_random_state_as_they_were(tiny_folder: Path) -> None:

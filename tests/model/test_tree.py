@@ -13,12 +13,19 @@ from shoal.model import attention
 from shoal.model.attention import Kernel, Layout
 from shoal.model.logprobs import chosen_logprobs
 from shoal.model.rows import packs
-from shoal.model.tree import Tree, assign_rows, forward_hidden, pack, split
+from shoal.model.tree import SHORTEST_ROOT, Tree, assign_rows, common_beginning, forward_hidden, pack, split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 tokens = st.lists(st.integers(0, 63), min_size=1, max_size=8)
 trees = st.builds(Tree, prompt=tokens, completions=st.lists(tokens, max_size=4))
+beginnings = st.lists(st.integers(0, 63), max_size=2 * SHORTEST_ROOT)
+ROOT = [(7 * n) % 64 for n in range(SHORTEST_ROOT + 5)]
+
+
+def behind(root: Sequence[int], trees: Sequence[Tree]) -> list[Tree]:
+    """The same trees, whose prompts all begin with the root."""
+    return [replace(tree, prompt=[*root, *tree.prompt]) for tree in trees]
 
 
 def some_trees(seed: int = 0) -> list[Tree]:
@@ -35,7 +42,7 @@ def some_trees(seed: int = 0) -> list[Tree]:
 def packed_logprobs(model: Any, trees: Sequence[Tree], kernel: Kernel = "cascade") -> Tensor:
     assert packs(model), "else the slower path would hide what is wrong here"
     packed = pack(trees)
-    packed = replace(packed, layout=Layout(packed.layout.spans, torch.device("cpu"), kernel))
+    packed = replace(packed, layout=Layout(packed.layout.spans, torch.device("cpu"), kernel, packed.layout.root))
     return chosen_logprobs(forward_hidden(model, packed), model.lm_head.weight, packed.target_N)[0]
 
 
@@ -53,21 +60,26 @@ def plain_logprobs_of_all(model: Any, trees: Sequence[Tree]) -> Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
 @pytest.mark.parametrize("kernel", ["cascade", "masked", "flex"])
 def test_packed_logprobs_equal_plain_forwards_of_each_completion(
-    tiny_model: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, kernel: Kernel, root: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flex without its compilation, which takes a C++ compiler and 10 s; the slow test below compiles it."""
     monkeypatch.setattr(attention, "_flex", lambda: flex_attention)
-    got_N = packed_logprobs(tiny_model, some_trees(), kernel)
-    torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, some_trees()), atol=1e-4, rtol=0)
+    rooted = behind(root, some_trees())
+    assert pack(rooted).layout.root == len(root)
+    got_N = packed_logprobs(tiny_model, rooted, kernel)
+    torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, rooted), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_compiled_flex_logprobs_equal_plain_forwards(tiny_model: Any) -> None:
-    got_N = packed_logprobs(tiny_model, some_trees(), "flex")
-    torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, some_trees()), atol=1e-4, rtol=0)
+@pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
+def test_compiled_flex_logprobs_equal_plain_forwards(tiny_model: Any, root: list[int]) -> None:
+    rooted = behind(root, some_trees())
+    got_N = packed_logprobs(tiny_model, rooted, "flex")
+    torch.testing.assert_close(got_N, plain_logprobs_of_all(tiny_model, rooted), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -107,11 +119,12 @@ def test_sequences_side_by_side_are_not_copied_and_have_the_same_gradients(
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("root", [[], ROOT], ids=["no root", "root"])
 @pytest.mark.parametrize("kernel", ["cascade", "masked"])  # PyTorch's flex has no backward on a CPU
-def test_packed_gradients_equal_the_sum_over_plain_forwards(tiny_model: Any, kernel: Kernel) -> None:
-    parameters = list(tiny_model.parameters())
-    got = torch.autograd.grad(packed_logprobs(tiny_model, some_trees(), kernel).sum(), parameters)
-    expected = torch.autograd.grad(plain_logprobs_of_all(tiny_model, some_trees()).sum(), parameters)
+def test_packed_gradients_equal_the_sum_over_plain_forwards(tiny_model: Any, kernel: Kernel, root: list[int]) -> None:
+    parameters, rooted = list(tiny_model.parameters()), behind(root, some_trees())
+    got = torch.autograd.grad(packed_logprobs(tiny_model, rooted, kernel).sum(), parameters)
+    expected = torch.autograd.grad(plain_logprobs_of_all(tiny_model, rooted).sum(), parameters)
     for (name, _), mine, plain in zip(tiny_model.named_parameters(), got, expected, strict=True):
         error = float((mine - plain).norm() / plain.norm())
         assert error < 1e-4, f"{name}: relative error {error}"
@@ -167,9 +180,12 @@ def test_changing_a_prompt_changes_every_completion_of_it(tiny_model: Any) -> No
     assert float(difference_N.abs().min()) > 1e-6
 
 
-@given(st.lists(trees, min_size=1, max_size=6))
+@given(beginnings, st.lists(trees, min_size=1, max_size=6))
 @settings(deadline=None, max_examples=60)
-def test_a_predictor_sees_exactly_its_prompt_and_the_earlier_tokens_of_its_completion(trees: list[Tree]) -> None:
+def test_a_predictor_sees_exactly_its_prompt_and_the_earlier_tokens_of_its_completion(
+    root: list[int], trees: list[Tree]
+) -> None:
+    trees = behind(root, trees)
     packed = pack(trees)
     expected = [[*t.prompt, *c[:k]] for t in trees for c in t.completions for k in range(len(c))]
     for predictor, prefix in zip(packed.predictor_N.tolist(), expected, strict=True):
@@ -181,11 +197,11 @@ def test_a_predictor_sees_exactly_its_prompt_and_the_earlier_tokens_of_its_compl
 # ---- layout
 
 
-@given(st.lists(trees, min_size=1, max_size=6))
+@given(beginnings, st.lists(trees, min_size=1, max_size=6))
 @settings(deadline=None, max_examples=60)
-def test_targets_come_out_in_the_order_they_went_in(trees: list[Tree]) -> None:
+def test_targets_come_out_in_the_order_they_went_in(root: list[int], trees: list[Tree]) -> None:
     expected = [token for tree in trees for completion in tree.completions for token in completion]
-    assert pack(trees).target_N.tolist() == expected
+    assert pack(behind(root, trees)).target_N.tolist() == expected
 
 
 def test_the_layout_of_the_modules_picture() -> None:
@@ -197,6 +213,30 @@ def test_the_layout_of_the_modules_picture() -> None:
 
 def test_a_prompt_is_computed_once_for_all_its_completions() -> None:
     assert len(pack([Tree(range(30), [[1]] * 8)]).tokens_T) == 38
+
+
+def test_what_all_prompts_of_a_row_begin_with_is_computed_once() -> None:
+    packed = pack(behind(ROOT, [Tree([10, 11, 12], [[1, 2, 3], [4, 5]]), Tree([20, 21], [[6, 7]])]))
+    root = len(ROOT)
+    assert packed.tokens_T.tolist() == [*ROOT, 10, 11, 12, 1, 2, 3, 4, 5, 20, 21, 6, 7]
+    assert packed.positions_T.tolist() == [*range(root), *(root + n for n in [0, 1, 2, 3, 4, 5, 3, 4, 0, 1, 2, 3])]
+    assert packed.predictor_N.tolist() == [root + n for n in [2, 3, 4, 2, 6, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "alike"),
+    [
+        ([[*ROOT, 1, 2], [*ROOT, 3]], len(ROOT)),
+        ([[*ROOT, 1, 2], [*ROOT, 3], [*ROOT[:18], 0, 0]], 18),
+        ([ROOT, ROOT], len(ROOT) - 1),  # something is left of each
+        ([ROOT], 0),
+        ([ROOT, ROOT, []], 0),
+        ([[*ROOT[: SHORTEST_ROOT - 1], 1], [*ROOT[: SHORTEST_ROOT - 1], 2]], 0),  # not worth it
+        ([ROOT, [63, *ROOT[1:]]], 0),
+    ],
+)
+def test_how_much_prompts_have_in_common(prompts: list[list[int]], alike: int) -> None:
+    assert common_beginning(prompts) == alike
 
 
 def test_a_pack_moves_to_a_device_whole() -> None:

@@ -11,6 +11,7 @@ the scheduler reserves for it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,23 @@ from shoal.model.exact import KEYS, rounded
 GROW_BY = 128  # positions by which full buffers grow at most: by a quarter while they are short
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Prompts in one row: what all begin with, once, then the rest of each."""
+
+    root: int  # tokens
+    rests: list[int]
+
+    @property
+    def longest(self) -> int:
+        return self.root + max(self.rests)
+
+    def split(self, x_TX: Tensor) -> list[Tensor]:
+        """What belongs to each prompt. Behind the last one may be padding."""
+        root_LX, *parts = torch.split(x_TX[: self.root + sum(self.rests)], [self.root, *self.rests])
+        return [torch.cat([root_LX, part]) for part in parts] if self.root else parts
+
+
 class Slots(Cache):  # type: ignore[misc]
     """Buffers of every block, [rows, key heads, positions, depth]."""
 
@@ -31,18 +49,18 @@ class Slots(Cache):  # type: ignore[misc]
         self.rows = self.positions = 0  # capacity
         self.used = 0  # keys that attention reads
         self.first = 0  # slot of the first new row
-        self.lengths: list[int] | None = None  # of the prompts that are taken in; None: decoding
+        self.taken: Taken | None = None  # the prompts that are taken in; None: decoding
         self.line_N = torch.empty(0)  # where a step writes, in lines of a buffer [rows * key heads * positions, depth]
         self.batch = 0
         self.buffers: dict[tuple[int, int], Tensor] = {}  # by (block, 0 for keys or 1 for values)
 
-    def receive(self, first: int, longest: int, lengths: list[int]) -> None:
-        """From now on, `update` takes in one prompt of each of these lengths, into slots from `first` on.
+    def receive(self, first: int, longest: int, taken: Taken) -> None:
+        """From now on, `update` takes in these prompts, into slots from `first` on.
 
         `longest`: tokens of the longest live row.
         """
-        self.first, self.lengths = first, lengths
-        self._grow(first + len(lengths), max(longest, *lengths) + 1)
+        self.first, self.taken = first, taken
+        self._grow(first + len(taken.rests), max(longest, taken.longest) + 1)
 
     def fork(self, first: int, longest: int, sources: Sequence[int], length: int) -> None:
         """Slots from `first` on become copies of live ones, as far as position `length`."""
@@ -53,21 +71,21 @@ class Slots(Cache):  # type: ignore[misc]
 
     def begin(self, at_B: Tensor, used: int) -> None:
         """From now on, `update` writes one position a row: at_B."""
-        self.lengths, self.used, self.batch = None, used, len(at_B)
+        self.taken, self.used, self.batch = None, used, len(at_B)
         self._grow(len(at_B), used)
         heads = self.buffers[0, 0].shape[1]
         line_Bk = torch.arange(len(at_B) * heads).view(len(at_B), heads) * self.positions + at_B[:, None]
         self.line_N = line_Bk.flatten().to(self.device)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.lengths is not None:
+        if self.taken is not None:
             self._take_in(layer_idx, 0, key)
             self._take_in(layer_idx, 1, value)
             return key, value
         return self._write(self.buffers[layer_idx, 0], key), self._write(self.buffers[layer_idx, 1], value)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if self.lengths is not None else self.used
+        return 0 if self.taken is not None else self.used
 
     def keep(self, rows: Sequence[int], length: int) -> None:
         """Row b becomes a copy of old row rows[b], as far as position `length`. Only rows that move are copied.
@@ -102,12 +120,12 @@ class Slots(Cache):  # type: ignore[misc]
         return like_BkPD.new_zeros(self.rows, like_BkPD.shape[1], self.positions, like_BkPD.shape[3])
 
     def _take_in(self, block: int, part: int, x_1kTD: Tensor) -> None:
-        assert self.lengths is not None
+        assert self.taken is not None
         if (block, part) not in self.buffers:
             self.buffers[block, part] = self._empty(x_1kTD)
         buffer = self.buffers[block, part]
-        for slot, prompt_kLD in enumerate(torch.split(x_1kTD[0, :, : sum(self.lengths)], self.lengths, 1), self.first):
-            buffer[slot, :, : prompt_kLD.shape[1]] = prompt_kLD
+        for slot, prompt_LkD in enumerate(self.taken.split(x_1kTD[0].transpose(0, 1)), self.first):
+            buffer[slot, :, : len(prompt_LkD)] = prompt_LkD.transpose(0, 1)
 
     def _write(self, buffer_BkPD: Tensor, x_Bk1D: Tensor) -> Tensor:
         depth = x_Bk1D.shape[-1]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.engine.cache import GROW_BY, Slots
+from shoal.engine.cache import GROW_BY, Slots, Taken
 from shoal.engine.uncached import UncachedRows
 from shoal.model import numerics, rows
 from shoal.model.exact import KEYS, Step, rounded
@@ -75,12 +75,12 @@ class CachedRows:
         self.cache = Slots(model.device)
 
     def join(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        lengths = [len(prompt) for prompt in prompts]
-        self.cache.receive(len(self.lengths_B), self._longest(), lengths)
         packed = pack([Tree(prompt, []) for prompt in prompts]).to(self.model.device)
+        taken = Taken(packed.layout.root, [span.prompt for span in packed.layout.spans])
+        self.cache.receive(len(self.lengths_B), self._longest(), taken)
         hidden_TH = forward_row(self.model, packed, self.cache)
-        self.lengths_B = torch.cat([self.lengths_B, torch.tensor(lengths)])
-        return list(torch.split(hidden_TH[: sum(lengths)], lengths))
+        self.lengths_B = torch.cat([self.lengths_B, torch.tensor([len(prompt) for prompt in prompts])])
+        return taken.split(hidden_TH)
 
     def fork(self, sources: Sequence[int], lengths: Sequence[int]) -> None:
         self.cache.fork(len(self.lengths_B), self._longest(), sources, max(lengths))

@@ -1,7 +1,8 @@
 """Does this machine compute a token alike in every batch? A sweep over shapes, in a few seconds; kept on disk.
 
-Completions are decoded together and alone, on one thread and on all, then prefilled in several packings. Every hidden state,
-logit and logprob must have the same bits. What passes may claim an exactness class (`model/fingerprint`).
+Completions are decoded together, alone and behind a prompt that begins alike, on one thread and on all, then prefilled in
+several packings. Every hidden state, logit and logprob must have the same bits. What passes may claim an exactness class
+(`model/fingerprint`).
 
 Invariant: the result is kept for one model config, dtype, device, CPU, libraries and this package's own code; anything else
 is measured anew. Called by workers and validators at their first load. Left out: a proof for all shapes; the property tests
@@ -36,6 +37,7 @@ from shoal.model.tree import Tree, forward_hidden, pack
 PROMPTS = (3, 61, 250)  # tokens; with their completions they cross the borders of attention's tiles
 COMPLETIONS, TOKENS = 2, 8
 ALONE = 1  # the prompt whose completions are decoded without the others, too
+ALIKE, BEGINNING = slice(1, 3), 40  # prompts that begin with the same tokens, so many
 SETTINGS = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OMP_")  # environment that changes kernels
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # numbers of threads, which results must not depend on
 
@@ -62,6 +64,7 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
     engine.model = model
     vocabulary, found = vocabulary_of(model), []
     prompts = [fixed_tokens(f"self-test {length}", length, vocabulary) for length in PROMPTS]
+    prompts[ALIKE] = [[*prompts[ALONE][:BEGINNING], *prompt[BEGINNING:]] for prompt in prompts[ALIKE]]
     sampling = Sampling(temperature=1.0, max_tokens=TOKENS, eos_ids=())
     seeds = [[17 * group + number for number in range(COMPLETIONS)] for group in range(len(prompts))]
     together = engine.generate(prompts, seeds, sampling)
@@ -70,6 +73,9 @@ def disagreements(model: Any, dtype: DtypeName, device: str) -> list[str]:
         with temporarily_on(threads):
             if not _alike(together[ALONE], engine.generate([prompts[ALONE]], [seeds[ALONE]], sampling)[0]):
                 found.append(f"decoded alone, {threads} threads")
+            both = zip(together[ALIKE], engine.generate(prompts[ALIKE], seeds[ALIKE], sampling), strict=True)
+            if not all(_alike(*groups) for groups in both):
+                found.append(f"decoded behind a common beginning, {threads} threads")
             for name, rows in _packings(prompts, together).items():
                 hidden_NH = torch.cat([forward_hidden(model, pack(trees).to(model.device)) for trees in rows])
                 if not _same_states(model, hidden_NH, flat):
@@ -83,7 +89,8 @@ def _packings(prompts: Sequence[list[int]], groups: Sequence[Sequence[Completion
         Tree(prompt, [completion.tokens for completion in group]) for prompt, group in zip(prompts, groups, strict=True)
     ]
     branches = [Tree(tree.prompt, [completion]) for tree in trees for completion in tree.completions]
-    return {"in one row": [trees], "one by one": [[one] for one in branches]}
+    alike = [trees[: ALIKE.start], trees[ALIKE]]
+    return {"in one row": [trees], "behind a common beginning": alike, "one by one": [[one] for one in branches]}
 
 
 def _same_states(model: Any, hidden_NH: Tensor, completions: Sequence[Completion]) -> bool:

@@ -1,10 +1,12 @@
 """Attention over trees packed into one row: a token attends to its prompt and to earlier tokens of its completion.
 
+Prompts may begin alike. Their common beginning, the root, then stands once in the row, before all trees.
+
 Three kernels compute the same result. The device decides:
 
-    cascade  CPU. Each prompt and each completion attends causally to itself, batched by length. Then the completions of a
-             tree attend to its prompt, whose keys are read once for all of them. The two parts of each softmax are
-             merged by their log-sum-exps. No masked score is computed.
+    cascade  CPU. Root, prompts and completions attend causally to themselves, batched by length. Then the completions of a
+             tree attend to its prompt, and all trees to the root, whose keys are read once for all of them. The parts of
+             each softmax are merged by their log-sum-exps. No masked score is computed.
     flex     CUDA. PyTorch's flex_attention with a block mask, compiled. Masked blocks are skipped.
     masked   other devices, and the tests' reference: one dense mask. Its cost grows with the square of the row.
 
@@ -39,10 +41,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class Span:
-    """The position of one tree in the row: its prompt, then its completions, without gaps."""
+    """The position of one tree in the row: its prompt (behind the row's root), then its completions, without gaps."""
 
     start: int
-    prompt: int  # tokens
+    prompt: int  # tokens of it that stand here
     completions: tuple[int, ...]  # tokens of each one
 
     @property
@@ -80,10 +82,15 @@ class Segments:
 
 
 class Layout:
-    """Which position attends to which in a row of T positions, and the kernel that computes it on `device`."""
+    """Which position attends to which in a row of T positions, and the kernel that computes it on `device`.
 
-    def __init__(self, spans: Sequence[Span], device: torch.device, kernel: Kernel | None = None) -> None:
-        self.spans = list(spans)
+    `root`: positions at the row's beginning that belong to every tree's prompt.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], device: torch.device, kernel: Kernel | None = None, root: int = 0
+    ) -> None:
+        self.spans, self.root = list(spans), root
         self.device = device
         self.kernel = kernel or {"cpu": "cascade", "cuda": "flex"}.get(device.type, "masked")
         self.length = spans[-1].end if spans else 0
@@ -91,12 +98,20 @@ class Layout:
 
     def to(self, device: torch.device) -> "Layout":
         """The same object for the same spans while few other rows come between: policy and reference share its masks."""
-        return self if device == self.device else _moved(tuple(self.spans), device)
+        return self if device == self.device else _moved(tuple(self.spans), device, self.root)
+
+    def parts(self) -> Iterator[tuple[range, tuple[range, range]]]:
+        """What attends causally to itself, and what of its sequence stands before it: the root and a prompt."""
+        if self.root:
+            yield range(self.root), (range(0), range(0))
+        for span in self.spans:
+            for own, prompt in span.parts():
+                yield own, (range(self.root), prompt)
 
     @cached_property
     def segments(self) -> list[Segments]:
         """What attends causally to itself, in batches of similar length."""
-        found = [(own.start, len(own)) for span in self.spans for own, _ in span.parts()]
+        found = [(own.start, len(own)) for own, _ in self.parts()]
         found.sort(key=lambda segment: -segment[1])
         batches: list[list[tuple[int, int]]] = []
         for segment in found:
@@ -135,17 +150,20 @@ class Layout:
 
     @cached_property
     def across(self) -> list[tuple[slice, slice]]:
-        """(completions, prompt) of each tree with several completions, which also attend to the prompt."""
-        return [
+        """(queries, keys) beyond the segments: completions of a tree that has several and its prompt; trees and root."""
+        found = [
             (slice(span.branches, span.end), slice(span.start, span.branches))
             for span in self.spans
             if len(span.completions) > 1 and span.prompt and span.end > span.branches
         ]
+        if self.root:
+            found.append((slice(self.root, self.length), slice(self.root)))
+        return found
 
     @cached_property
     def owners(self) -> tuple[Tensor, Tensor]:
-        """tree_T and branch_T: each position's tree, and its part of that tree; part 0 is the prompt."""
-        tree, branch = [], []
+        """tree_T and branch_T: each position's tree (-1: the root), and its part of that tree; part 0 is the prompt."""
+        tree, branch = [-1] * self.root, [0] * self.root
         for i, span in enumerate(self.spans):
             tree += [i] * (span.end - span.start)
             for b, length in enumerate([span.prompt, *span.completions]):
@@ -166,12 +184,13 @@ class Layout:
         """Whether the query at one position attends to the key at the other; both int64, broadcast."""
         tree_T, branch_T = self.owners
         same_branch = (branch_T[query] == branch_T[key]) | (branch_T[key] == 0)
-        return (tree_T[query] == tree_T[key]) & same_branch & (key <= query)
+        same_tree = (tree_T[query] == tree_T[key]) & same_branch
+        return (same_tree | (tree_T[key] < 0)) & (key <= query)
 
 
 @lru_cache(maxsize=2)
-def _moved(spans: tuple[Span, ...], device: torch.device) -> Layout:
-    return Layout(spans, device)
+def _moved(spans: tuple[Span, ...], device: torch.device, root: int) -> Layout:
+    return Layout(spans, device, root=root)
 
 
 def attend(
@@ -223,18 +242,18 @@ class _Cascade(torch.autograd.Function):
             outputs.append(output_BhLD.transpose(1, 2).flatten(0, 1))
             sums.append(logsumexp_BhL.transpose(1, 2).flatten(0, 1))
         output_ThD, logsumexp_Th = layout.home(outputs), layout.home(sums)
-        for completions, prompt in layout.across:
-            output_1hCD, logsumexp_1hC = _flash(
-                _row(query_ThD, completions), _row(key_ThD, prompt), _row(value_ThD, prompt), 0.0, False, scale=scale
+        for queries, keys in layout.across:
+            output_1hQD, logsumexp_1hQ = _flash(
+                _row(query_ThD, queries), _row(key_ThD, keys), _row(value_ThD, keys), 0.0, False, scale=scale
             )
-            other_Ch = logsumexp_1hC[0].T
-            own_Ch = logsumexp_Th[completions]
-            merged_Ch = torch.logaddexp(own_Ch, other_Ch)
-            output_ThD[completions] = (
-                output_ThD[completions] * (own_Ch - merged_Ch).exp()[..., None]
-                + output_1hCD[0].transpose(0, 1) * (other_Ch - merged_Ch).exp()[..., None]
+            other_Qh = logsumexp_1hQ[0].T
+            own_Qh = logsumexp_Th[queries]
+            merged_Qh = torch.logaddexp(own_Qh, other_Qh)
+            output_ThD[queries] = (
+                output_ThD[queries] * (own_Qh - merged_Qh).exp()[..., None]
+                + output_1hQD[0].transpose(0, 1) * (other_Qh - merged_Qh).exp()[..., None]
             )
-            logsumexp_Th[completions] = merged_Ch
+            logsumexp_Th[queries] = merged_Qh
         ctx.save_for_backward(query_ThD, key_ThD, value_ThD, output_ThD, logsumexp_Th)
         ctx.layout, ctx.scale = layout, scale
         return output_ThD
@@ -278,20 +297,18 @@ def cascade_backward(
         for collected, grad in zip(grads, found, strict=True):
             collected.append(grad.transpose(1, 2).flatten(0, 1))
     query_grad, key_grad, value_grad = map(layout.home, grads)
-    for completions, prompt in layout.across:
+    for queries, keys in layout.across:
         found = _flash_backward(
-            _row(grad_ThD, completions),
-            _row(query_ThD, completions),
-            _row(key_ThD, prompt),
-            _row(value_ThD, prompt),
-            _row(output_ThD, completions),
-            logsumexp_Th[completions].T[None],
+            _row(grad_ThD, queries),
+            _row(query_ThD, queries),
+            _row(key_ThD, keys),
+            _row(value_ThD, keys),
+            _row(output_ThD, queries),
+            logsumexp_Th[queries].T[None],
             False,
             scale,
         )
-        for total, where, grad in zip(
-            (query_grad, key_grad, value_grad), (completions, prompt, prompt), found, strict=True
-        ):
+        for total, where, grad in zip((query_grad, key_grad, value_grad), (queries, keys, keys), found, strict=True):
             total[where] += grad[0].transpose(0, 1)
     return query_grad, key_grad, value_grad
 

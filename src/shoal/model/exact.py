@@ -184,14 +184,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """The queries of one prompt or completion, as positions in the row of T, and its keys."""
+    """The queries of one root, prompt or completion, as positions in the row of T, and its keys."""
 
     queries: range
-    before: range  # the prompt of a completion, whose keys come first
+    before: Sequence[range]  # whose keys come first, in the order of the sequence
+
+    @property
+    def n_before(self) -> int:
+        return sum(map(len, self.before))
 
     @property
     def n_keys(self) -> int:
-        return len(self.before) + len(self.queries)
+        return self.n_before + len(self.queries)
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ def batches(layout: Layout, heads: int, depth: int) -> list[Batch]:
     `heads`: of queries to a key head. `depth`: of keys.
     """
     groups: list[list[Chain]] = []
-    found = [Chain(*part) for span in layout.spans for part in span.parts() if len(part[0])]
+    found = [Chain(*part) for part in layout.parts() if len(part[0])]
     for sequence in sorted(found, key=lambda s: (-rounded(s.n_keys, NEAR), -len(s.queries))):
         if groups:
             largest = groups[-1][0]
@@ -241,11 +245,10 @@ def _batch(group: Sequence[Chain]) -> Batch:
     key_SK = torch.zeros(len(group), keys, dtype=torch.long)
     for s, sequence in enumerate(group):
         query_SM[s, : len(sequence.queries)] = torch.arange(sequence.queries.start, sequence.queries.stop)
-        first = len(sequence.before)
-        key_SK[s, :first] = torch.arange(sequence.before.start, sequence.before.stop)
-        key_SK[s, first : sequence.n_keys] = query_SM[s, : len(sequence.queries)]
+        keys_K = [torch.arange(part.start, part.stop) for part in (*sequence.before, sequence.queries)]
+        key_SK[s, : sequence.n_keys] = torch.cat(keys_K)
     count_S = torch.tensor([len(sequence.queries) for sequence in group])
-    first_S = torch.tensor([len(sequence.before) for sequence in group])
+    first_S = torch.tensor([sequence.n_before for sequence in group])
     parts = [_part(slice(at, min(at + QUERIES, queries)), first_S, count_S) for at in range(0, queries, QUERIES)]
     return Batch(query_SM, torch.arange(queries) >= count_S[:, None], key_SK, parts)
 

@@ -44,13 +44,15 @@ def use_(model: Any, name: str = NAME) -> None:
 def forward_row(model: Any, packed: "Pack") -> Tensor:
     """Final hidden states of every position of the row; those of a prompt are its first sequence's. Returns hidden_TH."""
     found: list[Tensor] = []
+    root = packed.layout.root
     for span in packed.layout.spans:
-        prompt = packed.tokens_T[span.start : span.branches]
+        prompt = torch.cat([packed.tokens_T[:root], packed.tokens_T[span.start : span.branches]])
         at = span.branches
         for number, length in enumerate(span.completions or (0,)):
             tokens_L = torch.cat([prompt, packed.tokens_T[at : at + length]])
             hidden_LH = forward(model, tokens_L[None])[0]
-            found.append(hidden_LH if number == 0 else hidden_LH[len(prompt) :])
+            known = len(prompt) if number else root if found else 0
+            found.append(hidden_LH[known:])
             at += length
     return torch.cat(found)
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.model import attention, head, rows
-from shoal.model.tree import Tree, forward_hidden, pack
+from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack
 
 TOLERANCE = 1e-3  # nats per token, mean
 LENGTH = 32  # tokens of each compared sequence: prompt and completion
@@ -158,16 +158,18 @@ def _trees(model: Any) -> list[Tree]:
         return torch.randint(0, text.vocab_size, (count,), generator=draw).tolist()
 
     short = length // 4  # short completions: a state that leaks fades within a few tokens
+    prompt = tokens(length - short)
+    other = [*prompt[:SHORTEST_ROOT], *tokens(2)]  # begins alike: the row has a root
     return [
-        Tree(tokens(length - short), [tokens(short) for _ in range(3)]),
-        Tree(tokens(length // 2), [tokens(length - length // 2)]),
+        Tree(prompt, [tokens(short) for _ in range(3)]),
+        Tree(other[: length - 1], [tokens(max(1, length - len(other)))]),
     ]
 
 
 def _own_logprobs(model: Any, trees: list[Tree]) -> Tensor:
     packed = pack(trees)
     if model.device.type != "cpu":  # the architecture is checked here, not a compiled kernel
-        layout = attention.Layout(packed.layout.spans, model.device, kernel="masked")
+        layout = attention.Layout(packed.layout.spans, model.device, "masked", packed.layout.root)
         packed = replace(packed.to(model.device), layout=layout)
     logp_NV: Tensor = head.logits(model, forward_hidden(model, packed)).float().log_softmax(-1)
     return logp_NV.gather(-1, packed.target_N[:, None])[:, 0]

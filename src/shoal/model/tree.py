@@ -2,13 +2,18 @@
 
 Trees are packed side by side into one row without padding. A token attends only to its own prompt and to earlier tokens
 of its own completion (`attention`), and keeps the position id of its own sequence. So packed and unpacked logprobs are
-equal. `predictor` is the position of the row that predicts each target: a completion token that the model wrote. Tokens of
-an environment (`turns`) are attended to, but are not targets.
+equal. If all prompts of a row begin alike, as with one system prompt, that beginning, the root, is computed once, too.
+`predictor` is the position of the row that predicts each target: a completion token that the model wrote. Tokens of an
+environment (`turns`) are attended to, but are not targets.
 
     row:   p0 p1 p2 | a0 a1 a2 | b0 b1 || q0 q1 | c0 c1
     pos:    0  1  2    3  4  5    3  4     0  1    2  3       a and b are completions of prompt p, c of prompt q
 
+    row:   r0 r1 | p2 | a0 a1 a2 | b0 b1 || q2 q3 | c0 c1
+    pos:    0  1    2    3  4  5    3  4     2  3    4  5     both prompts begin with the root r
+
 Invariant: targets keep their order (tree by tree, completion by completion).
+Left out: beginnings that only some of a row's prompts share.
 Called by the learner (training) and the validator (prefill). The engine decodes with a KV cache instead.
 """
 
@@ -28,6 +33,7 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
 Ids = Sequence[int] | np.ndarray[Any, Any]  # token ids
+SHORTEST_ROOT = 16  # tokens; attending to fewer apart costs more than computing them again
 
 
 @dataclass(frozen=True)
@@ -121,15 +127,17 @@ def assign_rows(sizes: Sequence[int], row_tokens: int, *, in_order: bool = False
 
 def pack(trees: Sequence[Tree]) -> Pack:
     """Pack trees side by side into one row."""
-    tokens, positions, predictors, targets = ([np.empty(0, np.int64)] for _ in range(4))
+    root = common_beginning([tree.prompt for tree in trees])
+    predictors, targets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    tokens, positions = [np.asarray(trees[0].prompt[:root] if root else (), np.int64)], [np.arange(root)]
     spans: list[Span] = []
-    at = 0
+    at = root
     for tree in trees:
         prompt = len(tree.prompt)
-        spans.append(Span(at, prompt, tuple(map(len, tree.completions))))
-        tokens.append(np.asarray(tree.prompt, np.int64))
-        positions.append(np.arange(prompt))
-        at += prompt
+        spans.append(Span(at, prompt - root, tuple(map(len, tree.completions))))
+        tokens.append(np.asarray(tree.prompt[root:], np.int64))
+        positions.append(np.arange(root, prompt))
+        at += prompt - root
         last_of_prompt = at - 1
         for completion, turns in tree.branches():
             length = len(completion)
@@ -142,7 +150,20 @@ def pack(trees: Sequence[Tree]) -> Pack:
     tokens_T, positions_T, predictor_N, target_N = (
         torch.from_numpy(np.concatenate(found)) for found in (tokens, positions, predictors, targets)
     )
-    return Pack(tokens_T, positions_T, predictor_N, target_N, Layout(spans, torch.device("cpu")))
+    return Pack(tokens_T, positions_T, predictor_N, target_N, Layout(spans, torch.device("cpu"), root=root))
+
+
+def common_beginning(prompts: Sequence[Ids]) -> int:
+    """How many tokens all prompts of a row begin with, so that something is left of each; 0 if sharing is not worth it."""
+    if len(prompts) < 2:
+        return 0
+    first, alike = np.asarray(prompts[0]), min(map(len, prompts)) - 1
+    for prompt in prompts[1:]:
+        if alike < SHORTEST_ROOT:
+            return 0
+        differs = first[:alike] != np.asarray(prompt[:alike])
+        alike = int(differs.argmax()) if differs.any() else alike
+    return alike if alike >= SHORTEST_ROOT else 0
 
 
 def forward_hidden(model: nn.Module, packed: Pack) -> Tensor:
