@@ -95,7 +95,7 @@ def test_replicas_have_the_bits_of_one_rank(config: Path, alone: Path, tmp_path:
     count = sum(tensor.numel() for name, tensor in whole.items() if name.startswith("model."))
     steps = [each for each in figures(tmp_path / "two") if "loss" in each]
     assert [each["sent_bytes"] for each in steps] == [4 * (count + 1) * n for n in (1, 2, 3, 4)]  # a ring of two
-    assert all(0 < each["waited_s"] < each["elapsed_s"] for each in steps)
+    assert all(0 <= each["waited_s"] < each["elapsed_s"] for each in steps)
 
 
 def test_shards_train_like_one_rank_and_any_number_of_ranks_resumes_them(

@@ -54,7 +54,7 @@ class GradientSums:
             while (number := len(running) - 1) < len(missing) and not missing[number]:
                 running.append(self._begin(self.buckets[number]))
 
-        hooks = [parameter.register_post_accumulate_grad_hook(ready) for parameter in home]
+        hooks = [parameter.register_post_accumulate_grad_hook(ready) for parameter in home]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
