@@ -227,7 +227,7 @@ def test_what_all_prompts_of_a_row_begin_with_is_computed_once() -> None:
     ("prompts", "alike"),
     [
         ([[*ROOT, 1, 2], [*ROOT, 3]], len(ROOT)),
-        ([[*ROOT, 1, 2], [*ROOT, 3], [*ROOT[:18], 0, 0]], 18),
+        ([[*ROOT, 1, 2], [*ROOT, 3], [*ROOT[:10], 0, 0]], 10),
         ([ROOT, ROOT], len(ROOT) - 1),  # something is left of each
         ([ROOT], 0),
         ([ROOT, ROOT, []], 0),

@@ -33,7 +33,7 @@ from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
 
 Ids = Sequence[int] | np.ndarray[Any, Any]  # token ids
-SHORTEST_ROOT = 16  # tokens; attending to fewer apart costs more than computing them again
+SHORTEST_ROOT = 8  # tokens; attending to fewer apart saves next to nothing
 
 
 @dataclass(frozen=True)
