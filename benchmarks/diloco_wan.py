@@ -4,8 +4,9 @@
 
 Two sites and the meeting in network namespaces of their own, 100 Mb/s each way and a round trip of 50 ms between any two
 (`wan/network.py`). All are real processes with one thread each: `shoal meet` and `shoal pretrain --join`; for data-parallel
-`shoal pretrain` with torchrun's environment and `pretrain.parallel = "replicas"`, where gloo averages float32 gradients
-after every step from site to site. The model is a small llama with new weights, the text Python's standard library.
+`shoal pretrain` with torchrun's environment and `pretrain.parallel = "replicas"`, where gloo sums float32 gradients from
+site to site while the backward pass computes others. The model is a small llama with new weights, the text Python's
+standard library.
 
 `compute` is what the sites measured themselves (`computed_s` / `elapsed_s` of metrics.jsonl) after the first round or step,
 and, when streaming, before the last round, which waits for its result. Encoding and the outer step count as not computing.
@@ -118,7 +119,6 @@ def data_parallel(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
             "compute": [share(steps[0], steps[-1])],
             "step_s": [computed_s],
             "waited_s_per_step": waited_s,
-            "compute_if_overlapped": computed_s / max(computed_s, waited_s),  # if all of the shorter were hidden
             "busiest_Mbps": busiest(course),
             "sent_bytes_per_step": [per(steps[0], steps[-1], "sent_bytes", "step")],
         },

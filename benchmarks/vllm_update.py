@@ -3,8 +3,8 @@
     SHOAL_VLLM_PYTHON=... python benchmarks/vllm_update.py --versions DIR [--threads 1] [--dtype bfloat16]
 
 DIR holds the versions v000000, v000001, ... of a real run (`learner/versions` of `shoal run CONFIG --set
-learner.keep_versions=100`), which are moved into the origin's folder one after the other. From the moment at which the
-relay first shows a version's manifest to this process, measured for each:
+learner.keep_versions=100`), which are moved into the origin's folder one after the other, with a pause: servers tidy up
+after each. From the moment at which the relay first shows a version's manifest to this process, measured for each:
 
     fetch_s    its delta is fetched, applied and verified: a folder of the whole version
     load_s     vLLM replaces its weights in place by those of the folder
@@ -41,6 +41,7 @@ from shoal.shardcast import Access, Client, FetchError
 PATH = Path(__file__).parent / "results" / "vllm_update.json"
 PROMPT = list(range(200, 240))
 LATEST_S = 120.0
+PAUSE_S = 2.0
 PARTS = ("fetch_s", "load_s", "first_s", "total_s")
 
 
@@ -68,6 +69,7 @@ def main() -> None:
         client = Client([relay], Access(key), Path(name) / "cache")
         before = 0.0
         for number, folder in enumerate(sorted(arguments.versions.glob("v*"))):
+            time.sleep(PAUSE_S)
             made = Path(name) / "made"
             shutil.copytree(folder, made)
             made.rename(watched / folder.name)

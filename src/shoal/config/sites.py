@@ -28,8 +28,8 @@ class PretrainSection(Section):
     micro_batch: int = Field(default=8, ge=1, description="sequences computed at once")
     parallel: Literal["shards", "replicas"] = Field(
         default="shards",
-        description="what ranks under torchrun hold: a part of the weights and moments (FSDP2), or all of them, with one "
-        "all-reduce of the gradients a step",
+        description="what ranks under torchrun hold: a part of the weights and moments (FSDP2), or all of them, "
+        "whose gradients are summed each step",
     )
     tokens: int = Field(default=1024, ge=2, description="tokens of a sequence", json_schema_extra=DILOCO)
     lr: float = Field(default=4e-4, gt=0, description="largest AdamW learning rate", json_schema_extra=DILOCO)
