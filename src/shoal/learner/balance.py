@@ -13,7 +13,7 @@ from shoal.learner.metrics import Shape, forward_flops
 
 
 def cost(row: Row | MicroBatch, shape: Shape) -> float:
-    """Floating-point operations of one forward over the row."""
+    """Floating-point operations of one forward over the row; the root of a packed one does not count."""
     flops = sum(forward_flops(shape, span.prompt, span.completions, 0) for span in row.spans)
     return flops + 2.0 * shape.head * row.n_trained
 
