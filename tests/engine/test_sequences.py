@@ -26,7 +26,7 @@ from shoal.model.sampling import choose
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY, HASHES = 24, 32
-PROMPTS = [(5,), (5, 9, 13), tuple(range(2, 22)) * 3, (14, 11) * 60, (*range(2, 22), 4)]  # two begin alike
+PROMPTS = [(5,), (5, 9, 13), tuple(range(2, 22)) * 3, (14, 11) * 60, (*range(2, 22), 4)]
 ENDS = (1, 7)
 PLACES = torch.arange(1, 1000) * 7919 % 997
 
@@ -59,6 +59,12 @@ def test_buffers_shrink_when_half_of_the_rows_or_positions_is_not_needed() -> No
     slots._grow(3, 5000)
     slots.keep([0, 1, 2], 2)
     assert slots.positions == slots.buffers[0, 0].shape[2] < 2500
+
+
+def test_prompts_that_came_in_as_one_row_are_whole_again() -> None:
+    row_TX = torch.arange(8.0)[:, None]  # two tokens that both begin with, the rests of one and of three, padding
+    assert [x_LX[:, 0].tolist() for x_LX in Taken(2, [1, 3]).split(row_TX)] == [[0, 1, 2], [0, 1, 3, 4, 5]]
+    assert [x_LX[:, 0].tolist() for x_LX in Taken(0, [1, 3]).split(row_TX)] == [[0], [1, 2, 3]]
 
 
 class Fake:
