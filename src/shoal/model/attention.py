@@ -101,7 +101,7 @@ class Layout:
         return self if device == self.device else _moved(tuple(self.spans), device, self.root)
 
     def parts(self) -> Iterator[tuple[range, tuple[range, range]]]:
-        """What attends causally to itself, and what of its sequence stands before it: the root and a prompt."""
+        """Each stretch that attends causally to itself, and what comes before it in its sequence: root and prompt."""
         if self.root:
             yield range(self.root), (range(0), range(0))
         for span in self.spans:

@@ -51,7 +51,7 @@ class Noise:
         return prompt_tokens - 1 + at if self.of_sequence else at
 
     def continued(self, seed: int, at: int) -> int:
-        """The seed that goes on with the noise of `seed` once a completion's first `at` tokens are part of the prompt."""
+        """The seed to use once a completion's first `at` tokens have become part of the prompt. The noise stays the same."""
         return seed if self.of_sequence else (seed + at * 0x9E3779B97F4A7C15) % 2**64
 
 

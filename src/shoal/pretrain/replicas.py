@@ -31,7 +31,7 @@ def all_reduce(flat: Tensor) -> Work:
     return work
 
 
-Running = tuple[Work | None, Tensor, list[nn.Parameter]]  # the sum, which may go on; of these parameters' gradients
+Running = tuple[Work | None, Tensor, list[nn.Parameter]]  # an all-reduce, its tensor, and the parameters it belongs to
 
 
 class GradientSums:
