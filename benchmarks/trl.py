@@ -116,7 +116,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument(
-        "--steps", type=int, help="steps of each run (default: 16 in a, 8 in b; 3 with --tune or --smoke)"
+        "--steps",
+        type=int,
+        nargs="+",
+        help="steps of each run, or of the runs of each of --systems (default: 16 in a, 8 in b; 3 with --tune or --smoke)",
     )
     parser.add_argument("--every", type=int, default=2, help="steps between two measurements of held-out accuracy")
     parser.add_argument(
@@ -157,7 +160,9 @@ def one_run(
 ) -> dict[str, Any]:
     """One system's steps, memory and accuracy; `failed` is the reason if it failed."""
     asked = WORKLOADS[workload]
-    steps = arguments.steps or (3 if arguments.smoke or arguments.tune else asked.steps)
+    steps = 3 if arguments.smoke or arguments.tune else asked.steps
+    if arguments.steps:
+        steps = arguments.steps[min(arguments.systems.index(system), len(arguments.steps) - 1)]
     more = [*asked.overrides, *(asked.smoke if arguments.smoke else ())]
     if asked.config == "gsm8k":
         more.append(f"tasks.sources=[{{path = '{arguments.data.resolve()}/gsm8k_train.jsonl', reward = 'number'}}]")

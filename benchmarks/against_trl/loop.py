@@ -41,7 +41,6 @@ def main() -> None:
     engine = TorchEngine(job["dtype"])
     engine.load(folder)
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, eos_ids(folder))
-    alpha = config.tasks.length_penalty
     size, prompts = config.sampling.group_size, config.coordinator.prompts_per_step
     ready_s, off_s, steps = time.time() - job["launched_s"], 0.0, []
     for step in range(job["steps"]):
@@ -59,7 +58,7 @@ def main() -> None:
         for line, group, values in zip(asked, answered, grades, strict=True):
             pairs = zip(values, group, strict=True)
             rewards = [
-                reward(value, len(completion.tokens), job["target_length"], alpha) for value, completion in pairs
+                reward(value, len(completion.tokens), job["target_length"], config.tasks) for value, completion in pairs
             ]
             groups.append(as_group(line["tokens"], group, rewards))
         n_tokens = sum(group.n_tokens for group in groups)

@@ -65,7 +65,7 @@ def main() -> None:
             grade_mean=sum(grades) / len(grades),
         )
         return [
-            reward(value, len(ids), job["target_length"], section.length_penalty)
+            reward(value, len(ids), job["target_length"], section)
             for value, ids in zip(grades, completion_ids, strict=True)
         ]
 
