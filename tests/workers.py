@@ -41,6 +41,7 @@ class FakeNode:
     fingerprint: Fingerprint | None = None
     renewals: int = 0
     direct: bool = False
+    working_on: list[str] = field(default_factory=list)
     finished: Finished | None = None
     uploads: dict[str, bytes] = field(default_factory=dict)
 

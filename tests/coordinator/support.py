@@ -168,6 +168,7 @@ def config(
     groups: int = 2,
     requirements: dict[str, Any] | None = None,
     stream: bool = False,
+    in_flight: int = 1,
     **coordinator: Any,
 ) -> Config:
     """Batches of 4 groups, submissions of 2, tasks for 100 s, leases for 50 s, async level 2, 6 steps."""
@@ -176,7 +177,7 @@ def config(
         {
             "run": run or {"steps": 6},
             "coordinator": settings | coordinator,
-            "workers": {"groups_per_submission": groups},
+            "workers": {"groups_per_submission": groups, "in_flight": in_flight},
             "sampling": {"max_tokens": 64},
             "learner": {"optimizer_steps_per_step": 1, "stream": stream},
             "validator": validator or {},

@@ -233,3 +233,107 @@ def test_it_asks_for_the_next_task_while_it_uploads_and_names_the_file(
     assert work(node, follower) == "finished"
     assert list(node.uploads) == [task(0).upload_path, task(1).upload_path], "one at a time, in order, none is lost"
     assert node.announced[:3] == [None, task(0).id, task(1).id]
+
+
+# --- several submissions at once -------------------------------------------------------------------------------------
+
+THREE = config(tasks={"length_targets": [4, 6]}, sampling={"max_tokens": 6}, workers={"in_flight": 3})
+
+
+class Paced(Producer):
+    """Its submissions are done when the test says so, and hold their number alone."""
+
+    def __init__(self) -> None:
+        super().__init__(THREE, RUN, ALICE, TorchEngine("float32"))
+        self.done = {number: threading.Event() for number in range(5)}
+        self.loads: list[int] = []
+
+    def end(self, *numbers: int) -> None:
+        for number in numbers:
+            self.done[number].set()
+
+    def load(self, folder: Path, version: int) -> int | None:
+        self.loads.append(version)
+        return version
+
+    def submission(self, assignment: Assignment) -> bytes:
+        assert self.done[assignment.number].wait(30)
+        return str(assignment.number).encode()
+
+
+class Pool(ScriptedNode):
+    """Hands out task after task, `most` in all; keeps what the worker says it works on when it asks."""
+
+    def __init__(self, most: int, when: dict[int, Callable[[], None]]) -> None:
+        """`when`: what happens at which request, from 1 on."""
+        super().__init__([])
+        self.most, self.when = most, when
+        self.worked_on: list[list[str]] = []
+        self.given = 0
+
+    def beat(self, *, wants_task: bool = False) -> HeartbeatAnswer:
+        self.worked_on.append([id[-1] for id in self.working_on])
+        self.asked_with.append(self.policy_version)
+        self.when.pop(len(self.worked_on), lambda: None)()
+        if self.given == self.most:
+            return running(waiting_for="the learner") if self.working_on else FINISHED
+        self.given += 1
+        return running(task(self.given - 1, version=self.policy_version or 0))
+
+
+def held_folder(version: int = 0) -> FakeFollower:
+    follower = FakeFollower()
+    follower.bring(Path("v"), version)
+    return follower
+
+
+def test_it_produces_as_many_as_the_run_says_and_delivers_them_in_order() -> None:
+    producer = Paced()
+    producer.end(1)  # the second is done long before the first
+    pool = Pool(4, {3: lambda: producer.end(0, 2, 3)})
+    assert Worker(pool, producer).run(held_folder(), threading.Event()) == "finished"  # type: ignore[arg-type]
+    assert pool.worked_on[:3] == [[], ["0"], ["0", "1"]]
+    assert max(map(len, pool.worked_on)) < 3, "it does not ask while it works on as many as it may"
+    assert [path[-1] for path in pool.uploads] == ["0", "1", "2", "3"]
+    assert pool.working_on == []
+
+
+def test_weights_are_taken_when_everything_is_delivered() -> None:
+    producer, follower = Paced(), held_folder()
+
+    def publish() -> None:
+        follower.bring(Path("v"), 1)
+        producer.end(*range(5))
+
+    pool = Pool(3, {2: publish})
+    assert Worker(pool, producer).run(follower, threading.Event()) == "finished"  # type: ignore[arg-type]
+    assert producer.loads == [0, 1]
+    assert pool.asked_with[:3] == [0, 0, 1] and pool.worked_on[2] == [], "it asks for no third task of old weights"
+
+
+def test_what_fails_ends_the_worker_and_is_not_signed() -> None:
+    producer = Paced()
+
+    def fail(assignment: Assignment) -> bytes:
+        if assignment.number == 1:
+            raise RuntimeError("no memory")
+        return Paced.submission(producer, assignment)
+
+    producer.submission = fail  # type: ignore[method-assign]
+    producer.end(0)
+    pool = Pool(2, {})
+    with pytest.raises(RuntimeError, match="no memory"):
+        Worker(pool, producer).run(held_folder(), threading.Event())  # type: ignore[arg-type]
+    assert [path[-1] for path in pool.uploads] == ["0"]
+
+
+def test_submissions_produced_together_are_those_produced_alone(tiny_folder: Path) -> None:
+    node, follower = Pool(3, {}), FakeFollower()
+    follower.bring(tiny_folder, 0)
+    producer = Producer(THREE, RUN, ALICE, TorchEngine("float32", numerics="exact"))
+    assert Worker(node, producer).run(follower, threading.Event()) == "finished"  # type: ignore[arg-type]
+    alone = Producer(THREE, RUN, ALICE, TorchEngine("float32", numerics="exact"))
+    alone.load(tiny_folder, 0)
+    for number in range(3):
+        rows = read_submission(node.uploads[task(number).upload_path], max_rows=64, max_tokens=6).rows
+        assert rows == read_submission(alone.submission(task(number)), max_rows=64, max_tokens=6).rows

@@ -201,6 +201,13 @@ class WorkerSection(Section):
         ge=1,
         description="groups in the largest submission, of a much faster worker; none: 8 times groups_per_submission",
     )
+    in_flight: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="submissions that a worker may generate at once, so that its batch stays full while the longest "
+        "completions of one end",
+    )
     cheat: Annotated[list[Cheat], BeforeValidator(_as_list)] = Field(
         default=[], description="cheating workers that `shoal run` adds, one per entry (for tests and demonstrations)"
     )

@@ -72,6 +72,7 @@ class Node(Caller):
         self.direct = False  # rollout files go to and from the pool's bucket (`transfer`); `config` finds out
         self.policy_version: int | None = None
         self.fingerprint: Fingerprint | None = None  # of the version that it loaded last
+        self.working_on: list[str] = []  # submissions that are being generated
         self.finished: Finished | None = None  # a submission that is being uploaded
         self.renewals = 0  # requests for a new fingerprint that it has carried out
         self.answer: HeartbeatAnswer | None = None
@@ -244,6 +245,7 @@ class Node(Caller):
         beat = Heartbeat(
             policy_version=self.policy_version,
             wants_task=wants_task,
+            working_on=self.working_on,
             stats=stats,
             fingerprint=self.fingerprint,
             renewals=self.renewals,

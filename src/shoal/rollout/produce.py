@@ -1,11 +1,13 @@
 """Makes the submission that an assignment asks for: prompts, completions, rewards, proofs, one signed Parquet file.
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
-Called by the worker's loop; it does no network requests itself. Each method is one place where a worker could lie, and the
+Called by the worker's loop, by several threads at once: they generate together and do everything else one after another.
+It does no network requests itself. Each method is one place where a worker could lie, and the
 lying workers of the tests override one each.
 """
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +57,7 @@ class Producer:
         self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, (), config.sampling.noise)
         self.tokens = 0  # generated so far
+        self._alone = threading.Lock()  # tokenizer, graders and counters are for one thread
 
     def load(self, folder: Path, version: int) -> int | None:
         """Load a version's weights. Returns the version to report to the coordinator (None: not ready for tasks).
@@ -65,7 +68,8 @@ class Producer:
         if self.tokenizer is None:  # first: an engine may take long, and the folder be dropped meanwhile
             self.tokenizer = load_tokenizer(folder)
             self.sampling = replace(self.sampling, eos_ids=eos_ids(folder))
-            self.conversation = Conversation(self.config, self.environments, self.tokenizer, self.sampling.eos_ids)
+            own = load_tokenizer(folder)  # environments answer while other threads use the one above
+            self.conversation = Conversation(self.config, self.environments, own, self.sampling.eos_ids)
         self.engine.load(folder)
         return version
 
@@ -81,11 +85,13 @@ class Producer:
 
     def submission(self, assignment: Assignment) -> bytes:
         """The whole signed file."""
-        plans = self.plan(assignment)
-        prompts = [self.prompt(plan) for plan in plans]
+        with self._alone:
+            plans = self.plan(assignment)
+            prompts = [self.prompt(plan) for plan in plans]
         groups = self.complete(prompts, plans)
-        self.tokens += sum(len(completion.logprobs) for group in groups for completion in group)
-        return self.sign(assignment, prompts, self.rollouts(plans, groups))
+        with self._alone:
+            self.tokens += sum(len(completion.logprobs) for group in groups for completion in group)
+            return self.sign(assignment, prompts, self.rollouts(plans, groups))
 
     def plan(self, assignment: Assignment) -> list[GroupPlan]:
         return plan_submission(self.config, self.run, assignment, self.identity.public, self.tasks, self.curriculum)

@@ -1,23 +1,28 @@
-"""The worker's loop: get a task, produce the submission, upload it. Untrusted; it makes outbound requests only.
+"""The worker's loop: get tasks, produce their submissions, upload them. Untrusted; it makes outbound requests only.
 
-An upload that takes longer than SHORT_S continues while the next submission is generated: the worker names the file's
-hash, by which the coordinator knows that this task is done. One upload at a time.
-Invariant: only the coordinator's refusal drops a submission, and none is produced before the one before the last is
-uploaded. Called by `shoal worker`. It meets the rest of the system only through messages and files.
+    deliver what is done, oldest first -> if nothing is left: take newer weights -> ask for a task -> produce it in a thread
+
+Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. An upload that takes
+longer than SHORT_S continues meanwhile: the worker names the file's hash, by which the coordinator knows that this task is
+done. One upload at a time.
+Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only the
+coordinator's refusal drops one. Called by `shoal worker`. It meets the rest of the system only through messages and files.
 Left out: keeping a finished file over a restart.
 """
 
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
+import torch
 from blake3 import blake3
 
 from shoal.config import Config
 from shoal.protocol.calling import RefusedError
-from shoal.protocol.messages import Assignment, Fingerprint, Finished
+from shoal.protocol.messages import Assignment, Fingerprint, Finished, HeartbeatAnswer
 from shoal.protocol.node import Node
 from shoal.protocol.transfer import send_file
 from shoal.rollout.produce import Producer
@@ -25,6 +30,7 @@ from shoal.shardcast import Client, FetchError, Manifest
 from shoal.shardcast.fetch.follow import Follower
 
 IDLE_S = 0.1
+BUSY_S = 1.0  # it looks after its upload so often while it can take no other task
 SHORT_S = 0.25  # an upload is waited for so long before the next task is asked for
 
 log = logging.getLogger(__name__)
@@ -39,44 +45,81 @@ class Worker:
         self.loaded: int | None = None
         self.folder: Path | None = None  # of that version
         self.digest = ""  # of the loaded version's manifest
+        self.working: dict[Assignment, Future[bytes]] = {}  # submissions that are produced, oldest first
         self.upload: Future[None] | None = None  # the last one, until it was waited for
 
     def run(self, follower: Follower, stop: threading.Event) -> str:
         """Work until the run ends, this worker is evicted or drained, or `stop` is set. Returns which."""
-        while not stop.is_set():
-            self.check_upload(0)
-            self.take_weights(follower.newest())
-            answer = self.node.beat(wants_task=True)
-            if answer.state != "running":
-                self.check_upload(None)
-                return answer.state
-            if (asked := self.node.renewal()) is not None:
-                self.renew()
-                self.node.renewals = asked
-                continue
-            if answer.assignment is None:
-                self.node.doing(follower.last_error or answer.waiting_for, waiting=True)
-                stop.wait(self.node.pause_s(IDLE_S))
-                continue
-            if answer.assignment.policy_digest != self.digest:  # its work would look like a lie
-                version = answer.assignment.policy_version
-                self.node.doing(f"a newer version: its weights of version {version} are not the pool's", waiting=True)
-                stop.wait(self.node.pause_s(IDLE_S))
-                continue
-            self.node.doing(f"generating for step {answer.assignment.step}")
-            log.info(
-                "task %s: %d groups for step %d", answer.assignment.id, answer.assignment.groups, answer.assignment.step
-            )
-            data = self.producer.submission(answer.assignment)
-            self.node.tokens = self.producer.tokens
-            self.send(answer.assignment, data)
-        self.check_upload(None)
+        most = self.producer.config.workers.in_flight
+        own_threads = partial(torch.set_num_threads, torch.get_num_threads())  # what a new thread takes may be another
+        with ThreadPoolExecutor(most, "produce", own_threads) as threads:
+            while not stop.is_set():
+                self.check_upload(0)
+                self.deliver()
+                if not self.working:
+                    self.take_weights(follower.newest())
+                elif len(self.working) == most or self.drains(follower.newest()):
+                    self.wait(BUSY_S)
+                    continue
+                answer = self.node.beat(wants_task=True)
+                if answer.state != "running":
+                    self.check_upload(None)
+                    return answer.state
+                if not self.working and (asked := self.node.renewal()) is not None:
+                    self.renew()
+                    self.node.renewals = asked
+                    continue
+                if answer.assignment is None or answer.assignment.policy_digest != self.digest:
+                    self.idle(answer, follower, stop)
+                    continue
+                self.begin(answer.assignment, threads)
+            self.check_upload(None)
         return "stopped"
+
+    def begin(self, assignment: Assignment, threads: ThreadPoolExecutor) -> None:
+        """Produce a submission in one of these threads."""
+        self.node.doing(f"generating for step {assignment.step}")
+        log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step)
+        self.working[assignment] = threads.submit(self.producer.submission, assignment)
+        self.node.working_on = [one.id for one in self.working]
+
+    def deliver(self) -> None:
+        """Send what is done, up to the first that is not. Raises what producing it raised."""
+        for assignment, produced in list(self.working.items()):
+            if not produced.done():
+                break
+            data = produced.result()
+            self.node.tokens = self.producer.tokens
+            self.send(assignment, data)
+
+    def wait(self, most_s: float) -> None:
+        """Until the oldest submission is done, which is delivered first."""
+        oldest = next(iter(self.working.values()))
+        wait([oldest], most_s)
+
+    def drains(self, newest: tuple[Path, Manifest] | None) -> bool:
+        """Whether it takes no task until what it works on is done, because it then loads weights."""
+        return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
+
+    def idle(self, answer: HeartbeatAnswer, follower: Follower, stop: threading.Event) -> None:
+        """Wait a moment before it asks again."""
+        pause_s = self.node.pause_s(IDLE_S)
+        if self.working:
+            self.wait(pause_s)
+            return
+        why = follower.last_error or answer.waiting_for
+        if answer.assignment is not None:  # its work would look like a lie
+            version = answer.assignment.policy_version
+            why = f"a newer version: its weights of version {version} are not the pool's"
+        self.node.doing(why, waiting=True)
+        stop.wait(pause_s)
 
     def send(self, assignment: Assignment, data: bytes) -> None:
         """Upload, after the upload before. Returns when it is done, or after SHORT_S."""
         self.check_upload(None)
         done: Future[None] = Future()
+        del self.working[assignment]
+        self.node.working_on = [one.id for one in self.working]
         self.node.finished, self.upload = Finished(submission=assignment.id, hash=blake3(data).hexdigest()), done
 
         def put() -> None:
@@ -102,7 +145,7 @@ class Worker:
         self.upload = self.node.finished = None
 
     def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
-        """Load a newer version, between two submissions."""
+        """Load a newer version, while nothing is generated."""
         if newest is None or newest[1].version == self.loaded:
             return
         folder, manifest = newest

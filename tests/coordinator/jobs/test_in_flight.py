@@ -1,4 +1,4 @@
-"""Uploading one submission while generating the next: two tasks at most, and nothing to choose between them."""
+"""Uploading one submission while generating others: `workers.in_flight` and one more, and nothing to choose between them."""
 
 import pytest
 
@@ -6,14 +6,16 @@ from shoal.coordinator.standing import states
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol.messages import Assignment, Finished, Heartbeat, HeartbeatAnswer
 
-from ..support import ALICE, Harness
+from ..support import ALICE, BOB, Harness, staffed_pool
 
 FILE = "9" * 64
 
 
-def beat(harness: Harness, finished: str, key: str = ALICE, version: int = 0) -> HeartbeatAnswer:
-    said = Finished(submission=finished, hash=FILE)
-    return harness.pool.members.heartbeat(key, Heartbeat(policy_version=version, wants_task=True, finished=said))
+def beat(harness: Harness, finished: str, *working_on: str, key: str = ALICE, version: int = 0) -> HeartbeatAnswer:
+    """A worker's request for a task while it uploads one and works on others; `finished` "": it uploads nothing."""
+    said = Finished(submission=finished, hash=FILE) if finished else None
+    asks = Heartbeat(policy_version=version, wants_task=True, finished=said, working_on=list(working_on))
+    return harness.pool.members.heartbeat(key, asks)
 
 
 @pytest.fixture
@@ -70,12 +72,12 @@ def test_who_is_restarted_during_an_upload_gets_the_same_task_again(proven: Harn
 
 
 def alone(harness: Harness) -> Assignment:
-    """An announced task of a worker that gets no other meanwhile, because its version will not do for another step."""
+    """An announced task of a worker that gets none of newer weights, because its version will not do for another step."""
     harness.publish(1, 2)
     for _ in range(4):
         harness.accepted("b" * 64, 2)
     first = harness.task()
-    assert "its upload of" in beat(harness, first.id).waiting_for
+    assert "its upload of" in beat(harness, first.id, version=2).waiting_for
     return first
 
 
@@ -123,3 +125,113 @@ def test_who_left_may_come_back_but_not_out_of_a_suspension(proven: Harness) -> 
     assert proven.beat(ALICE).state == "left"
     proven.join(ALICE)
     assert "suspension to end in 60 s" in proven.beat(ALICE).waiting_for
+
+
+# --- several at once -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several() -> Harness:
+    """Workers may generate three submissions at once. The first one has accepted work."""
+    harness = staffed_pool(in_flight=3, prompts_per_step=16)
+    harness.accepted(ALICE, useful=(False, False))
+    return harness
+
+
+def take(harness: Harness, count: int, version: int = 0) -> list[str]:
+    """So many tasks, each asked for while it works on those before."""
+    held: list[str] = []
+    for _ in range(count):
+        assigned = beat(harness, "", *held, version=version).assignment
+        assert assigned is not None
+        held.append(assigned.id)
+    return held
+
+
+def outrun(harness: Harness, *versions: int) -> None:
+    """Publish these versions, and let another worker fill batches with the last while nothing is heard of the first."""
+    harness.publish(*versions)
+    harness.clock.now_s += 31
+    while harness.pool.db.open_step() < 3:
+        harness.accepted(BOB, versions[-1])
+
+
+def missed(harness: Harness, key: str = ALICE) -> int:
+    node = harness.pool.db.nodes.get(key)
+    assert node is not None
+    return node.missed_in_a_row
+
+
+def test_it_holds_so_many_and_one_more_while_it_uploads(several: Harness) -> None:
+    held = take(several, 3)
+    assert len(set(held)) == 3
+    answer = beat(several, "", *held)
+    assert answer.assignment is None and f"its upload of {held[0]} to arrive" in answer.waiting_for
+    fourth = beat(several, held[0], *held[1:]).assignment
+    assert fourth is not None and fourth.id not in held
+    assert beat(several, held[0], *held[1:], fourth.id).assignment is None
+    for id in (*held, fourth.id):
+        several.pool.submissions.uploaded(ALICE, id, FILE)
+    assert not missed(several)
+
+
+def test_a_young_key_holds_one(several: Harness) -> None:
+    first = beat(several, "", key=BOB).assignment
+    assert first is not None
+    assert f"its upload of {first.id}" in beat(several, "", first.id, key=BOB).waiting_for
+
+
+def test_they_are_delivered_in_order(several: Harness) -> None:
+    """Otherwise it could put off what it does not like, at no cost, until no batch takes it any more."""
+    first, second = take(several, 2)
+    beat(several, second, first)  # names the second as finished
+    with pytest.raises(PoolError, match=f"{second} comes after {first}, which has to be uploaded first"):
+        several.pool.submissions.uploaded(ALICE, second, FILE)
+    several.pool.submissions.uploaded(ALICE, first, FILE)
+    several.pool.submissions.uploaded(ALICE, second, "8" * 64)  # it was not announced: it was not the oldest
+
+
+def test_who_is_restarted_gets_all_of_them_again_in_order(several: Harness) -> None:
+    held = take(several, 3)
+    again = [beat(several, "", *held[:number]).assignment for number in range(3)]
+    assert [one.id if one else "" for one in again] == held and not missed(several)
+
+
+def test_what_a_worker_lost_at_once_counts_once(several: Harness) -> None:
+    """It died while it worked on them, and came back with newer weights."""
+    held = take(several, 3)
+    several.publish(1)
+    beat(several, "", version=1)
+    assert [several.state(id) for id in held] == ["expired"] * 3
+    assert missed(several) == 1
+
+
+def test_what_it_still_works_on_may_take_longer_than_its_deadline(several: Harness) -> None:
+    first, second = take(several, 2)
+    several.clock.now_s += 101
+    assert beat(several, "", first, second).assignment is not None
+    assert several.state(first) == several.state(second) == "open"
+    beat(several, "", second)
+    assert (several.state(first), several.state(second)) == ("expired", "open"), "it lost the first"
+
+
+def test_a_slow_worker_that_holds_several_has_missed_nothing(several: Harness) -> None:
+    """Others filled the batches meanwhile. All that it holds is as old, so it has nothing to choose."""
+    first, second = take(several, 2)
+    beat(several, first, second)
+    outrun(several, 1, 2, 3)
+    assert "to load version 3" in beat(several, first, second).waiting_for
+    for id in (first, second):
+        with pytest.raises(PoolError, match="older than"):
+            several.pool.submissions.uploaded(ALICE, id, FILE)
+    assert several.state(first) == several.state(second) == "stale" and not missed(several)
+
+
+def test_who_could_deliver_a_newer_one_instead_has_missed_the_older_one(several: Harness) -> None:
+    (first,) = take(several, 1)
+    several.publish(1)
+    newer = beat(several, first, version=1).assignment
+    assert newer is not None and newer.policy_version == 1, "its version will do for another step"
+    outrun(several, 2, 3)
+    beat(several, first, newer.id, version=1)
+    assert several.state(first) == "expired" and missed(several) == 1

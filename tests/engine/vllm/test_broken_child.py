@@ -6,6 +6,7 @@ import select
 import socket
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,22 @@ def test_an_environments_error_leaves_no_requests_behind(tmp_path: Path) -> None
 
     with pytest.raises(ValueError, match="no answer"):
         engine.generate([[2]], [[1]], SAMPLING, respond)
-    assert engine.process.returncode is not None
+    assert not engine.waiting
+    engine.close()
+
+
+def test_what_breaks_it_ends_all_calls(tmp_path: Path) -> None:
+    """One thread reads for both; the other one must not wait for ever."""
+    until_both = """asked = b""
+        while asked.count(b'"add"') < 2: asked += to.recv(1 << 20)
+        """
+    engine = loaded(tmp_path, then=until_both + "os._exit(4)")
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(generate, engine) for _ in range(2)]
+        for call in calls:
+            with pytest.raises(VllmError, match=r"\(status 4\)"):
+                call.result(30)
+    assert not Path(engine.path.name).exists()
 
 
 def test_only_its_own_user_may_write_where_it_works(tmp_path: Path) -> None:

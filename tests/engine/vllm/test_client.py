@@ -1,13 +1,17 @@
 """What the engine does when its child process is absent, unfit, silent or dead. Here the child is a few lines of Python."""
 
+import socket
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 from shoal.engine.protocol import Sampling
-from shoal.engine.vllm import client
+from shoal.engine.vllm import client, wire
 from shoal.engine.vllm.client import VllmEngine, VllmError, VllmMissingError
 
 HELLO = {"is": "hello", "versions": {"vllm": "0"}}
@@ -83,6 +87,31 @@ def test_a_first_version_may_be_dropped_while_vllm_starts(tmp_path: Path) -> Non
     engine = VllmEngine("float32", python=child(tmp_path, HELLO, then=look))
     engine.load(version)
     assert not (Path(engine.path.name) / "first").exists(), "it is not kept"
+    engine.close()
+
+
+def test_calls_of_several_threads_share_the_child(tmp_path: Path) -> None:
+    """Whichever thread reads an answer, it goes to the call that asked."""
+    here, there = socket.socketpair()
+    for number, tokens in ((1, [3, 1]), (0, [1])):
+        tensors = {"logprobs": torch.zeros(len(tokens)), "hidden": torch.zeros(len(tokens), 8, dtype=torch.bfloat16)}
+        wire.send(there, {"is": "done", "id": f"shoal-{number}", "tokens": tokens}, tensors)
+    answers = here.recv(1 << 16)
+    then = f"""
+        asked = b""
+        while asked.count(b'"add"') < 2: asked += to.recv(1 << 20)
+        to.sendall({answers!r})
+        to.recv(1)"""
+    engine = VllmEngine("float32", python=child(tmp_path, HELLO, {"is": "loaded"}, then=then))
+    engine.load(tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(engine.generate, [[2]], [[1]], SAMPLING)
+        while not engine.waiting:
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="would change their weights"):
+            engine.load(tmp_path)
+        second = threads.submit(engine.generate, [[2, 2]], [[1]], SAMPLING)
+        assert [call.result(30)[0][0].tokens for call in (first, second)] == [[1], [3, 1]]
     engine.close()
 
 

@@ -12,11 +12,12 @@
 The share is an exponential average over about 8 tasks. It starts at NEWCOMER, so 4 missed tasks suspend a new key, and 6 in
 a row one with a good record. Someone who comes to upload too late has missed nothing: it was slow, and it did the work.
 
-Invariant: a key works on one task, and a task that is held counts as under way for LATE * SLOWEST median times at most.
+Invariant: a task that is held counts as under way for LATE * SLOWEST median times at most.
 Only the coordinator's clock is used. Called by `assignments` and `submissions`.
 """
 
 import statistics
+from collections.abc import Sequence
 
 from shoal.config import Config
 from shoal.coordinator.jobs import sizes
@@ -100,10 +101,14 @@ class Arrivals:
             self.db.nodes.set_size(node.key, fitting)
         return took_s * fitting / size
 
-    def missed(self, task: Submission) -> None:
-        """Close a task that its worker will not upload. The worker rests, and is suspended if it misses too many."""
-        self.db.submissions.expire(task.id)
-        node = self.db.nodes.get(task.worker)
+    def missed(self, tasks: Sequence[Submission]) -> None:
+        """Close tasks that their worker will not upload. It rests, and is suspended if it misses too many.
+
+        Tasks of one worker that are lost together count as one: it died while it worked on them.
+        """
+        for task in tasks:
+            self.db.submissions.expire(task.id)
+        node = self.db.nodes.get(tasks[0].worker)
         if node is None:
             return
         in_a_row = node.missed_in_a_row + 1

@@ -1,16 +1,18 @@
 """Assigning tasks: which task a worker gets next, or what it has to wait for.
 
-Invariant: a worker works on at most one task, and neither a restart nor older weights give it a different one. Its nonce
-is unpredictable, and each later task is of the same version or a newer one, so a worker cannot choose among tasks without
-missing some (see `arrivals`). One with accepted work gets its next task while it uploads the one before. It has named that
-file by its hash, so the second task can change nothing in the first. At most two are open. The pool never assigns more work
-than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted work never hold more than
-half of that while a worker with accepted work is there.
+Invariant: a worker works on at most `workers.in_flight` tasks, all of one version, and delivers them in order. So it cannot
+put one off and go on with others: what makes one too old makes the later ones too old. Neither a restart nor older weights
+give it different tasks. Their nonces are unpredictable, and each later task is of the same version or a newer one, so a
+worker cannot choose among tasks without missing some (see `arrivals`). One more is open while it uploads: it has named that
+file by its hash, so later tasks can change nothing in it. Only a worker with accepted work holds more than one task. The
+pool never assigns more work than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted
+work never hold more than half of that while a worker with accepted work is there.
 Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
 chosen here; its size follows the worker's measured speed (`sizes`).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.config import Config
@@ -38,10 +40,12 @@ class Assignments:
     run: str
     secret: bytes  # what nonces are made with (`nonces.nonce_secret`)
 
-    def assign(self, worker: str, loaded: int | None, uploading: str = "") -> Assignment | str:
+    def assign(
+        self, worker: str, loaded: int | None, uploading: str = "", working_on: Sequence[str] = ()
+    ) -> Assignment | str:
         """The next task of a worker that has loaded this version, or what it has to wait for.
 
-        `uploading`: the submission that it says it uploads.
+        `uploading`, `working_on`: the submissions that it says it uploads and generates.
         """
         with self.db.transaction():
             now_s = self.db.clock()
@@ -59,14 +63,15 @@ class Assignments:
             given = self.db.submissions.newest_version_of(worker)
             if loaded < given:
                 return f"this worker to load version {given}"  # switching versions would let it choose
-            if uploads := self._uploads(worker, uploading, oldest_allowed, now_s):
-                return f"its upload of {uploads} to arrive"
+            self._take_back(worker, uploading, oldest_allowed, now_s)
             mine = self.db.submissions.open_of(worker)
-            if mine is not None and mine.version == loaded and now_s <= mine.deadline_s:
-                return self.describe(mine)  # the worker restarted: a new task would let it choose
-            if mine is not None:
-                self.arrivals.missed(mine)
-            if waits_for := self._rests(worker, now_s):
+            lost = [one for one in mine if one.id not in working_on]
+            ended = [one for one in mine if one.version != loaded or (one in lost and now_s > one.deadline_s)]
+            if ended:
+                self.arrivals.missed(ended)
+            if again := [one for one in lost if one not in ended]:
+                return self.describe(again[0])  # the worker restarted: a new task would let it choose
+            if waits_for := self._holds_enough(worker, loaded, oldest_allowed) or self._rests(worker, now_s):
                 return waits_for
             groups = self._wanted(worker, step, loaded, newest, now_s)
             if not groups:
@@ -74,38 +79,45 @@ class Assignments:
             return self._open(worker, step, loaded, digest, groups, now_s)
 
     def finished(self, worker: str, said: Finished) -> None:
-        """A worker uploads what it was working on. It has lost what it announced before and has not uploaded yet."""
+        """A worker uploads the oldest task it was working on. It lost what it announced before and has not uploaded yet."""
         mine = self.db.submissions.open_of(worker)
-        if mine is None or mine.id != said.submission:
+        if not mine or mine[0].id != said.submission:
             return
         if (lost := self.db.submissions.announced_of(worker)) is not None:
-            self.arrivals.missed(lost)
-        self.db.submissions.announce(mine.id, said.hash)
+            self.arrivals.missed([lost])
+        self.db.submissions.announce(mine[0].id, said.hash)
 
-    def _uploads(self, worker: str, uploading: str, oldest_allowed: int, now_s: float) -> str:
-        """Which upload has to arrive before the worker's next task; "" if none. `uploading`: what it says that it uploads.
+    def _take_back(self, worker: str, uploading: str, oldest_allowed: int, now_s: float) -> None:
+        """Ends the wait for an announced file that the worker lost, or that comes too late.
 
-        Only who was given a later task can miss an announced one. So it is given one only with accepted work, while nothing
-        is missing from it, and while the version of what it uploads will do for one more step.
+        It is missed if its worker knows a later task, which it could deliver instead.
         """
-        held, node = self.db.submissions.announced_of(worker), self.db.nodes.get(worker)
+        held = self.db.submissions.announced_of(worker)
         if held is None:
-            return ""
+            return
         if self.db.submissions.next_number(worker) > held.number + 1:
             if uploading != held.id or held.version < oldest_allowed or now_s > held.deadline_s:
                 self.arrivals.late(held)
-                self.arrivals.missed(held)
-                return ""
-            return "" if self.db.submissions.open_of(worker) is not None else held.id
-        if uploading != held.id:  # it was restarted and lost the file, but knows no other task yet
+                self.arrivals.missed([held])
+        elif uploading != held.id:  # it was restarted
             self.db.submissions.announce(held.id, "")
-            return ""
-        if held.version < oldest_allowed:
+        elif held.version < oldest_allowed:
             self.db.submissions.set_stale(held.id)  # being late is not an offence
             self.arrivals.late(held)
+
+    def _holds_enough(self, worker: str, loaded: int, oldest_allowed: int) -> str:
+        """What the worker has to finish before its next task; "" if nothing.
+
+        A task of newer weights may outlive an older one that is still being uploaded, which then counts as missed. So it is
+        given only while the older version will do for one more step.
+        """
+        held, node = self.db.submissions.held_by(worker), self.db.nodes.get(worker)
+        if not held:
             return ""
         proven = node is not None and node.took_s and not node.missed_in_a_row
-        return "" if proven and held.version > oldest_allowed else held.id
+        full = len(held) >= self.config.workers.in_flight + any(one.announced for one in held)
+        outlives = loaded > held[0].version and held[0].version <= oldest_allowed
+        return f"its upload of {held[0].id} to arrive" if full or outlives or not proven else ""
 
     def _open(self, worker: str, step: int, version: int, digest: str, groups: int, now_s: float) -> Assignment:
         """A new task with this worker's next number."""

@@ -57,8 +57,8 @@ class Submissions:
     def may_upload(self, worker: str, id: str) -> None:
         """Raise PoolError unless this worker's grant for this submission is valid.
 
-        It is valid until no batch can take the version, or the worker takes another task. A late upload is not penalised:
-        its task becomes stale here.
+        It is valid while it is the worker's oldest, until no batch can take the version, or the worker takes another task.
+        A late upload is not penalised: its task becomes stale here.
         """
         found = self._get(id)
         if found.worker != worker:
@@ -69,6 +69,8 @@ class Submissions:
             self.db.submissions.set_stale(id)  # its worker came, so it missed nothing
             self.assignments.arrivals.late(found)
             raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
+        if (first := self.db.submissions.held_by(worker)[0]).id != id:
+            raise PoolError(f"{id} comes after {first.id}, which has to be uploaded first")
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
         self.may_upload(worker, id)  # outside the transaction, which an error would undo with what it records

@@ -160,7 +160,7 @@ class Members:
             if why := self._why_no_stake(node) or self.classes.why_no_task(key):
                 return answer.model_copy(update={"waiting_for": why})
             outcome = self.assignments.assign(
-                key, beat.policy_version, beat.finished.submission if beat.finished else ""
+                key, beat.policy_version, beat.finished.submission if beat.finished else "", beat.working_on
             )
         if isinstance(outcome, str):
             return answer.model_copy(update={"waiting_for": outcome})
@@ -180,7 +180,7 @@ class Members:
             moved = states.move(self.db.nodes, key, "time_over", "its suspension is over", now_s)
         elif node.state == "unfit" and now_s >= node.state_s + RETRY_S:
             moved = states.move(self.db.nodes, key, "time_over", "it is measured again", now_s)
-        elif node.state == "draining" and not self.db.submissions.holds_any(key):
+        elif node.state == "draining" and not self.db.submissions.held_by(key):
             moved = states.move(self.db.nodes, key, "emptied", node.reason, now_s)
         return (self.db.nodes.get(key) or node) if moved else node
 

@@ -91,16 +91,17 @@ class Submissions:
     def get(self, id: str) -> Submission | None:
         return self._first("id = ?", id)
 
-    def open_of(self, worker: str) -> Submission | None:
-        """The task that it works on."""
-        return self._first("worker = ? AND state = 'open' AND announced = ''", worker)
+    def open_of(self, worker: str) -> list[Submission]:
+        """The tasks that it works on, oldest first."""
+        return self._all("worker = ? AND state = 'open' AND announced = '' ORDER BY seq", worker)
 
     def announced_of(self, worker: str) -> Submission | None:
         """The task that it finished and is uploading."""
         return self._first("worker = ? AND state = 'open' AND announced != ''", worker)
 
-    def holds_any(self, worker: str) -> bool:
-        return self._first("worker = ? AND state = 'open'", worker) is not None
+    def held_by(self, worker: str) -> list[Submission]:
+        """The tasks that it works on or uploads, oldest first."""
+        return self._all("worker = ? AND state = 'open' ORDER BY seq", worker)
 
     def announce(self, id: str, file_hash: str) -> None:
         self.connection.change("UPDATE submissions SET announced = ? WHERE id = ?", file_hash, id)

@@ -2,14 +2,16 @@
 
 vLLM's pins differ from Shoal's, so it gets an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
 (docs/vllm.md). The child imports a few of Shoal's modules, none of which needs more than that environment has.
-All groups of a call are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. Turns that
-follow an environment's answer are requests of their own, which join while the others go on.
+All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. Turns
+that follow an environment's answer are requests of their own, which join while the others go on. Calls from several threads
+share the socket: whoever waits reads for all.
 
 Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. What it says is
 checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
-Called by the worker's role, and by calibration. Left out: several `generate` at once, and one scheduler for several workers.
+Called by the worker's role, and by calibration. Left out: one scheduler for several workers.
 """
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +40,7 @@ NAME = "vllm"  # of the engine, in reports and in the headers of submissions
 START_S = 600.0  # to load vLLM and a model
 SILENT_S = 120.0  # while it draws tokens it says so every second; one step may take longer
 END_S = 10.0
+IDLE_S = 1.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -60,29 +64,50 @@ class VllmError(ShoalError):
     restart_helps = True
 
 
-@dataclass
+@dataclass(eq=False)
 class _Draft:
     """A completion while it is written."""
 
+    prompt: Sequence[int]
     group: int
     number: int  # within the group
     seed: int
+    sampling: Sampling
+    respond: Respond | None
+    done: bool = False
+    error: BaseException | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
-    def continues(self, respond: Respond | None, sampling: Sampling) -> bool:
+    def continues(self) -> bool:
         """Whether another turn follows, because an environment answers; its answer is then appended. Raises ValueError."""
-        ended = self.tokens[-1] in sampling.eos_ids
-        reply = respond(self.group, self.number, self.tokens, self.turns) if respond and ended else None
+        ended = self.tokens[-1] in self.sampling.eos_ids
+        reply = self.respond(self.group, self.number, self.tokens, self.turns) if self.respond and ended else None
         if not reply:
             return False
-        if len(self.tokens) + len(reply) >= sampling.max_tokens:
+        if len(self.tokens) + len(reply) >= self.sampling.max_tokens:
             raise ValueError(f"{len(reply)} tokens given after {len(self.tokens)} leave no room")
         self.turns += [len(self.tokens) - sum(self.turns), len(reply)]
         self.tokens.extend(reply)
         return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.error, self.done = error, True
+
+    def request(self) -> dict[str, Any]:
+        """What vLLM is asked to write next."""
+        done = len(self.tokens)
+        return {
+            "prompt": [*self.prompt, *self.tokens],
+            "seed": self.seed,
+            "first": done,
+            "temperature": self.sampling.temperature,
+            "noise": self.sampling.noise,
+            "max_tokens": self.sampling.max_tokens - done,
+            "ends": list(self.sampling.eos_ids),
+        }
 
     def completion(self) -> Completion:
         return Completion(self.tokens, self.logprobs, torch.cat(self.states), self.turns)
@@ -128,8 +153,13 @@ class VllmEngine:
             )
         self.dtype = dtype
         self.numbers = itertools.count()
+        self.waiting: dict[str, _Draft] = {}  # by request
+        self._changed = threading.Condition()  # guards what waits, and that one thread reads and one sends
+        self._reading = False
+        self._closing = threading.Lock()
         self.loaded = False
         self.connection, theirs = socket.socketpair()
+        self.outward = self.connection.dup()  # one thread may send while another reads: each with a timeout of its own
         self.path = tempfile.TemporaryDirectory(prefix="shoal-vllm-")
         # Shoal alone on the path: its neighbours may be the libraries whose releases differ.
         (Path(self.path.name) / "shoal").symlink_to(Path(shoal.__file__).parent)
@@ -150,6 +180,9 @@ class VllmEngine:
         self.versions: dict[str, str] = self._expect("hello", START_S).get("versions", {})
 
     def load(self, folder: Path) -> None:
+        """Raises RuntimeError while something is generated."""
+        if self.waiting:
+            raise RuntimeError("load() while completions are written would change their weights: wait for generate()")
         if self.loaded:
             self._load(folder)
             return
@@ -175,61 +208,81 @@ class VllmEngine:
     ) -> list[list[Completion]]:
         if not self.loaded:
             raise RuntimeError("the engine has no weights yet: call load() first")
-        drafts = [[_Draft(g, number, seed) for number, seed in enumerate(group)] for g, group in enumerate(seeds)]
-        try:
-            self._write([draft for group in drafts for draft in group], prompts, sampling, respond)
-        except BaseException:
-            self.close()  # its requests are still in flight
-            raise
+        drafts = [
+            [_Draft(prompt, g, number, seed, sampling, respond) for number, seed in enumerate(group)]
+            for g, (prompt, group) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        own = [draft for group in drafts for draft in group]
+        self._ask(own)
+        while not all(draft.done for draft in own):
+            self._read_or_wait()
+        for draft in own:
+            if draft.error:
+                raise draft.error
         return [[draft.completion() for draft in group] for group in drafts]
 
-    def _write(
-        self, drafts: Sequence[_Draft], prompts: Sequence[Sequence[int]], sampling: Sampling, respond: Respond | None
-    ) -> None:
-        waiting = {self._id(): draft for draft in drafts}
-        self._add({id: self._request(draft, prompts, sampling) for id, draft in waiting.items()})
-        while waiting:
-            frame, tensors = self._receive(SILENT_S)
-            if frame["is"] == "working":
-                continue
-            draft = waiting.pop(str(frame.get("id")), None) if frame["is"] == "done" else None
-            if draft is None:
-                raise self._failure(f"it said {frame['is']!r} of {frame.get('id')!r}, which it was not asked for")
-            self._extend(draft, frame.get("tokens"), tensors, sampling)
-            if draft.continues(respond, sampling):
-                waiting[id := self._id()] = draft
-                self._add({id: self._request(draft, prompts, sampling)})
+    def _read_or_wait(self) -> None:
+        """One frame for everybody, or wait while another thread reads one. What breaks the child ends all completions."""
+        with self._changed:
+            if self._reading:
+                self._changed.wait(IDLE_S)
+                return
+            self._reading = True
+        try:
+            self._take(*self._receive(SILENT_S))
+        except BaseException as error:
+            self.close()  # requests are still in flight
+            for draft in self.waiting.values():
+                draft.end(error)
+            raise
+        finally:
+            with self._changed:
+                self._reading = False
+                self._changed.notify_all()
+
+    def _take(self, frame: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """What vLLM says: that it works, or that a request is done."""
+        if frame["is"] == "working":
+            return
+        draft = self.waiting.pop(str(frame.get("id")), None) if frame["is"] == "done" else None
+        if draft is None:
+            raise self._failure(f"it said {frame['is']!r} of {frame.get('id')!r}, which it was not asked for")
+        try:
+            self._extend(draft, frame.get("tokens"), tensors)
+            continues = draft.continues()
+        except BaseException as error:
+            draft.end(error)
+            if isinstance(error, Exception) and not isinstance(error, VllmError):
+                return  # the environment's: `generate` raises it in the thread that asked
+            raise
+        if continues:
+            self._ask([draft])
+        else:
+            draft.end()
+
+    def _ask(self, drafts: Sequence[_Draft]) -> None:
+        """Hand these to vLLM's scheduler."""
+        with self._changed:
+            asked = {f"shoal-{next(self.numbers)}": draft for draft in drafts}
+            self.waiting |= asked
+            self._send({"do": "add", "requests": [{"id": id, **draft.request()} for id, draft in asked.items()]})
 
     def close(self) -> None:
-        """End the child process and everything it started. It may be called twice."""
-        self.connection.close()
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.path.cleanup()
+        """End the child process and everything it started. It may be called twice, and by several threads."""
+        with self._closing:
+            with contextlib.suppress(OSError):  # it is closed already
+                self.connection.shutdown(socket.SHUT_RDWR)  # wakes whoever reads
+            self.connection.close()
+            self.outward.close()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            self.path.cleanup()
 
-    def _id(self) -> str:
-        return f"shoal-{next(self.numbers)}"
-
-    def _request(self, draft: _Draft, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:
-        done = len(draft.tokens)
-        return {
-            "prompt": [*prompts[draft.group], *draft.tokens],
-            "seed": draft.seed,
-            "first": done,
-            "temperature": sampling.temperature,
-            "noise": sampling.noise,
-            "max_tokens": sampling.max_tokens - done,
-            "ends": list(sampling.eos_ids),
-        }
-
-    def _add(self, requests: dict[str, dict[str, Any]]) -> None:
-        self._send({"do": "add", "requests": [{"id": id, **one} for id, one in requests.items()]})
-
-    def _extend(self, draft: _Draft, tokens: Any, tensors: dict[str, Tensor], sampling: Sampling) -> None:
-        wrong = _fault(tokens, tensors, sampling, sampling.max_tokens - len(draft.tokens))
+    def _extend(self, draft: _Draft, tokens: Any, tensors: dict[str, Tensor]) -> None:
+        wrong = _fault(tokens, tensors, draft.sampling, draft.sampling.max_tokens - len(draft.tokens))
         if wrong:
             raise self._failure(f"a completion {wrong}")
         draft.tokens += tokens
@@ -239,13 +292,13 @@ class VllmEngine:
     def _send(self, frame: dict[str, Any]) -> None:
         if self.process.poll() is not None:
             raise self._failure("it ended")
-        self.connection.settimeout(SILENT_S)
         try:
-            wire.send(self.connection, frame)
-        except wire.ClosedError:
-            raise self._failure("it ended") from None
+            self.outward.settimeout(SILENT_S)
+            wire.send(self.outward, frame)
         except TimeoutError:
             raise self._failure(f"it did not listen for {SILENT_S:g} s") from None
+        except (wire.ClosedError, OSError):  # or another thread closed the socket
+            raise self._failure("it ended") from None
 
     def _expect(self, what: str, within_s: float) -> dict[str, Any]:
         frame, _ = self._receive(within_s)
@@ -261,6 +314,8 @@ class VllmEngine:
             raise self._failure(f"it said nothing for {within_s:g} s") from None
         except wire.WireError as error:
             raise self._failure(str(error)) from None
+        except OSError:  # another thread closed the socket
+            raise self._failure("it ended") from None
         match frame.get("is"):
             case "unfit":
                 self.close()

@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.protocol.messages.terms import LARGEST, MAX_SENDERS, Count, Hex32, Hex64, MaybeHex64, Message, SubmissionId
+from shoal.protocol.messages.terms import (
+    LARGEST,
+    MAX_SENDERS,
+    MOST_IN_FLIGHT,
+    Count,
+    Hex32,
+    Hex64,
+    MaybeHex64,
+    Message,
+    SubmissionId,
+)
 
 
 class Intake(Message):
@@ -50,6 +60,7 @@ class Finished(Message):
 class Heartbeat(Message):
     policy_version: int | None = Field(default=None, ge=0, le=LARGEST)  # what the node has loaded or serves
     wants_task: bool = False
+    working_on: list[Annotated[str, SubmissionId]] = Field(default=[], max_length=MOST_IN_FLIGHT)  # not finished yet
     stats: Stats = Stats()
     fingerprint: Fingerprint | None = None  # None: it computes nothing, or its arithmetic depends on batch shapes
     renewals: Count = 0  # how often it loaded its weights again because the coordinator asked

@@ -6,7 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST = 2**53 - 1  # integer that every JSON reader and SQLite represent exactly
 MAX_SENDERS = 64  # of one version, in each node's report
-VERSION = 2  # of this protocol; each side refuses one that speaks another
+MOST_IN_FLIGHT = 16  # submissions that a worker generates at once (`workers.in_flight`)
+VERSION = 3  # of this protocol; each side refuses one that speaks another
 
 Role = Literal["learner", "origin", "relay", "worker", "validator", "evaluator"]
 NodeState = Literal[
