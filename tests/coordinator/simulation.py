@@ -29,6 +29,9 @@ class Member:
     loses: float = 0.0  # probability that an upload is lost with its process
     version: int = 0
     tasks: list[Assignment] = field(default_factory=list)
+    holds: list[Assignment] = field(default_factory=list)  # of them, those that it works on
+    busy_until_s: float = 0.0
+    lives: int = 0  # how often it died
     took: list[float] = field(default_factory=list)  # seconds, of each task that it finished
 
 
@@ -45,6 +48,7 @@ class Simulation:
         """`useful`: the share of useful groups. `groups`: of a usual submission."""
         self.useful = useful
         self.random = random.Random(seed)
+        self.in_flight = int(str((settings or {}).get("in_flight", 1)))
         self.clock = Clock()
         chosen = {"prompts_per_step": 8, "task_deadline_s": 60, "node_timeout_s": 1e9} | (settings or {})
         self.harness: Harness = open_pool(clock=self.clock, run={"steps": STEPS}, groups=groups, **chosen)
@@ -79,25 +83,44 @@ class Simulation:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def ask(self, member: Member) -> None:
-        member.version = self.published
-        task = self.harness.beat(member.key, member.version).assignment
-        if task is None or member.silent:
+        if not member.holds:
+            member.version = self.published
+        elif member.version != self.published or len(member.holds) == self.in_flight:
+            return
+        held = [one.id for one in member.holds]
+        task = self.harness.beat(member.key, member.version, working_on=held).assignment
+        if (task is None and not held) or member.silent:
             self.after(POLL_S, lambda: self.ask(member))
         if task is None:
             return
         member.tasks.append(task)
         if member.silent:
             return
-        takes_s = (member.takes_s + member.group_s * task.groups) * self.random.uniform(0.8, 1.25)
+        member.holds.append(task)
+        took_s = (member.takes_s + member.group_s * task.groups) * self.random.uniform(0.8, 1.25)
+        takes_s = took_s + max(member.busy_until_s - self.clock.now_s, 0.0)  # after those before
+        life = member.lives
         if self.random.random() < member.crashes:
-            self.after(takes_s * self.random.random() + 1.0, lambda: self.ask(member))
+            self.after(takes_s * self.random.random() + 1.0, lambda: self.die(member, life))
         elif self.random.random() < member.loses:
-            self.after(takes_s + 5.0, lambda: self.ask(member))
+            self.after(takes_s + 5.0, lambda: self.die(member, life))
         else:
-            member.took.append(takes_s)
-            self.after(takes_s, lambda: self.upload(member, task))
+            member.took.append(took_s)
+            member.busy_until_s = self.clock.now_s + takes_s
+            self.after(takes_s, lambda: self.upload(member, task, life))
+        if self.in_flight > 1:
+            self.ask(member)
 
-    def upload(self, member: Member, task: Assignment) -> None:
+    def die(self, member: Member, life: int) -> None:
+        """All that it works on is lost. It starts again at once."""
+        if life == member.lives:
+            member.lives, member.holds, member.busy_until_s = life + 1, [], 0.0
+            self.ask(member)
+
+    def upload(self, member: Member, task: Assignment, life: int) -> None:
+        if life != member.lives:
+            return
+        member.holds.remove(task)
         try:
             self.harness.pool.submissions.may_upload(member.key, task.id)
             self.harness.pool.submissions.uploaded(member.key, task.id, "9" * 64)

@@ -69,11 +69,14 @@ class Harness:
         wants: bool = True,
         fingerprint: str = "",
         renews: bool = True,
+        working_on: list[str] | None = None,
     ) -> HeartbeatAnswer:
         """A node's heartbeat; one that `renews` has carried out every request for a new fingerprint."""
         computed = Fingerprint(version=version or 0, value=fingerprint) if fingerprint else None
         done = self.pool.members.classes.renewals(key) if renews else 0
-        beat = Heartbeat(policy_version=version, wants_task=wants, fingerprint=computed, renewals=done)
+        beat = Heartbeat(
+            policy_version=version, wants_task=wants, fingerprint=computed, renewals=done, working_on=working_on or []
+        )
         return self.pool.members.heartbeat(key, beat)
 
     def task(self, key: str = ALICE, version: int | None = 0) -> Assignment:

@@ -45,8 +45,11 @@ def test_silent_keys_are_suspended_and_for_longer_each_time() -> None:
     assert len({task.id for task in held.tasks}) <= 4, "it rests longer after each"
 
 
+@pytest.mark.parametrize("settings", [{}, {"in_flight": 4, "prompts_per_step": 40}], ids=["one", "four in flight"])
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)])
-def test_no_honest_worker_is_slashed_or_suspended(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_honest_worker_is_slashed_or_suspended(
+    seeds: range, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hundred pools of mixed speeds, crashing workers, lost uploads and a coordinator that restarts."""
     monkeypatch.setattr(simulation, "STEPS", 6)
     for seed in seeds:
@@ -55,7 +58,7 @@ def test_no_honest_worker_is_slashed_or_suspended(seeds: range, monkeypatch: pyt
         for member in members:
             member.takes_s = draw.choice([0.5, 1.0, 2.0, 4.0, 20.0])
             member.crashes, member.loses = draw.choice([0.0, 0.03, 0.1]), draw.choice([0.0, 0.05])
-        pool = Simulation(members, seed)
+        pool = Simulation(members, seed, settings=settings)
         for at in range(3):
             pool.after(draw.uniform(0, 20) + 10 * at, lambda pool=pool: restart(pool.harness))  # type: ignore[misc]
         pool.run()

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator.jobs.fitness import GIB, MEASURED, RETRY_S
 from shoal.coordinator.state.database import PoolError
-from shoal.protocol.messages import Capability, InvitePayload
+from shoal.protocol.messages import Capability, Heartbeat, InvitePayload
 
 from ..support import ALICE, BOB, VALIDATOR, Harness, open_pool, payload
 
@@ -112,3 +112,46 @@ def test_no_stranger_joins_without_any_stake_even_where_the_run_requires_none() 
 def test_an_open_invite_makes_workers_only() -> None:
     with pytest.raises(ValueError, match="an open invite is for workers"):
         InvitePayload(run="r", role="validator", name="v", nonce="0" * 32, expires_s=1, open=True)
+
+
+def flood(harness: Harness, rounds: int, pauses_s: tuple[float, ...]) -> None:
+    """Rounds of as many tasks as there are pauses, all held at once; one is uploaded after each pause."""
+    for _ in range(rounds):
+        held: list[str] = []
+        for _ in pauses_s:
+            asks = Heartbeat(policy_version=0, wants_task=True, working_on=held)
+            assigned = harness.pool.members.heartbeat(ALICE, asks).assignment
+            assert assigned is not None
+            held = [*held, assigned.id]
+        for id, pause_s in zip(held, pauses_s, strict=True):
+            harness.clock.now_s += pause_s
+            harness.pool.submissions.uploaded(ALICE, id, "9" * 64)
+            harness.claim()
+            harness.judge(id, None, USELESS)
+
+
+def speed_of(harness: Harness) -> float:
+    node = harness.pool.db.nodes.get(ALICE)
+    assert node is not None
+    return node.tokens_per_s
+
+
+@pytest.fixture
+def three() -> Harness:
+    """Three submissions in flight, 20 tokens a task; the first one is accepted after 4 s."""
+    harness = open_pool(in_flight=3, prompts_per_step=64, node_timeout_s=1e9)
+    harness.join(ALICE)
+    harness.join(VALIDATOR, "validator")
+    harness.publish(0)
+    work(harness, ALICE, 4.0, 1)
+    return harness
+
+
+def test_several_at_once_are_not_taken_for_slowness(three: Harness) -> None:
+    flood(three, 8, (4.0, 4.0, 4.0))
+    assert speed_of(three) == pytest.approx(5.0)
+
+
+def test_files_sent_together_make_nobody_fast(three: Harness) -> None:
+    flood(three, 8, (12.0, 0.0, 0.0))
+    assert 5.0 < speed_of(three) < 7.0

@@ -3,7 +3,8 @@
 The report says memory, cores, device and engine. It can only shut its sender out: nothing is gained by a false one, because
 no task, size or pay follows from it. Speed is never asked for, it is measured. Each task is a challenge that nobody can
 tell from work, because it is work. Its nonce is unpredictable, a validator checks and counts its tokens, and the
-coordinator's clock runs from task to upload. So a worker cannot be fast for a test only.
+coordinator's clock runs from task to upload, of several tasks at once from one upload to the next. So a worker cannot be
+fast for a test only.
 
 Invariant: only accepted work counts, so nobody else can slow a worker down in the books, and whoever is too slow is paid for
 what it did. It gets no tasks for RETRY_S, and is then measured again.
@@ -47,7 +48,7 @@ class Fitness:
         node = self.db.nodes.get(task.worker)
         if node is None or task.uploaded_s is None or 2 * task.groups <= sizes.usual(node, self.config):
             return  # a task cut short, because the batch needed no more, takes longer for each token
-        speed = tokens / max(task.uploaded_s - task.assigned_s, 1e-3)  # a clock may have been set back
+        speed = tokens / max(self._seconds(task, task.uploaded_s), 1e-3)  # a clock may have been set back
         if node.speeds:
             speed = node.tokens_per_s + WEIGHT * (speed - node.tokens_per_s)
         self.db.nodes.set_speed(node.key, speed, node.speeds + 1)
@@ -57,3 +58,13 @@ class Fitness:
         why = f"{speed:.3g} tokens/s in its newest tasks, and this run requires {least:g}"
         if states.move(self.db.nodes, node.key, "fall_short", why, self.db.clock()):
             self.db.nodes.set_speed(node.key, 0.0, 0)
+
+    def _seconds(self, task: Submission, uploaded_s: float) -> float:
+        """What the worker took for this task: while it holds several, since its upload of the one before.
+
+        Two files that it sends together count for half of their time or less: it holds so many tasks at most.
+        """
+        before = self.db.submissions.before(task)
+        last_s = before.uploaded_s if before and before.uploaded_s else 0.0
+        held = self.config.workers.in_flight + 1  # one of them while it is uploaded
+        return max(uploaded_s - max(task.assigned_s, last_s), (uploaded_s - task.assigned_s) / held)

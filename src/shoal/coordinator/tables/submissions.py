@@ -91,6 +91,10 @@ class Submissions:
     def get(self, id: str) -> Submission | None:
         return self._first("id = ?", id)
 
+    def before(self, task: Submission) -> Submission | None:
+        """The same worker's task before this one."""
+        return self._first("worker = ? AND number = ?", task.worker, task.number - 1)
+
     def open_of(self, worker: str) -> list[Submission]:
         """The tasks that it works on, oldest first."""
         return self._all("worker = ? AND state = 'open' AND announced = '' ORDER BY seq", worker)
