@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import describe
 
 from shoal import config as config_module
+from shoal.engine.one_thread import OneThread
 from shoal.model.sources import resolve
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Finished, HeartbeatAnswer
@@ -85,13 +86,16 @@ def main() -> None:
     path = HERE / "results" / ("in_flight.json" if arguments.engine == "torch" else "in_flight-vllm.json")
     result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": describe(), "runs": []}
     settings = config_of(arguments, 1)
-    with generator(arguments.engine, settings, "bfloat16", arguments.threads) as (engine, kind, _):
+    compute = OneThread()
+    with generator(arguments.engine, settings, "bfloat16", arguments.threads, compute) as (engine, kind, _):
         for number in range(arguments.rounds):
             for most in arguments.in_flight[:: -1 if number % 2 else 1]:
                 identity = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
                 config = config_of(arguments, most)
-                with closing(Producer(config, RUN, identity, engine, kind=kind)) as producer:
-                    result["runs"].append(measured(config, producer, arguments.submissions) | {"round": number})
+                with closing(Producer(config, RUN, identity, engine, kind=kind, compute=compute)) as producer:
+                    result["runs"].append(
+                        measured(config, producer, arguments.submissions, compute) | {"round": number}
+                    )
                 sys.stdout.write(f"{result['runs'][-1]}\n")
                 sys.stdout.flush()
                 result["tokens_per_s"] = medians(result["runs"])
@@ -110,11 +114,11 @@ def config_of(arguments: argparse.Namespace, in_flight: int) -> config_module.Co
     )
 
 
-def measured(config: config_module.Config, producer: Producer, submissions: int) -> dict[str, Any]:
+def measured(config: config_module.Config, producer: Producer, submissions: int, compute: OneThread) -> dict[str, Any]:
     """Seconds and tokens of a worker's loop over so many submissions."""
     folder = resolve(config.model.name)
     pool = Pool(config, producer.identity, submissions)
-    worker: Any = Worker(pool, producer)  # type: ignore[arg-type]
+    worker: Any = Worker(pool, producer, compute=compute)  # type: ignore[arg-type]
     newest = (folder, SimpleNamespace(version=0, digest="0" * 64))
     worker.take_weights(newest)
     began_s, before_s = time.perf_counter(), time.process_time()

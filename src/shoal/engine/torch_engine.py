@@ -13,7 +13,7 @@ Left out: reuse of keys and values from one call to the next.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +37,16 @@ class TorchEngine:
     """Holds one model. `load` replaces its weights in place."""
 
     def __init__(
-        self, dtype: DtypeName, device: str = "cpu", numerics: Numerics = "fast", limits: Limits | None = None
+        self,
+        dtype: DtypeName,
+        device: str = "cpu",
+        numerics: Numerics = "fast",
+        limits: Limits | None = None,
+        compute: Callable[[Callable[[], Any]], Any] = lambda job: job(),
     ) -> None:
+        """`compute`: runs a step; with `OneThread`, all steps run in one thread, whoever waits."""
         self.dtype = dtype
+        self.compute = compute
         self.device = device
         self.numerics = numerics
         self.model: Any = None
@@ -100,7 +107,10 @@ class TorchEngine:
         for draft in own:
             if draft.error:
                 raise draft.error
-        return [[draft.completion() for draft in group] for group in drafts]
+        found: list[list[Completion]] = self.compute(
+            lambda: [[draft.completion() for draft in group] for group in drafts]
+        )
+        return found
 
     @contextmanager
     def _called(self, own: Sequence["_Draft"]) -> Iterator[None]:
@@ -125,7 +135,7 @@ class TorchEngine:
             self._scheduler.add(self._new)
             self._new = []
         try:
-            self._scheduler.step()
+            self.compute(self._scheduler.step)
         except BaseException as error:
             for draft in self._scheduler.everyone():
                 assert isinstance(draft, _Draft)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config, EngineName
 from shoal.protocol.invite import Invite
@@ -27,11 +27,13 @@ def run_worker(
     engine: EngineName = "torch",
 ) -> str:
     """Returns how the run ended. `producer_type`: the honest `Producer` if None, or one of `shoal.adversary.cheats`."""
+    from shoal.engine.one_thread import OneThread
     from shoal.rollout.produce import Producer
     from shoal.rollout.worker import Worker, follow
 
     node, config, dtype = join(invite, folder, threads, stop, engine)
-    with node.heart(), generator(engine, config, dtype, threads) as (generates, kind, fingerprint):
+    compute = OneThread()
+    with node.heart(), generator(engine, config, dtype, threads, compute) as (generates, kind, fingerprint):
         publisher = node.wait_for_key("origin", stop)
         producer = (producer_type or Producer)(
             config,
@@ -41,17 +43,23 @@ def run_worker(
             task_set(node, config, folder),
             node.curriculum_page,
             kind,
+            compute,
         )
         with closing(producer), follow(node, config, folder / "weights", publisher) as follower:
-            return Worker(node, producer, fingerprint).run(follower, stop)
+            return Worker(node, producer, fingerprint, compute).run(follower, stop)
 
 
 @contextmanager
 def generator(
-    name: EngineName, config: Config, dtype: DtypeName, threads: int
+    name: EngineName,
+    config: Config,
+    dtype: DtypeName,
+    threads: int,
+    compute: Callable[[Callable[[], Any]], Any] = lambda job: job(),
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
     """The engine, its kind for the headers of files, and what gives the fingerprint of its weights.
 
+    `compute`: what the torch engine runs its steps with.
     vLLM's results depend on its batches, so it claims no exactness class. Raises VllmMissingError.
     """
     device = config.model.device
@@ -64,6 +72,6 @@ def generator(
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import numerics
 
-    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device))
+    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute)
     prints = fingerprinter(config, dtype)
     yield engine, "", lambda: prints(engine.model)

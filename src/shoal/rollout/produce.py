@@ -8,7 +8,7 @@ lying workers of the tests override one each.
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,13 @@ class Producer:
         task_set: TaskSet | None = None,
         page: Fetch = no_pages,
         kind: str = "",
+        compute: Callable[[Callable[[], Any]], Any] = lambda job: job(),
     ) -> None:
         """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
 
-        `kind`: ENGINE/DEVICE for the files' headers, unless it is the torch engine.
+        `kind`: ENGINE/DEVICE for the files' headers, unless it is the torch engine. `compute` runs what makes the proofs.
         """
+        self.compute = compute
         self.config = config
         self.run = run
         self.identity = identity
@@ -117,7 +119,7 @@ class Producer:
 
     def rollouts(self, plans: Sequence[GroupPlan], groups: Sequence[Sequence[Completion]]) -> list[Rollout]:
         """Every row of the file, group by group, with rewards and proofs."""
-        proofs = iter(self.prove([completion for group in groups for completion in group]))
+        proofs = iter(self.compute(lambda: self.prove([completion for group in groups for completion in group])))
         pairs = [(plan, completion) for plan, group in zip(plans, groups, strict=True) for completion in group]
         rewards = iter(self.rewards(pairs))
         return [

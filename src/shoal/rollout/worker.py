@@ -2,7 +2,8 @@
 
     deliver what is done, oldest first -> if nothing is left: take newer weights -> ask for a task -> produce it in a thread
 
-Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. An upload that takes
+Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. What computes runs in
+this thread, while it waits for them (`OneThread`). An upload that takes
 longer than SHORT_S continues meanwhile: the worker names the file's hash, by which the coordinator knows that this task is
 done. One upload at a time.
 Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only the
@@ -13,14 +14,13 @@ Left out: keeping a finished file over a restart.
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from blake3 import blake3
 
 from shoal.config import Config
+from shoal.engine.one_thread import OneThread
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, Fingerprint, Finished, HeartbeatAnswer
 from shoal.protocol.node import Node
@@ -37,11 +37,21 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    def __init__(self, node: Node, producer: Producer, fingerprint: Callable[[], str] = lambda: "") -> None:
-        """`fingerprint` of the loaded weights; "" if this machine's arithmetic depends on batch shapes."""
+    def __init__(
+        self,
+        node: Node,
+        producer: Producer,
+        fingerprint: Callable[[], str] = lambda: "",
+        compute: OneThread | None = None,
+    ) -> None:
+        """`fingerprint` of the loaded weights; "" if this machine's arithmetic depends on batch shapes.
+
+        `compute`: what the engine and the producer compute with, in this thread; None: each computes where it is called.
+        """
         self.node = node
         self.producer = producer
         self.fingerprint = fingerprint
+        self.compute = compute or OneThread()
         self.loaded: int | None = None
         self.folder: Path | None = None  # of that version
         self.digest = ""  # of the loaded version's manifest
@@ -51,8 +61,7 @@ class Worker:
     def run(self, follower: Follower, stop: threading.Event) -> str:
         """Work until the run ends, this worker is evicted or drained, or `stop` is set. Returns which."""
         most = self.producer.config.workers.in_flight
-        own_threads = partial(torch.set_num_threads, torch.get_num_threads())  # what a new thread takes may be another
-        with ThreadPoolExecutor(most, "produce", own_threads) as threads:
+        with ThreadPoolExecutor(most, "produce") as threads, self.compute:
             while not stop.is_set():
                 self.check_upload(0)
                 self.deliver()
@@ -80,7 +89,8 @@ class Worker:
         """Produce a submission in one of these threads."""
         self.node.doing(f"generating for step {assignment.step}")
         log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step)
-        self.working[assignment] = threads.submit(self.producer.submission, assignment)
+        self.working[assignment] = produced = threads.submit(self.producer.submission, assignment)
+        produced.add_done_callback(self.compute.wake)
         self.node.working_on = [one.id for one in self.working]
 
     def deliver(self) -> None:
@@ -93,9 +103,8 @@ class Worker:
             self.send(assignment, data)
 
     def wait(self, most_s: float) -> None:
-        """Until the oldest submission is done, which is delivered first."""
-        oldest = next(iter(self.working.values()))
-        wait([oldest], most_s)
+        """Compute until the oldest submission is done, which is delivered first."""
+        self.compute.compute_until(next(iter(self.working.values())), most_s)
 
     def drains(self, newest: tuple[Path, Manifest] | None) -> bool:
         """Whether it takes no task until what it works on is done, because it then loads weights."""
