@@ -46,9 +46,9 @@ class OneThread:
     def compute_until(self, done: Future[Any], most_s: float) -> None:
         """Run what other threads ask for, until this is done or so much time has passed. `wake` has to be its callback."""
         end_s = time.monotonic() + most_s
-        while not done.done():
+        while not done.done() and (left_s := end_s - time.monotonic()) > 0:
             try:
-                job, asked = self._jobs.get(timeout=max(end_s - time.monotonic(), 0.0))
+                job, asked = self._jobs.get(timeout=left_s)
             except queue.Empty:
                 return
             try:

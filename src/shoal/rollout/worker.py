@@ -31,6 +31,7 @@ from shoal.shardcast.fetch.follow import Follower
 
 IDLE_S = 0.1
 BUSY_S = 1.0  # it looks after its upload so often while it can take no other task
+FOREVER_S = 1e9
 SHORT_S = 0.25  # an upload is waited for so long before the next task is asked for
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Worker:
                     continue
                 answer = self.node.beat(wants_task=True)
                 if answer.state != "running":
-                    self.check_upload(None)
+                    self.check_upload(FOREVER_S)
                     return answer.state
                 if not self.working and (asked := self.node.renewal()) is not None:
                     self.renew()
@@ -82,7 +83,7 @@ class Worker:
                     self.idle(answer, follower, stop)
                     continue
                 self.begin(answer.assignment, threads)
-            self.check_upload(None)
+            self.check_upload(FOREVER_S)
         return "stopped"
 
     def begin(self, assignment: Assignment, threads: ThreadPoolExecutor) -> None:
@@ -125,8 +126,9 @@ class Worker:
 
     def send(self, assignment: Assignment, data: bytes) -> None:
         """Upload, after the upload before. Returns when it is done, or after SHORT_S."""
-        self.check_upload(None)
+        self.check_upload(FOREVER_S)
         done: Future[None] = Future()
+        done.add_done_callback(self.compute.wake)
         del self.working[assignment]
         self.node.working_on = [one.id for one in self.working]
         self.node.finished, self.upload = Finished(submission=assignment.id, hash=blake3(data).hexdigest()), done
@@ -141,17 +143,14 @@ class Worker:
         threading.Thread(target=put, daemon=True, name="upload").start()
         self.check_upload(SHORT_S)
 
-    def check_upload(self, wait_s: float | None) -> None:
-        """Wait for the upload under way, None: until it ends. Raises what it raised."""
+    def check_upload(self, wait_s: float) -> None:
+        """Wait for the upload under way, and compute meanwhile. Raises what it raised."""
         if self.upload is None:
             return
-        try:
-            self.upload.result(wait_s)
-        except TimeoutError:
-            if not self.upload.done():
-                return
-            raise
-        self.upload = self.node.finished = None
+        self.compute.compute_until(self.upload, wait_s)
+        if self.upload.done():
+            self.upload.result()
+            self.upload = self.node.finished = None
 
     def take_weights(self, newest: tuple[Path, Manifest] | None) -> None:
         """Load a newer version, while nothing is generated."""
