@@ -75,7 +75,7 @@ class _Draft:
     sampling: Sampling
     respond: Respond | None
     done: bool = False
-    error: BaseException | None = None
+    error: Exception | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Draft:
         self.tokens.extend(reply)
         return True
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         self.error, self.done = error, True
 
     def request(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class VllmEngine:
         return [[draft.completion() for draft in group] for group in drafts]
 
     def _read_or_wait(self) -> None:
-        """One frame for everybody, or wait while another thread reads one. What breaks the child ends all completions."""
+        """One frame for everybody, or wait while another thread reads one. After an error the next reader gets one, too."""
         with self._changed:
             if self._reading:
                 self._changed.wait(IDLE_S)
@@ -230,10 +230,8 @@ class VllmEngine:
             self._reading = True
         try:
             self._take(*self._receive(SILENT_S))
-        except BaseException as error:
+        except BaseException:
             self.close()  # requests are still in flight
-            for draft in self.waiting.values():
-                draft.end(error)
             raise
         finally:
             with self._changed:
@@ -247,14 +245,12 @@ class VllmEngine:
         draft = self.waiting.pop(str(frame.get("id")), None) if frame["is"] == "done" else None
         if draft is None:
             raise self._failure(f"it said {frame['is']!r} of {frame.get('id')!r}, which it was not asked for")
+        self._extend(draft, frame.get("tokens"), tensors)
         try:
-            self._extend(draft, frame.get("tokens"), tensors)
             continues = draft.continues()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - the environment's: `generate` raises it in the thread that asked
             draft.end(error)
-            if isinstance(error, Exception) and not isinstance(error, VllmError):
-                return  # the environment's: `generate` raises it in the thread that asked
-            raise
+            return
         if continues:
             self._ask([draft])
         else:
