@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.protocol.calling import RefusedError
 from shoal.protocol.messages import Assignment, HeartbeatAnswer, Stored
 from shoal.rollout.produce import Producer
-from shoal.rollout.worker import Worker, follow
+from shoal.rollout.worker import SHORT_S, Worker, follow
 from shoal.store.rollouts import read_submission
 
 from ..workers import ALICE, RUN, FakeNode, assignment, config
@@ -337,3 +338,30 @@ def test_submissions_produced_together_are_those_produced_alone(tiny_folder: Pat
     for number in range(3):
         rows = read_submission(node.uploads[task(number).upload_path], max_rows=64, max_tokens=6).rows
         assert rows == read_submission(alone.submission(task(number)), max_rows=64, max_tokens=6).rows
+
+
+class Renewing(ScriptedNode):
+    """Asks the worker to load its weights again while an upload is under way."""
+
+    renewals = 0
+    had: tuple[str, ...] = ()
+
+    def renewal(self) -> int | None:
+        return 1 if self.asked_with[1:] and not self.renewals else None
+
+    def put(self, path: str, data: bytes, answer: type[Stored]) -> None:
+        time.sleep(2 * SHORT_S)
+        super().put(path, data, answer)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "renewals" and value:
+            self.had = tuple(self.uploads)
+        super().__setattr__(name, value)
+
+
+def test_what_the_old_weights_wrote_arrives_before_the_new_fingerprint(tiny_folder: Path) -> None:
+    """Otherwise the coordinator takes it for work of the new ones, and a second mismatch for a second fault."""
+    node, follower = Renewing([running(task(0)), running(), FINISHED]), FakeFollower()
+    follower.bring(tiny_folder, 0)
+    assert work(node, follower) == "finished"
+    assert node.had == (task(0).upload_path,)

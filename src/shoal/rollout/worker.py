@@ -76,6 +76,7 @@ class Worker:
                     self.check_upload(FOREVER_S)
                     return answer.state
                 if not self.working and (asked := self.node.renewal()) is not None:
+                    self.check_upload(FOREVER_S)  # it arrives before the new fingerprint, so it counts for the old one
                     self.renew()
                     self.node.renewals = asked
                     continue
