@@ -1,33 +1,21 @@
 """Whole tiny runs whose workers generate several submissions at once, with either engine. Slow."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from shoal.engine.vllm.client import PYTHON
-
-from .test_vllm_run import run
+from .test_vllm_run import run_with_a_liar
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_honest_workers_are_accepted_and_a_liar_is_slashed(tmp_path: Path, engine: str) -> None:
-    if engine == "vllm" and not os.environ.get(PYTHON):
-        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
-    summary = run(
-        tmp_path / "run",
-        "run.steps=12",
-        "workers.count=1",
-        "workers.in_flight=3",
-        "workers.groups_per_submission=2",
-        f'workers.engines=["{engine}"]',
-        'workers.cheat=["quantized_weights"]',
+    summary = run_with_a_liar(
+        tmp_path / "run", engine, "quantized_weights", "workers.in_flight=3", "workers.groups_per_submission=2"
     )
-    assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
-    assert summary["slashed"] == ["cheater"] and set(summary["reject_reasons"]) == {"proof"}, summary
+    assert set(summary["reject_reasons"]) == {"proof"}, summary
     assert summary["waste"]["too_late"] == 0
     assert most_at_once((tmp_path / "run" / "logs" / "worker-0.log").read_text()) == 3
 

@@ -37,6 +37,17 @@ def run(out: Path, *settings: str) -> dict[str, Any]:
     return summary
 
 
+def run_with_a_liar(out: Path, engine: str, liar: str, *settings: str) -> dict[str, Any]:
+    """The summary of 12 steps with one honest worker on this engine, none of whose work was rejected, and a slashed liar."""
+    if engine == "vllm" and not os.environ.get(PYTHON):
+        pytest.skip(f"{PYTHON} names no environment with vLLM (docs/vllm.md)")
+    kinds = (f'workers.engines=["{engine}"]', f'workers.cheat=["{liar}"]')
+    summary = run(out, "run.steps=12", "workers.count=1", *kinds, *settings)
+    assert summary["accepted"]["worker-0"] > 0 and summary["rejected"]["worker-0"] == 0, summary["reject_reasons"]
+    assert summary["slashed"] == ["cheater"], summary
+    return summary
+
+
 def test_a_run_on_vllm_trains_and_its_liars_are_slashed(tmp_path: Path) -> None:
     summary = run(
         tmp_path / "run",

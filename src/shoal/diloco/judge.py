@@ -17,7 +17,7 @@ FEWEST = 3  # norms that a median of one round needs; it would follow one of two
 def refused(norms: Mapping[str, float], past: Sequence[float], factor: float, parameters: float) -> dict[str, str]:
     """The sites that are left out, and why. `past` are norms that were averaged in recent rounds.
 
-    `parameters`: the norm of the parameters at the start of the round. It is used where there is no median.
+    `parameters`: the parameters' norm when the round began. It replaces the median where there is none.
     """
     why = {name: "not finite" for name, norm in norms.items() if not math.isfinite(norm)}
     usual = [median(past)] if past else []

@@ -15,6 +15,12 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+Compute = Callable[[Callable[[], Any]], Any]  # runs a job somewhere, and returns its result
+
+
+def here(job: Callable[[], T]) -> T:
+    """In the thread that asks."""
+    return job()
 
 
 class OneThread:

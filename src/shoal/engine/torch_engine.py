@@ -13,7 +13,7 @@ Left out: reuse of keys and values from one call to the next.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.batch import Ask
+from shoal.engine.one_thread import Compute, here
 from shoal.engine.protocol import Completion, Respond, Sampling
 from shoal.engine.scheduler import Limits, Scheduler
 from shoal.model.dtype import DtypeName
@@ -42,7 +43,7 @@ class TorchEngine:
         device: str = "cpu",
         numerics: Numerics = "fast",
         limits: Limits | None = None,
-        compute: Callable[[Callable[[], Any]], Any] = lambda job: job(),
+        compute: Compute = here,
     ) -> None:
         """`compute`: runs a step; with `OneThread`, all steps run in one thread, whoever waits."""
         self.dtype = dtype

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.config import Config, EngineName
 from shoal.protocol.invite import Invite
@@ -14,6 +14,7 @@ from shoal.roles.exactness import fingerprinter
 from shoal.roles.joining import join, task_set
 
 if TYPE_CHECKING:
+    from shoal.engine.one_thread import Compute
     from shoal.engine.protocol import Engine
     from shoal.model.dtype import DtypeName
 
@@ -55,11 +56,11 @@ def generator(
     config: Config,
     dtype: DtypeName,
     threads: int,
-    compute: Callable[[Callable[[], Any]], Any] = lambda job: job(),
+    compute: Compute | None = None,
 ) -> Iterator[tuple[Engine, str, Callable[[], str]]]:
     """The engine, its kind for the headers of files, and what gives the fingerprint of its weights.
 
-    `compute`: what the torch engine runs its steps with.
+    `compute`: what the torch engine runs its steps with; None: the thread that generates.
     vLLM's results depend on its batches, so it claims no exactness class. Raises VllmMissingError.
     """
     device = config.model.device
@@ -69,9 +70,10 @@ def generator(
         with closing(VllmEngine(dtype, threads)) as vllm:
             yield vllm, f"{name}/{device.partition(':')[0]}", lambda: ""
         return
+    from shoal.engine.one_thread import here
     from shoal.engine.torch_engine import TorchEngine
     from shoal.model import numerics
 
-    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute)
+    engine = TorchEngine(dtype, device, numerics.pick(config.model.numerics, dtype, device), compute=compute or here)
     prints = fingerprinter(config, dtype)
     yield engine, "", lambda: prints(engine.model)

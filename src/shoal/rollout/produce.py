@@ -2,19 +2,20 @@
 
 Invariant: everything in a submission follows from its assignment and the weights; the worker chooses nothing.
 Called by the worker's loop, by several threads at once: they generate together and do everything else one after another.
-It does no network requests itself. Each method is one place where a worker could lie, and the
-lying workers of the tests override one each.
+It does no network requests itself. Each method is one place where a worker could lie, and the lying workers of the tests
+override one each.
 """
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal import tasks, toploc
 from shoal.config import Config
+from shoal.engine.one_thread import Compute, here
 from shoal.engine.protocol import Completion, Engine, Respond, Sampling
 from shoal.model.load import eos_ids, load_tokenizer
 from shoal.model.positions import check_max_tokens
@@ -39,7 +40,7 @@ class Producer:
         task_set: TaskSet | None = None,
         page: Fetch = no_pages,
         kind: str = "",
-        compute: Callable[[Callable[[], Any]], Any] = lambda job: job(),
+        compute: Compute = here,
     ) -> None:
         """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
 

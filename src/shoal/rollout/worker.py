@@ -3,9 +3,8 @@
     deliver what is done, oldest first -> if nothing is left: take newer weights -> ask for a task -> produce it in a thread
 
 Up to `workers.in_flight` submissions are produced at once, and the engine decodes them in one batch. What computes runs in
-this thread, while it waits for them (`OneThread`). An upload that takes
-longer than SHORT_S continues meanwhile: the worker names the file's hash, by which the coordinator knows that this task is
-done. One upload at a time.
+this thread, while it waits for them (`OneThread`). An upload that takes longer than SHORT_S continues meanwhile: the worker
+names the file's hash, by which the coordinator knows that this task is done. One upload at a time.
 Invariant: weights change only while nothing is generated, and submissions are uploaded in the order of their tasks. Only the
 coordinator's refusal drops one. Called by `shoal worker`. It meets the rest of the system only through messages and files.
 Left out: keeping a finished file over a restart.
@@ -71,6 +70,7 @@ class Worker:
                 elif len(self.working) == most or self.drains(follower.newest()):
                     self.wait(BUSY_S)
                     continue
+                self.node.working_on = [one.id for one in self.working]
                 answer = self.node.beat(wants_task=True)
                 if answer.state != "running":
                     self.check_upload(FOREVER_S)
@@ -93,7 +93,6 @@ class Worker:
         log.info("task %s: %d groups for step %d", assignment.id, assignment.groups, assignment.step)
         self.working[assignment] = produced = threads.submit(self.producer.submission, assignment)
         produced.add_done_callback(self.compute.wake)
-        self.node.working_on = [one.id for one in self.working]
 
     def deliver(self) -> None:
         """Send what is done, up to the first that is not. Raises what producing it raised."""
@@ -131,7 +130,6 @@ class Worker:
         done: Future[None] = Future()
         done.add_done_callback(self.compute.wake)
         del self.working[assignment]
-        self.node.working_on = [one.id for one in self.working]
         self.node.finished, self.upload = Finished(submission=assignment.id, hash=blake3(data).hexdigest()), done
 
         def put() -> None:

@@ -1,8 +1,8 @@
 """Assigning tasks: which task a worker gets next, or what it has to wait for.
 
 Invariant: a worker works on at most `workers.in_flight` tasks, all of one version, and delivers them in order. So it cannot
-put one off and go on with others: what makes one too old makes the later ones too old. Neither a restart nor older weights
-give it different tasks. Their nonces are unpredictable, and each later task is of the same version or a newer one, so a
+skip a task and deliver later ones: when the first is too old, all are. Neither a restart nor older weights give it
+different tasks. Their nonces are unpredictable, and each later task is of the same version or a newer one, so a
 worker cannot choose among tasks without missing some (see `arrivals`). One more is open while it uploads: it has named that
 file by its hash, so later tasks can change nothing in it. Only a worker with accepted work holds more than one task. The
 pool never assigns more work than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted

@@ -2,9 +2,9 @@
 
 vLLM's pins differ from Shoal's, so it gets an environment of its own, whose Python `SHOAL_VLLM_PYTHON` names
 (docs/vllm.md). The child imports a few of Shoal's modules, none of which needs more than that environment has.
-All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. Turns
-that follow an environment's answer are requests of their own, which join while the others go on. Calls from several threads
-share the socket: whoever waits reads for all.
+All groups of all calls are in vLLM's scheduler at once; it computes a shared prompt once where its prefix cache can. After
+an environment's answer, the next turn is a new request, which joins while the others continue. Calls from several threads
+share the socket: one of them reads for all.
 
 Invariant: every wait has a deadline; the child ends with this process, at `close`, or at the first error. What it says is
 checked, because the worker signs it: a broken child must not make an honest worker look like a liar.
