@@ -185,6 +185,19 @@ def test_a_learner_that_dies_half_way_leaves_nothing_and_its_next_try_is_publish
     assert came[0].content == stepped(tmp_path / "again", *range(version + 1)).publish(again.final, version).content
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_files_of_the_next_try_are_not_taken_for_those_of_the_first(tmp_path, version):
+    """The next try has the folder's name, and one of its files is still empty."""
+    source = stepped(tmp_path, *range(version))
+    dying = Learner(tmp_path, version)
+    writer = Handover(source, dying.watched, lambda: False)
+    growing = writer.begun()
+    again = Learner(tmp_path, version)
+    (again.temporary / "config.json").write_text("")
+    assert writer.follow(growing) is None and "was removed before it was complete" in writer.given_up
+    assert source.published() == list(range(version))
+
+
 def test_readers_of_what_was_given_up_get_what_is_published_instead(tmp_path):
     """They had begun with it, at a relay and at a client."""
     now_s = iter(range(1, 100))

@@ -26,7 +26,7 @@ from shoal.files import CHUNK_BYTES
 from shoal.shardcast.format.manifest import ManifestError
 from shoal.shardcast.format.names import version_name
 from shoal.shardcast.format.safetensors_layout import final_size_bytes
-from shoal.shardcast.publish.contents import entry, file_times, files_at, in_order, listed
+from shoal.shardcast.publish.contents import entry, files_at, in_order, listed
 
 LOOK_AGAIN_S = 0.01
 STALL_S = 60.0
@@ -52,7 +52,7 @@ class Growing:
             grows = entry(Path(name), self._file, self._final_bytes or 0)
             self.files = in_order([*listed(others, folder), grows], folder)
             self._others = [file for file in self.files if file.path != name]
-            self._times = file_times(folder, self._others)
+            self._others_are = {file.path: _state((folder / file.path).stat()) for file in self._others}
         except BaseException:
             self._file.close()
             raise
@@ -69,13 +69,16 @@ class Growing:
         return stat.st_dev, stat.st_ino
 
     def open(self, name: str) -> BufferedReader:
-        """Raises GivenUpError if the folder was removed."""
+        """Raises GivenUpError if the folder was removed, also if its writer has made it again."""
         if name == self.name:
             tail: Any = _Tail(self)
             return BufferedReader(tail, CHUNK_BYTES)
         for folder in (self.folder, self.final):  # it may be renamed meanwhile
             with suppress(FileNotFoundError):
-                return (folder / name).open("rb")
+                file = (folder / name).open("rb")
+                if _state(os.fstat(file.fileno())) == self._others_are[name]:
+                    return file
+                file.close()
         raise self._removed()
 
     def size_bytes(self, name: str) -> int:
@@ -97,7 +100,8 @@ class Growing:
             time.sleep(LOOK_AGAIN_S)
         try:
             _, files = files_at(self.final)
-            same = files == self.files and file_times(self.final, self._others) == self._times
+            others_are = {file.path: _state((self.final / file.path).stat()) for file in self._others}
+            same = files == self.files and others_are == self._others_are
             stat = (self.final / self.name).stat()
         except (FileNotFoundError, ManifestError) as error:
             raise GivenUpError(f"{self.final} was removed: {error}") from error
@@ -135,6 +139,11 @@ class Growing:
             raise GivenUpError(f"{self.folder / self.name} has {stat.st_size} bytes, its header says {size_bytes}")
         self._grew_s = time.monotonic()
         return stat.st_mtime_ns
+
+
+def _state(stat: os.stat_result) -> tuple[int, int, int, int]:
+    """Tells a file from another one of its name, and from itself after a write."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _Tail(RawIOBase):
