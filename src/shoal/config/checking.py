@@ -26,6 +26,10 @@ class EngineLimits(Section):
     sampling_mismatches: int | None = Field(default=None, ge=0, description=OF_ALL, json_schema_extra=MEASURED)
     sampling_margin_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
 
+    @property
+    def kind(self) -> str:
+        return f"{self.engine}/{self.device}"
+
 
 class ValidatorSection(Section):
     """The limits that submissions must meet. `shoal calibrate` measures them."""
@@ -124,10 +128,14 @@ class ValidatorSection(Section):
 
     def of(self, engine: str) -> "ValidatorSection":
         """As for submissions of this ENGINE/DEVICE: its own limits, where it has some."""
-        own = next((one for one in self.limits if engine == f"{one.engine}/{one.device}"), None)
+        own = next((one for one in self.limits if engine == one.kind), None)
         if own is None:
             return self
         return self.model_copy(update=own.model_dump(exclude={"engine", "device"}, exclude_none=True))
+
+    def widest(self, limit: str) -> float:
+        """As for the engine for which this limit is widest; a worker can name any."""
+        return max(getattr(section, limit) for section in [self, *(self.of(one.kind) for one in self.limits)])
 
 
 class EvidenceSection(Section):

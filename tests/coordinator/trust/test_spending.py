@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.config.checking import EngineLimits
 from shoal.coordinator.trust.spending import bets
 from shoal.evidence.process import Process
 from shoal.protocol.messages import Reason, Replay, Spent
@@ -94,6 +95,18 @@ def test_an_honest_worker_stays_however_long_it_works(harness: Harness) -> None:
             beyond=beyond, proof_exponent_mean=rng.uniform(3.4, 10), logprob_error_mean=rng.uniform(0.034, 0.1)
         )
         process = process.after(bets(used, harness.pool.config))
+        assert process.evidence < 13.8
+
+
+def test_an_honest_worker_of_an_engine_with_wider_limits_stays() -> None:
+    """Its figures are at two thirds of its own limits, and beyond those of the other engines."""
+    own = EngineLimits(proof_exponent_mean=16.0, proof_mantissa_mean=3.8, logprob_error_mean=0.16)
+    settings = config()
+    settings = settings.model_copy(update={"validator": settings.validator.model_copy(update={"limits": [own]})})
+    used = spent(proof_exponent_mean=10.6, proof_mantissa_mean=2.53, logprob_error_mean=0.106)
+    process = Process()
+    for _ in range(3_000):
+        process = process.after(bets(used, settings))
         assert process.evidence < 13.8
 
 

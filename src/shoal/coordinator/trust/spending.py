@@ -85,7 +85,7 @@ def bets(spent: Spent, config: Config) -> dict[str, float]:
         for theta in THETAS
     }
     for name in ("proof_exponent_mean", "proof_mantissa_mean", "logprob_error_mean"):
-        limit, honest = getattr(config.validator, name), getattr(config.evidence, name)
+        limit, honest = config.validator.widest(name), getattr(config.evidence, name)
         mean = SURE if honest is None else min(honest / limit, 1.0)
         for stake in STAKES:
             found[f"{name} stake {stake:g}"] = share(min(getattr(spent, name) / limit, 1.0), mean, stake)
