@@ -12,7 +12,8 @@ given to every attack. Each submission goes through the whole pipeline; then eve
 others found. TOPLOC's proof is also judged by thresholds alone: those of the paper, and the public 60/40/40.
 
 `lasts`: how many submissions one worker makes with an attack until a limit rejects one, or the coordinator's sequential
-tests of all of them dismiss it (`coordinator/trust/spending.py`).
+tests of all of them dismiss it (`coordinator/trust/spending.py`). `dismissed`: how many accepted ones those tests need by
+themselves, had the rejected ones not been sent.
 
 With --exact both sides use exact numerics, and every attacker claims the validator's fingerprint, which costs it the limits.
 Each submission is then compared with the one that honest work yields: one whose tokens, logprobs and proofs are the same
@@ -179,17 +180,19 @@ class Tally:
     gained: list[float] = field(default_factory=list)  # the same of the accepted ones
     process: Process = field(default_factory=Process)  # of one worker that makes all submissions
     lasts: int | None = None  # its submissions until it is rejected or dismissed
+    dismissed: int | None = None  # its accepted submissions until it is dismissed
 
     def follow(self, one: Examined | None, settings: Config) -> None:
         """Take one worker's next submission; None: a file that did not open."""
-        if self.lasts is not None:
+        if self.dismissed is not None:
             return
         if one is None or one.finding is not None:
-            self.lasts = self.process.observations + 1
+            self.lasts = self.lasts or self.process.observations + 1
             return
         self.process = self.process.after(bets(spent(one.case, settings, one.evidence), settings))
         if self.process.evidence >= -math.log(settings.evidence.alpha):
-            self.lasts = self.process.observations
+            self.dismissed = self.process.observations
+            self.lasts = self.lasts or self.dismissed
 
     def add(self, judge: Judge, examined: Sequence[Examined]) -> None:
         """Take the pipeline's findings, then run every check on every case by itself."""
@@ -261,6 +264,7 @@ def measure(judge: Judge, attacker: Attack, settings: Config, n: int, honest: At
         "rejected": sum(tally.reasons.values()),
         "reasons": dict(tally.reasons),
         "lasts": tally.lasts,
+        "dismissed": tally.dismissed,
         "unchanged": tally.unchanged,
         "slipped": tally.slipped,
         "tried": statistics.fmean(tally.tried) if tally.tried else 0.0,

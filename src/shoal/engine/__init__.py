@@ -1,1 +1,4 @@
-"""Inference engines: the protocol and the torch engine. Used by workers, evaluation and calibration."""
+"""Inference engines: the protocol, the torch engine with its scheduler, vLLM, and the self-test of exactness.
+
+Used by workers, validators, evaluation, calibration and `serve`.
+"""

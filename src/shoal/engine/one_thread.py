@@ -1,7 +1,7 @@
 """Everything that computes, in one thread, whichever thread asks for it.
 
-OpenMP keeps a team of threads for each thread that computes. A second team slows both down, because GNU's puts waiting
-threads to sleep sooner once there are more of them than cores. With two threads on two cores, a worker that decoded in
+OpenMP keeps a team of threads for each thread that computes. A second team slows both down: GNU's OpenMP puts waiting
+threads to sleep sooner when there are more of them than cores. With two threads on two cores, a worker that decoded in
 another thread than the one that had loaded the weights was a third slower.
 
 Invariant: jobs run one after another, in the thread that made this. Called by the worker's loop, for its engine and proofs.

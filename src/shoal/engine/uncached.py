@@ -1,4 +1,4 @@
-"""Rows of models on the slower path (`model/rows`): every step computes the sequences anew, without a cache.
+"""Rows of models on the slower path (`model/unpacked`): every step computes the sequences anew, without a cache.
 
 Rows of equal length are computed together and nothing is padded.
 Invariant: a row's hidden states are those of transformers' forward of it, except for rounding. Called by `rows`.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model import rows
+from shoal.model import unpacked
 
 
 class UncachedRows:
@@ -47,4 +47,4 @@ class UncachedRows:
 
     def _forward(self, sequences: list[list[int]]) -> Tensor:
         """Hidden states of sequences of equal length, hidden_BLH."""
-        return rows.forward(self.model, torch.tensor(sequences, device=self.model.device))
+        return unpacked.forward(self.model, torch.tensor(sequences, device=self.model.device))

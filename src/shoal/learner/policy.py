@@ -27,7 +27,7 @@ from shoal.learner.masters import collect, collect_early, in_shards, prepare, ro
 from shoal.learner.metrics import shape_of
 from shoal.learner.ranks import Ranks, whole
 from shoal.learner.schedule import rate
-from shoal.model import rows
+from shoal.model import unpacked
 from shoal.model.dtype import DtypeName
 from shoal.model.load import load_model, load_tokenizer, stored_shapes
 from shoal.model.logprobs import LossOf
@@ -195,7 +195,7 @@ class Policy:
     @property
     def packs(self) -> bool:
         """Whether rows may hold several sequences."""
-        return rows.packs(self.model)
+        return unpacked.packs(self.model)
 
     @property
     def lr(self) -> float:

@@ -1,4 +1,4 @@
-"""Exact attention: a token's output has the same bits in any batch, packing, cache or process it is computed.
+"""Exact attention: a token's output has the same bits in whatever batch, packing, cache or process it is computed.
 
 Equal formulas do not give equal bits: sums of floats depend on their order, and PyTorch's attention kernels choose it by
 shape. Here the order is fixed. Queries meet the keys of their own sequence at absolute positions 0, 1, 2, ...:

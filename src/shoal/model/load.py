@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from shoal.errors import first_line
-from shoal.model import adapters, attention, exact, head, heap, rows, support
+from shoal.model import adapters, attention, exact, head, heap, support, unpacked
 from shoal.model.dtype import DtypeName
 from shoal.model.numerics import Numerics
 from shoal.model.positions import limit_
@@ -40,7 +40,7 @@ def load_model(folder: Path, dtype: DtypeName = "float32", device: str = "cpu", 
     """The causal LM in `folder`, in eval mode. Returns a transformers model (typed Any: transformers is untyped).
 
     It computes packed rows with these numerics where that is right for the model, and otherwise one sequence a row, slower
-    and with fast numerics, which is said once (`rows.packs`, `numerics.of`).
+    and with fast numerics, which is said once (`unpacked.packs`, `numerics.of`).
     Raises UnsupportedModelError for a model whose logprobs are on neither path those of plain transformers.
     """
     config = load_config(folder)
@@ -91,7 +91,7 @@ def judged(folder: Path, config: Any, numerics: Numerics, load: Callable[[Numeri
         _say(f"{support.name_of(config, folder)} is computed one sequence a row, which is slower: {why}")
         root = load(None) if root is None else root
         assert root is not None  # transformers' own attention is always there
-        rows.use_(root.model)
+        unpacked.use_(root.model)
         known = _known(root, folder)
         differs = compare(root)
         if not differs <= support.TOLERANCE:
@@ -135,7 +135,7 @@ def prepared_(build: Callable[[str], Any], config: Any, numerics: Numerics | Non
 
     The attention is Shoal's, or transformers' own if `numerics` is None. None if the attention cannot be replaced.
     """
-    name = {"exact": exact.NAME, "fast": attention.NAME, None: rows.NAME}[numerics]
+    name = {"exact": exact.NAME, "fast": attention.NAME, None: unpacked.NAME}[numerics]
     if numerics is not None:
         AttentionInterface.register(name, exact.attend if numerics == "exact" else attention.attend)
         AttentionMaskInterface.register(name, sdpa_mask)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.model import exact, products
 from shoal.model.dtype import DtypeName
-from shoal.model.rows import packs
+from shoal.model.unpacked import packs
 
 log = logging.getLogger(__name__)
 

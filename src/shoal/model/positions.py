@@ -58,7 +58,7 @@ def limit_(model: Any, config: Mapping[str, Any]) -> None:
                 "tokens before; lower sampling.max_tokens"
             )
 
-    from shoal.model.rows import body  # with torch, which reading a config does not need
+    from shoal.model.unpacked import body  # with torch, which reading a config does not need
 
     body(model).register_forward_pre_hook(check, with_kwargs=True)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shoal.model import head, rows
+from shoal.model import head, unpacked
 from shoal.model.load import OPENED_FOR, WEIGHTS, Root, judged, load_config, prepared_, tied_names
 from shoal.model.numerics import Numerics
 from shoal.model.positions import limit_
@@ -97,7 +97,7 @@ class Sharded:
         config = load_config(self.folder)
         model = skeleton(self.folder, config, self.numerics)
         if not self.packs:
-            rows.use_(model)
+            unpacked.use_(model)
         setattr(model, head.ATTRIBUTE, self.change)
         limit_(model, config.to_dict())
         return model
@@ -132,7 +132,7 @@ def opened(folder: Path, device: str, numerics: Numerics, shard: Shard_) -> Shar
         if why := weights.why_not(skeleton(folder, config, None)):
             return why
         model = judged(folder, config, numerics, load).model
-    found = Sharded(folder, torch.device(device), weights, picked[-1], rows.packs(model), head.change_of(model))
+    found = Sharded(folder, torch.device(device), weights, picked[-1], unpacked.packs(model), head.change_of(model))
     del model
     gc.collect()  # FSDP's hooks are in cycles, which would keep the shards
     return found

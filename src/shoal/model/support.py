@@ -3,7 +3,7 @@
 Shoal packs the completions of several prompts into one row (`tree`) and tells them apart by its own attention
 (`attention`). A model that passes state between positions in another way ignores that: linear attention, state spaces,
 convolutions, position biases of its own, attention sinks and windows. It would train without an error, but wrongly. Such a
-model takes the slower path (`rows`).
+model takes the slower path (`unpacked`).
 
     change_of_logits   what happens behind the output head, from the config's fields and a comparison
     acts_on_long       config fields that act only on long sequences, which a short comparison would not show
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.model import attention, head, rows
+from shoal.model import attention, head, unpacked
 from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack
 
 TOLERANCE = 1e-3  # nats per token, mean
@@ -180,12 +180,12 @@ def _plain_logits(model: Any, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     own = model.config._attn_implementation
     given: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: given.append(output))
-    rows.use_(model)
+    unpacked.use_(model)
     try:
         logits_BLV: Tensor = model(input_ids=ids_BL, use_cache=False).logits
     finally:
         hook.remove()
-        rows.use_(model, own)
+        unpacked.use_(model, own)
     return given[-1], logits_BLV
 
 

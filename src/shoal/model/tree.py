@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model import numerics, rows
+from shoal.model import numerics, unpacked
 from shoal.model.attention import Layout, Span
 from shoal.model.numerics import ROW_UNIT
 from shoal.model.turns import Turns, model_positions
@@ -176,10 +176,10 @@ def forward_row(model: nn.Module, packed: Pack, cache: Any = None) -> Tensor:
 
     `cache`: a transformers cache, which sees each block's keys and values; for models that compute packed rows.
     """
-    if not rows.packs(model):
-        return rows.forward_row(model, packed)
+    if not unpacked.packs(model):
+        return unpacked.forward_row(model, packed)
     padding = -len(packed.tokens_T) % ROW_UNIT if numerics.of(model) == "exact" else 0
-    output = rows.body(model)(
+    output = unpacked.body(model)(
         input_ids=F.pad(packed.tokens_T, (0, padding))[None],
         position_ids=F.pad(packed.positions_T, (0, padding))[None],
         attention_mask=packed.tokens_T.new_empty(1, 1, 1, 1),  # unused; 4-D, so that transformers builds no mask

@@ -67,7 +67,7 @@ class Worker:
                 self.deliver()
                 if not self.working:
                     self.take_weights(follower.newest())
-                elif len(self.working) == most or self.drains(follower.newest()):
+                elif len(self.working) == most or self.waits_to_load(follower.newest()):
                     self.wait(BUSY_S)
                     continue
                 self.node.working_on = [one.id for one in self.working]
@@ -107,7 +107,7 @@ class Worker:
         """Compute until the oldest submission is done, which is delivered first."""
         self.compute.compute_until(next(iter(self.working.values())), most_s)
 
-    def drains(self, newest: tuple[Path, Manifest] | None) -> bool:
+    def waits_to_load(self, newest: tuple[Path, Manifest] | None) -> bool:
         """Whether it takes no task until what it works on is done, because it then loads weights."""
         return (newest is not None and newest[1].version != self.loaded) or self.node.renewal() is not None
 

@@ -116,7 +116,7 @@ def plan(lengths: Sequence[int], settings: SftSection, seed: int) -> list[tuple[
 def micro_batches(examples: Sequence[Example], *, row_tokens: int, packs: bool = True) -> list[MicroBatch]:
     """Pack conversations side by side into rows of `row_tokens`. Every token appears exactly once.
 
-    Without `packs`, each has a row of its own (`model/rows`).
+    Without `packs`, each has a row of its own (`model/unpacked`).
     """
     rows = (
         assign_rows([len(example.tokens) for example in examples], row_tokens)

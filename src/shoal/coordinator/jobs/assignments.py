@@ -4,9 +4,9 @@ Invariant: a worker works on at most `workers.in_flight` tasks, all of one versi
 skip a task and deliver later ones: when the first is too old, all are. Neither a restart nor older weights give it
 different tasks. Their nonces are unpredictable, and each later task is of the same version or a newer one, so a
 worker cannot choose among tasks without missing some (see `arrivals`). One more is open while it uploads: it has named that
-file by its hash, so later tasks can change nothing in it. Only a worker with accepted work holds more than one task. The
-pool never assigns more work than the open batch still needs, so queues stay short and rollouts young. Keys with no accepted
-work never hold more than half of that while a worker with accepted work is there.
+file by its hash, so later tasks can change nothing in it. Only a worker with accepted work holds more than one task. No
+task is given while as much work is under way as the open batch still needs, so queues stay short and rollouts young. While
+a worker with accepted work is there, keys without any get none when they hold half of that.
 Called by `members` with a worker's heartbeat. The problems and seeds of a task are derived from it (`tasks.derive`), not
 chosen here; its size follows the worker's measured speed (`sizes`).
 """
