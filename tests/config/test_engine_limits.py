@@ -1,6 +1,8 @@
 """Limits of one engine on one kind of device replace those of all, one by one."""
 
-from shoal.config import parse
+import pytest
+
+from shoal.config import ConfigError, parse
 
 OWN = {"engine": "vllm", "device": "cpu", "sampling_margin": 1.5}
 VALIDATOR = {"sampling_margin": 0.5, "logprob_error_mean": 0.07, "limits": [OWN]}
@@ -19,6 +21,12 @@ def test_the_widest_limit_is_that_of_any_engine() -> None:
     assert (section.widest("sampling_margin"), section.widest("logprob_error_mean")) == (1.5, 0.1)
     assert section.widest("proof_mantissa_mean") == section.proof_mantissa_mean
     assert parse({"validator": {"sampling_margin": 0.5}}).validator.widest("sampling_margin") == 0.5
+
+
+def test_the_torch_engines_limits_are_the_sections_own() -> None:
+    """Its workers name no engine, so an entry for it would be a liar's alone."""
+    with pytest.raises(ConfigError, match="limits.0.engine"):
+        parse({"validator": {"limits": [{"engine": "torch", "device": "cuda", "sampling_margin": 9.0}]}})
 
 
 def test_workers_take_the_engines_in_turn() -> None:

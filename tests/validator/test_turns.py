@@ -14,7 +14,7 @@ from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, read_accepted, read_submission
 from shoal.tasks import Grade, Task
 from shoal.validator.by_hand import verify
-from shoal.validator.checks import FAR, endings, special_tokens, termination
+from shoal.validator.checks import FAR, OUTLIERS, endings, special_tokens, termination
 from shoal.validator.service import Validator
 
 from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config
@@ -306,7 +306,7 @@ def test_turns_in_a_run_of_single_turns(talkative_folder: Path, honest: list[Rol
 def test_ends_are_checked_turn_by_turn(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int
 ) -> None:
-    """An end token of a middle turn that its seed does not yield; what the environment writes may hold any token."""
+    """End tokens that their seeds do not yield, one of a middle turn; what the environment writes may hold any token."""
     judge = validator.judge
     assert judge.rules is not None
     case = judge.prefill([case_of(judge, ASKED, signed(worker, ASKED, honest))])[0]
@@ -315,10 +315,13 @@ def test_ends_are_checked_turn_by_turn(
     at = before + honest[turned].turns[0] - 1
     prefill = case.computed()
     margins_N, logprobs_N = prefill.margins_N.clone(), prefill.logprobs_N.clone()
-    margins_N[at], logprobs_N[at] = FAR, -9.0
+    ends = [sum(len(row.logprobs) for row in honest[: number + 1]) - 1 for number in range(len(honest))]
+    for place in [at, *ends[-OUTLIERS:]]:
+        margins_N[place], logprobs_N[place] = FAR, -9.0
     odd = replace(case, prefill=replace(prefill, margins_N=margins_N, logprobs_N=logprobs_N))
     finding = termination(judge.rules, odd).finding
-    assert finding is not None and finding.reason is Reason.TERMINATION and f"rollout {turned} " in finding.detail
+    assert finding is not None and finding.reason is Reason.TERMINATION
+    assert finding.detail.startswith(f"{OUTLIERS + 1} ") and finding.detail.endswith(f"rollout {turned}")
 
 
 def test_someone_elses_seed_gives_other_answers(worker: Producer, honest: list[Rollout], turned: int) -> None:

@@ -46,6 +46,7 @@ class Accepted:
     """An accepted submission, as the ledger and its two files agree on it."""
 
     id: str
+    number: int  # among the tasks of its worker
     worker: str
     validator: str
     step: int
@@ -149,6 +150,7 @@ class Walk:
                 for name in ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
             },
             id=id,
+            number=submission.header.submission,
             tokens=sum(counted),
             useful=[rewards_differ([row.reward for row in rows]) for rows in groups],
             group_tokens=counted,
@@ -181,11 +183,11 @@ class Walk:
         self._settle(body, "credited")
         if len(self.found.records) == self.config.run.steps:
             return  # at the run's end all that waits is paid
-        checked = [one.id for one in self.found.accepted.values() if one.worker == body["worker"] and one.full]
-        covering = checked[-self.config.validator.escrow_checks :]
-        if len(covering) < self.config.validator.escrow_checks or not set(body["submissions"]) <= self._before(
-            covering[0]
-        ):
+        theirs = {one.number: one for one in self.found.accepted.values() if one.worker == body["worker"]}
+        checked = sorted(number for number, one in theirs.items() if one.full)
+        needed = self.config.validator.escrow_checks
+        covered = {one.id for number, one in theirs.items() if len(checked) >= needed and number < checked[-needed]}
+        if not set(body["submissions"]) <= covered:
             raise ValueError(f"pays {first_of(body['submissions'])} before later checks cover it")
 
     def forfeited(self, body: dict[str, Any]) -> None:
@@ -201,10 +203,6 @@ class Walk:
             tokens += one.tokens
         if tokens != body["tokens"]:
             raise ValueError(f"{how} {body['tokens']} tokens; the validators counted {tokens}")
-
-    def _before(self, id: str) -> set[str]:
-        known = list(self.found.accepted)
-        return set(known[: known.index(id)])
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -282,7 +280,7 @@ class Walk:
             "policy_version": body["version"],
             "policy_digest": self.found.policies[body["version"]],
             "worker": body["worker"],
-            "submission": int(id[-6:]),
+            "submission": int(id.rpartition("-")[2]),
             "nonce": body["nonce"],
             "signer": signer,
         }

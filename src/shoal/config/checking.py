@@ -5,7 +5,6 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.config.section import MEASURED, PAPER, Section
-from shoal.config.sections import EngineName
 
 RATES = (0.1, 0.03, 2e-3, 1e-3)  # until they are measured: wider than all honest machines measured so far
 
@@ -16,7 +15,10 @@ OF_ALL = "see [validator]; none: as there"
 class EngineLimits(Section):
     """`[[validator.limits]]`: limits for the work of one engine on one kind of device. What is left out is as for all."""
 
-    engine: EngineName = Field(default="vllm", description="the engine that a submission's signed header names")
+    engine: Literal["vllm"] = Field(
+        default="vllm",
+        description="the engine that a submission's signed header names; the torch engine's limits are those of [validator]",
+    )
     device: str = Field(default="cpu", description="and its device, such as cpu or cuda", pattern="^[a-z0-9]+$")
     proof_exponent_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
     proof_mantissa_mean: float | None = Field(default=None, gt=0, description=OF_ALL, json_schema_extra=MEASURED)
@@ -135,7 +137,10 @@ class ValidatorSection(Section):
 
     def widest(self, limit: str) -> float:
         """As for the engine for which this limit is widest; a worker can name any."""
-        return max(getattr(section, limit) for section in [self, *(self.of(one.kind) for one in self.limits)])
+        every: list[float] = [
+            getattr(section, limit) for section in [self, *(self.of(one.kind) for one in self.limits)]
+        ]
+        return max(every)
 
 
 class EvidenceSection(Section):

@@ -16,7 +16,7 @@ Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on va
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from shoal.validator.distribution import ALTERNATIVES, submission_evidence
 
 REWARD_TOLERANCE = 1e-4  # absolute, and relative beyond 1: files hold rewards as float32
 FAR = 4.0  # times `sampling_margin`: farther than numerics can move a token
+OUTLIERS = 2  # end tokens, and special tokens, of a submission that numerics may have moved beyond `sampling_margin`
 WORST_MANTISSA = 127.0  # used for a proof without any agreeing exponent, whose mantissa error is infinite
 
 
@@ -227,26 +228,42 @@ def logprobs(rules: Rules, case: Case) -> Outcome:
 
 
 def termination(rules: Rules, case: Case) -> Outcome:
-    """Is every end token likely, or the one that its seed yields?"""
+    """Are the end tokens likely, or those that their seeds yield, except for a few within numerical error?"""
     prefill, limits = case.computed(), rules.limits(case)
     likely_N = prefill.logprobs_N.exp() > limits.eos_probability
-    yielded_N = prefill.margins_N <= limits.sampling_margin
-    fine_N = (likely_N | yielded_N).tolist()
-    for (number, token), fine in zip(case.sampled(), fine_N, strict=True):
-        if not fine and token in rules.eos_ids:
-            return rejected(
-                Reason.TERMINATION, f"rollout {number} ends with an unlikely end token its seed does not yield"
-            )
+    found = [number for number, _ in _beyond(rules, case, rules.eos_ids, likely_N.tolist())]
+    if len(found) > OUTLIERS:
+        return rejected(
+            Reason.TERMINATION,
+            f"{len(found)} unlikely end tokens that their seeds do not yield, the first in rollout {found[0]}",
+        )
     return PASSED
 
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
-    """Is every special token (used only by chat templates) one that its seed yields?"""
-    limit = rules.limits(case).sampling_margin
-    for (_, token), margin in zip(case.sampled(), case.computed().margins_N.tolist(), strict=True):
-        if token in rules.special_ids and margin > limit:
-            return rejected(Reason.SPECIAL_TOKENS, f"contains special token {token}, which its seed does not yield")
+    """Are special tokens (used only by chat templates) those that their seeds yield, except for a few likewise?"""
+    found = [token for _, token in _beyond(rules, case, rules.special_ids)]
+    if len(found) > OUTLIERS:
+        return rejected(
+            Reason.SPECIAL_TOKENS,
+            f"contains {len(found)} special tokens that their seeds do not yield, {found[0]} first",
+        )
     return PASSED
+
+
+def _beyond(
+    rules: Rules, case: Case, ids: Collection[int], fine: Sequence[bool] | None = None
+) -> list[tuple[int, int]]:
+    """Rollout and token, for each of these tokens that is beyond the margin and not `fine`."""
+    margins = case.computed().margins_N.tolist()
+    limit = rules.limits(case).sampling_margin
+    return [
+        (number, token)
+        for (number, token), margin, is_fine in zip(
+            case.sampled(), margins, fine or [False] * len(margins), strict=True
+        )
+        if token in ids and margin > limit and not is_fine
+    ]
 
 
 def distribution(rules: Rules, case: Case) -> Outcome:

@@ -76,6 +76,20 @@ def test_who_is_too_slow_gets_no_tasks_is_paid_and_measured_anew_later(pool: Har
     assert "slashed" not in pool.kinds() and pool.task(BOB)
 
 
+def test_what_is_measured_anew_leaves_out_tasks_of_before(pool: Harness) -> None:
+    """They were in flight when the worker became unfit, and are accepted afterwards."""
+    tasks = []
+    for _ in range(MEASURED + 2):
+        tasks.append(pool.task(ALICE))
+        pool.clock.now_s += 8.0
+        pool.pool.submissions.uploaded(ALICE, tasks[-1].id, "9" * 64)
+    for task in tasks:
+        assert pool.claim() is not None
+        pool.judge(task.id, None, USELESS)
+    node = pool.pool.db.nodes.get(ALICE)
+    assert node is not None and (node.state, node.speeds) == ("unfit", 0)
+
+
 def test_being_fast_for_a_test_does_not_help(pool: Harness) -> None:
     """Every task is a challenge: there is no other kind of task to be slow in."""
     work(pool, ALICE, 1.0, MEASURED)

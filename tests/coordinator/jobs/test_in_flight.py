@@ -227,11 +227,30 @@ def test_a_slow_worker_that_holds_several_has_missed_nothing(several: Harness) -
     assert several.state(first) == several.state(second) == "stale" and not missed(several)
 
 
-def test_who_could_deliver_a_newer_one_instead_has_missed_the_older_one(several: Harness) -> None:
+def test_an_upload_under_way_is_no_missed_task_however_old_it_grows(several: Harness) -> None:
+    """Others filled the batches meanwhile, or the machine is slow: neither is the worker's fault."""
     (first,) = take(several, 1)
     several.publish(1)
     newer = beat(several, first, version=1).assignment
     assert newer is not None and newer.policy_version == 1, "its version will do for another step"
     outrun(several, 2, 3)
     beat(several, first, newer.id, version=1)
-    assert several.state(first) == "expired" and missed(several) == 1
+    assert several.state(first) == "stale" and not missed(several)
+
+
+def test_a_finished_file_may_arrive_after_its_deadline(several: Harness) -> None:
+    """The worker holds a later task, and asks for more while it uploads."""
+    first, second = take(several, 2)
+    several.clock.now_s += 601
+    beat(several, first, second)
+    assert several.state(first) == "open" and not missed(several)
+    several.pool.submissions.uploaded(ALICE, first, FILE)
+
+
+def test_a_file_that_was_lost_with_the_tasks_behind_it_counts_once(several: Harness) -> None:
+    """The worker died during an upload, and came back with newer weights."""
+    first, second = take(several, 2)
+    beat(several, first, second)
+    several.publish(1)
+    beat(several, "", version=1)
+    assert several.state(first) == several.state(second) == "expired" and missed(several) == 1

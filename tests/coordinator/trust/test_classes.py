@@ -188,6 +188,18 @@ def test_a_lie_is_slashed_once_any_second_validator_confirms_it() -> None:
     assert harness.kinds()[-2:] == ["rejected", "slashed"]
 
 
+def test_the_second_validator_checks_all_of_it_whatever_was_drawn_for_the_first() -> None:
+    """Else it would look at rollouts of its own draw, find no lie in them, and the first one would be blamed."""
+    harness = classes(alice=ONE, first=ONE, second=TWO)
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.pool.db.submissions.set_claimed(id, VALIDATOR, harness.clock.now_s + 50, False)
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    harness.beat(fingerprint=ONE)
+    [claim] = harness.claims(OTHER_VALIDATOR, 8)
+    assert claim.assignment.id == id and claim.full
+
+
 def test_one_validator_alone_cannot_slash_what_another_accepts(harness: Harness) -> None:
     id = uploaded(harness)
     assert claimable(harness, VALIDATOR) == [id]

@@ -63,12 +63,12 @@ class Assignments:
             given = self.db.submissions.newest_version_of(worker)
             if loaded < given:
                 return f"this worker to load version {given}"  # switching versions would let it choose
-            self._take_back(worker, uploading, oldest_allowed, now_s)
+            gone = self._take_back(worker, uploading, oldest_allowed)
             mine = self.db.submissions.open_of(worker)
             lost = [one for one in mine if one.id not in working_on]
             ended = [one for one in mine if one.version != loaded or (one in lost and now_s > one.deadline_s)]
-            if ended:
-                self.arrivals.missed(ended)
+            if gone or ended:
+                self.arrivals.missed([*gone, *ended])
             if again := [one for one in lost if one not in ended]:
                 return self.describe(again[0])  # the worker restarted: a new task would let it choose
             if waits_for := self._holds_enough(worker, loaded, oldest_allowed) or self._rests(worker, now_s):
@@ -87,29 +87,29 @@ class Assignments:
             self.arrivals.missed([lost])
         self.db.submissions.announce(mine[0].id, said.hash)
 
-    def _take_back(self, worker: str, uploading: str, oldest_allowed: int, now_s: float) -> None:
+    def _take_back(self, worker: str, uploading: str, oldest_allowed: int) -> list[Submission]:
         """Ends the wait for an announced file that the worker lost, or that comes too late.
 
-        It is missed if its worker knows a later task, which it could deliver instead.
+        Returns it if it was lost and its worker knows a later task, which it could deliver instead: it counts as missed.
         """
         held = self.db.submissions.announced_of(worker)
         if held is None:
-            return
-        if self.db.submissions.next_number(worker) > held.number + 1:
-            if uploading != held.id or held.version < oldest_allowed or now_s > held.deadline_s:
+            return []
+        if uploading == held.id:
+            if held.version < oldest_allowed:
+                self.db.submissions.set_stale(held.id)  # being late is not an offence
                 self.arrivals.late(held)
-                self.arrivals.missed([held])
-        elif uploading != held.id:  # it was restarted
-            self.db.submissions.announce(held.id, "")
-        elif held.version < oldest_allowed:
-            self.db.submissions.set_stale(held.id)  # being late is not an offence
-            self.arrivals.late(held)
+            return []
+        if self.db.submissions.next_number(worker) > held.number + 1:
+            return [held]
+        self.db.submissions.announce(held.id, "")  # it was restarted
+        return []
 
     def _holds_enough(self, worker: str, loaded: int, oldest_allowed: int) -> str:
         """What the worker has to finish before its next task; "" if nothing.
 
-        A task of newer weights may outlive an older one that is still being uploaded, which then counts as missed. So it is
-        given only while the older version will do for one more step.
+        A task of newer weights may outlive an older one that is still being uploaded. So it is given only while the older
+        version will do for one more step.
         """
         held, node = self.db.submissions.held_by(worker), self.db.nodes.get(worker)
         if not held:

@@ -48,6 +48,8 @@ class Fitness:
         node = self.db.nodes.get(task.worker)
         if node is None or task.uploaded_s is None or 2 * task.groups <= sizes.usual(node, self.config):
             return  # a task cut short, because the batch needed no more, takes longer for each token
+        if task.assigned_s < node.state_s:
+            return  # it is of the time before the worker was unfit, and is measured anew
         speed = tokens / max(self._seconds(task, task.uploaded_s), 1e-3)  # a clock may have been set back
         if node.speeds:
             speed = node.tokens_per_s + WEIGHT * (speed - node.tokens_per_s)

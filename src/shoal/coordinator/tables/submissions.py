@@ -164,9 +164,11 @@ class Submissions:
         )
 
     def requeue(self, id: str) -> None:
-        """Take a claim back, with what its validator stored."""
+        """Take a claim back, with what its validator stored. The next one checks all of it."""
         self.connection.change(
-            "UPDATE submissions SET state = 'uploaded', validator = NULL, accepted_hash = NULL WHERE id = ?", id
+            "UPDATE submissions SET state = 'uploaded', validator = NULL, accepted_hash = NULL, full_check = ? WHERE id = ?",
+            True,
+            id,
         )
 
     def uploaded_s(self, id: str) -> float:
