@@ -128,7 +128,8 @@ class Submissions:
         return ContentOwner(submission=self.db.submissions.content_owner(content))
 
     def missed(self, worker: str) -> MissedTasks:
-        """The tasks that a worker was given and never uploaded: whoever has the task set can derive what it left out."""
+        """The tasks that a worker was given and never uploaded, or too late: whoever has the task set can derive what it
+        left out. Those that came too late are not counted as missed."""
         counts = self.db.submissions.count_by_worker_and_state()
         tasks = self.db.submissions.missed_of(worker, MOST_MISSED)
         return MissedTasks(
