@@ -7,7 +7,8 @@
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
 (`DEVICES`; plan/devices.py has the sources). Seconds a step come from runs on quiet machines; memory and broadcasts also
 from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
-the version until the last worker has verified it. tests/plan/test_measured.py computes the ratios again.
+the version until the last worker has verified it. Recorded runs are compared with what `shoal plan` says of their machine,
+whose peak it measures just before. tests/plan/test_measured.py computes the ratios again.
 """
 
 import argparse
@@ -25,12 +26,14 @@ from typing import Any
 from shoal.config import Config, load
 from shoal.launch.cores import shares
 from shoal.plan import BUNDLED, Device, Fleet, Links, Plan, Work, memory_of, plan, work_of
+from shoal.plan.devices import measure, this_cpu
 from shoal.plan.steps import broadcast_s
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PATH = RESULTS / "plan.json"
 BF16, CORES = 2, 2
+KEPT = ("time_s", "completion/length_mean", "reward/zero_std_frac")
 SETTLED = 2  # steps before the first that counts: in them workers, validator and evaluator start
 PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/trl.py
 # What both cores achieve. X decodes with two threads: 31 ms for the weights and 2.3 ms a completion; E with one: 26, 1.6.
@@ -119,10 +122,14 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
     config = load(ROOT / "configs" / f"{name}.toml", run["overrides"])
     length = round(statistics.fmean(step["completion/length_mean"] for step in run["steps"]))
     work = work_of(config, prompt=PROMPT[name], length=length)
-    label = f"{name}, recorded"
+    label, here = f"{name}, recorded", this_cpu(**run["device"], memory_bytes=24e9)
+    took_s = _step_s([step["time_s"] for step in run["steps"]])
+    flat = statistics.fmean(step["reward/zero_std_frac"] for step in run["steps"][SETTLED:])
+    ran = work_of(config, prompt=PROMPT[name], length=length, useful=1 - flat)
+    yield Row(label, "step_s", planned(config, ran, here).step_s, took_s)
     yield from _memory(label, config, work, run["peak_rss_bytes"], run["peak_together_bytes"])
     took_s = statistics.median(run["broadcasts_s"])
-    yield Row(label, "broadcast_s", planned(config, work, DEVICES["E"]).seconds["broadcast"], took_s)
+    yield Row(label, "broadcast_s", planned(config, work, here).seconds["broadcast"], took_s)
 
 
 def _of_emulated(name: str) -> Row:
@@ -160,7 +167,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     """One `shoal run` with a small evaluator."""
     from machine import describe  # it imports torch, which the comparison does not need
 
-    machine = describe()
+    machine, found = describe(), measure()
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / f"{config}.toml"), "--out", str(out)]
@@ -180,8 +187,9 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     return {
         "command": f"python benchmarks/plan.py record {config} --steps {steps}",
         "machine": machine,
+        "device": {"flops": found.flops, "bandwidth_Bps": found.bandwidth_Bps, "cores": machine["cores"]},
         "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
-        "steps": [{name: report[name] for name in ("time_s", "completion/length_mean")} for report in reports],
+        "steps": [{name: report[name] for name in KEPT} for report in reports],
         "broadcasts_s": [
             arrived_s[version] - report["time_s"] for version, report in enumerate(reports, 1) if version in arrived_s
         ],

@@ -13,6 +13,10 @@ AMX and E from AMD:
                 vocabulary's noise and logprobs are most of it, and gain nothing from faster products
     reading     the weights at each position: 8.6 GB/s X, 10.3 GB/s a thread E (`validation_speed.json`)
 
+Of any other CPU the peak is measured. Training and prefill are its products at 0.9 of that, plus what is around them, which
+takes the same time whatever the peak: 950 GFLOP/s on both cores gives X 0.40 and E 0.475. Attention, in float32, gets 30
+GFLOP/s a core on X and 24 on E. Decoding 64 sequences gets 85 a core on an EPYC with half of E's peak (`vllm_speed.json`).
+
 What a learner offloads travels over PCIe and is computed at the speed of the host's memory. `pcie_Bps` is one direction of
 16 lanes: half of the 64 GB/s that data sheets give for the fourth generation, and of the 128 GB/s for the fifth. `host_Bps`
 is a device's share of its host's memory: an eighth of two processors with eight channels (DDR4-3200 in DGX A100, DDR5-4800
@@ -26,6 +30,9 @@ import time
 from dataclasses import dataclass
 
 GIB = 1 << 30
+PRODUCTS = 0.9  # share of peak of a CPU's products in training and prefill
+AROUND = 475e9  # FLOP/s of products that would take as long as what is around them does on one core
+ATTENTION, DECODE = 27e9, 85e9  # FLOP/s of one core
 PINNED, PAGEABLE = 0.7, 0.3  # shares of `pcie_Bps`, by the kind of the host's memory
 
 
@@ -64,17 +71,18 @@ class Fleet:
     price_per_h: float = 0.0  # of one
 
 
-def this_cpu(flops: float, bandwidth_Bps: float, memory_bytes: float) -> Device:
-    """This machine, by what all its cores together measure. Shares: between those of the two CPUs above."""
+def this_cpu(flops: float, bandwidth_Bps: float, memory_bytes: float, cores: int) -> Device:
+    """This machine, by what all its cores together measure. `flops` differ more between CPUs than the work around them."""
+    dense = 1 / (1 / PRODUCTS + flops / (AROUND * cores))
     return Device(
         "this",
         flops,
         bandwidth_Bps,
         memory_bytes,
-        training=0.44,
-        prefill=0.44,
-        attention=0.05,
-        decode=0.18,
+        training=dense,
+        prefill=dense,
+        attention=ATTENTION * cores / flops,
+        decode=DECODE * cores / flops,
         reading=0.7,
         cpu=True,
     )
@@ -97,5 +105,5 @@ def measure(device: str = "cpu", *, size_bytes: int = 1 << 28) -> Device:
         best_s = min(best_s, time.perf_counter() - start)
     if device == "cpu":
         memory: float = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return this_cpu(gflops * 1e9, size_bytes / best_s, memory)
+        return this_cpu(gflops * 1e9, size_bytes / best_s, memory, torch.get_num_threads())
     return Device("this", gflops * 1e9, size_bytes / best_s, torch.cuda.get_device_properties(device).total_memory)

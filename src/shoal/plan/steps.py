@@ -24,7 +24,7 @@ Where all share one machine, a role with a part of its cores takes as much longe
     step(A) = max( role / share, (their sum of role / share) / (A + 1), sum of role )
 
 COORDINATION_S is what remains of a step with hardly any products: heartbeats, uploads, Parquet, fsync, checkpoints
-(`tiny-exact.json`: 1.3 s, products 0.2 s).
+(runs of tiny, `plan.json`: 1.0 s, products 0.2 s).
 Invariant: other numbers come from `Device`, `Links` or a formula above. Left out: stragglers, tasks' rewards, start-up.
 """
 
@@ -39,9 +39,9 @@ from shoal.plan.work import Work, attention_flops, cache_bytes_per_token, dense_
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
 ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
 WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
-LOCAL_BPS = 0.31e9  # from origin over relay to client on an idle machine, as a delta: `update_latency.json`, 0.87 s
+LOCAL_BPS = 0.4e9  # from origin over relay to client, as a delta, shared by all that compute (`plan.json`: 1.5 and 1.8 s)
 LOCAL_S = 0.5  # until a client has heard of a version: polls of 0.1 to 1 s on the way (`plan.json`, tiny)
-COORDINATION_S = 1.1
+COORDINATION_S = 0.85
 HOUR_S = 3600.0
 
 
