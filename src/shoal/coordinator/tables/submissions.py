@@ -254,7 +254,9 @@ class Submissions:
     def missed_of(self, worker: str, limit: int) -> list[Submission]:
         """The newest tasks that this worker was given and did not upload, or too late, oldest first."""
         newest = self._all(
-            "worker = ? AND state IN ('expired', 'stale') AND file_hash IS NULL ORDER BY seq DESC LIMIT ?", worker, limit
+            "worker = ? AND state IN ('expired', 'stale') AND file_hash IS NULL ORDER BY seq DESC LIMIT ?",
+            worker,
+            limit,
         )
         return newest[::-1]
 
