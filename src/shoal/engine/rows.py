@@ -58,8 +58,9 @@ def token_bytes(model: Any) -> int:
     if not unpacked.packs(model):
         return 0
     config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     depth = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * depth * model.dtype.itemsize)
+    return int(2 * config.num_hidden_layers * heads * depth * model.dtype.itemsize)
 
 
 def most_positions(prompt_tokens: int, max_tokens: int) -> int:
