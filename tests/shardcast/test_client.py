@@ -503,6 +503,9 @@ def test_a_client_that_is_far_behind_fetches_the_anchor_where_that_is_cheapest(t
     _, far = fetched(tmp_path, 0, 4)
     assert far.parent is None
     shutil.rmtree(tmp_path / "cache")
+    _, between = fetched(tmp_path, 1, 4)
+    assert between.parent == 1, "the anchor before the last delta would be cheaper only without that delta"
+    shutil.rmtree(tmp_path / "cache")
     _, near = fetched(tmp_path, 2, 4)
     assert near.parent == 2
     assert deltas_in_cache(tmp_path) == [4]

@@ -153,7 +153,10 @@ def test_a_reader_signs_a_pass_for_each_server_and_renews_it_in_time():
     now_s = NOW_S + RENEW_S
     assert made(HERE) != first and opens(made(HERE), now_s=now_s) == ANN
     now_s = NOW_S  # the clock was set back
-    assert opens(made(HERE)) == ANN
+    before = made(HERE)
+    assert opens(before) == ANN
+    grant = issue(POOL, ANN, RUN, NOW_S + 900)  # the pool granted another time
+    assert made(HERE) != before and opens(made(HERE)) == ANN
 
 
 def test_a_pass_that_came_before_costs_no_signature_check(monkeypatch):

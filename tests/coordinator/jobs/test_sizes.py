@@ -31,6 +31,11 @@ def test_a_size_follows_the_time_that_tasks_take(size: int, took_s: float, expec
     assert fitting(size, took_s, 10.0, CONFIG) == expected
 
 
+def test_who_became_faster_gets_twice_as_much_at_once_and_no_more_than_usual() -> None:
+    eight = CONFIG.model_copy(update={"workers": CONFIG.workers.model_copy(update={"groups_per_submission": 8})})
+    assert [fitting(size, 10.0, 10.0, eight) for size in (1, 3, 5)] == [2, 6, 8]
+
+
 def test_the_largest_task_fits_into_an_upload() -> None:
     tight = config(max_submission_bytes=100_000)  # 16 completions of 64 tokens: 26,624 bytes at most
     assert (largest(CONFIG), largest(tight), largest(config(max_submission_bytes=1024))) == (MOST, 3, BASE)
