@@ -205,6 +205,14 @@ def test_what_rows_needed_that_left_is_not_held_for_others(
     assert decode(Limits(cache_bytes=300 * token_bytes(models[0])), coming) == steps
 
 
+def test_what_rows_that_left_still_hold_is_not_held_for_another_model(models: list[Any]) -> None:
+    """Four of nine leave, too few to give room back. Three rows of the other model fit then, the fourth waits."""
+    less = replace(SHORT, max_tokens=SHORT.max_tokens - 2)
+    asked = [*[(0, 0, SHORT)] * 5, *[(0, 0, less)] * 4, *[(less.max_tokens, 1, SHORT)] * 4]
+    coming = [(at, One(models[model], ask, ends=())) for at, model, ask in asked]
+    assert decode(Limits(cache_bytes=9 * 48 * token_bytes(models[0])), coming) == 2 * SHORT.max_tokens
+
+
 def decode(limit: Limits, coming: list[tuple[int, One]]) -> int:
     """Decode all of them, each from its step on. Returns the number of steps."""
     scheduler, everyone, step = Scheduler(limit), [one for _, one in coming], 0
