@@ -39,9 +39,7 @@ from shoal.plan.work import Work, attention_flops, cache_bytes_per_token, dense_
 ADAMW_BYTES = 28  # per parameter: reads 4 + 8 + 2, writes 4 + 8 + 2
 ROW_BYTES = 14  # per parameter: reads a bf16 gradient, 2, writes it as float32, 4, reads and writes the sum, 8
 WRITE_BPS = 0.55e9  # a version to disk, as bf16, synced: `update_latency.json`, 273 MB in 0.50 s
-LOCAL_BPS = (
-    0.4e9  # from origin over relay to client, as a delta, shared by all that compute (`plan.json`: 1.5 and 1.8 s)
-)
+LOCAL_BPS = 0.4e9  # from origin over relay to client, as a delta, on a busy machine: `plan.json`, 1.5 and 1.8 s
 LOCAL_S = 0.5  # until a client has heard of a version: polls of 0.1 to 1 s on the way (`plan.json`, tiny)
 COORDINATION_S = 0.85
 HOUR_S = 3600.0

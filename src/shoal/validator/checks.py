@@ -231,7 +231,8 @@ def termination(rules: Rules, case: Case) -> Outcome:
     """Are the end tokens likely, or those that their seeds yield, except for a few within numerical error?"""
     prefill, limits = case.computed(), rules.limits(case)
     likely_N = prefill.logprobs_N.exp() > limits.eos_probability
-    found = [number for number, _ in _beyond(rules, case, rules.eos_ids, likely_N.tolist())]
+    yielded_N = prefill.margins_N <= limits.sampling_margin
+    found = [number for number, _ in _among(case, rules.eos_ids, ~(likely_N | yielded_N))]
     if len(found) > OUTLIERS:
         return rejected(
             Reason.TERMINATION,
@@ -242,7 +243,8 @@ def termination(rules: Rules, case: Case) -> Outcome:
 
 def special_tokens(rules: Rules, case: Case) -> Outcome:
     """Are special tokens (used only by chat templates) those that their seeds yield, except for a few likewise?"""
-    found = [token for _, token in _beyond(rules, case, rules.special_ids)]
+    yielded_N = case.computed().margins_N <= rules.limits(case).sampling_margin
+    found = [token for _, token in _among(case, rules.special_ids, ~yielded_N)]
     if len(found) > OUTLIERS:
         return rejected(
             Reason.SPECIAL_TOKENS,
@@ -251,19 +253,9 @@ def special_tokens(rules: Rules, case: Case) -> Outcome:
     return PASSED
 
 
-def _beyond(
-    rules: Rules, case: Case, ids: Collection[int], fine: Sequence[bool] | None = None
-) -> list[tuple[int, int]]:
-    """Rollout and token, for each of these tokens that is beyond the margin and not `fine`."""
-    margins = case.computed().margins_N.tolist()
-    limit = rules.limits(case).sampling_margin
-    return [
-        (number, token)
-        for (number, token), margin, is_fine in zip(
-            case.sampled(), margins, fine or [False] * len(margins), strict=True
-        )
-        if token in ids and margin > limit and not is_fine
-    ]
+def _among(case: Case, ids: Collection[int], odd_N: torch.Tensor) -> list[tuple[int, int]]:
+    """Rollout and token, for each odd token with one of these ids."""
+    return [one for one, odd in zip(case.sampled(), odd_N.tolist(), strict=True) if odd and one[1] in ids]
 
 
 def distribution(rules: Rules, case: Case) -> Outcome:

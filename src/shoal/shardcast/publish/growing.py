@@ -52,7 +52,7 @@ class Growing:
             grows = entry(Path(name), self._file, self._final_bytes or 0)
             self.files = in_order([*listed(others, folder), grows], folder)
             self._others = [file for file in self.files if file.path != name]
-            self._others_are = {file.path: _state((folder / file.path).stat()) for file in self._others}
+            self._states = self._states_in(folder)
         except BaseException:
             self._file.close()
             raise
@@ -76,7 +76,7 @@ class Growing:
         for folder in (self.folder, self.final):  # it may be renamed meanwhile
             with suppress(FileNotFoundError):
                 file = (folder / name).open("rb")
-                if _state(os.fstat(file.fileno())) == self._others_are[name]:
+                if _state(os.fstat(file.fileno())) == self._states[name]:
                     return file
                 file.close()
         raise self._removed()
@@ -100,8 +100,7 @@ class Growing:
             time.sleep(LOOK_AGAIN_S)
         try:
             _, files = files_at(self.final)
-            others_are = {file.path: _state((self.final / file.path).stat()) for file in self._others}
-            same = files == self.files and others_are == self._others_are
+            same = files == self.files and self._states_in(self.final) == self._states
             stat = (self.final / self.name).stat()
         except (FileNotFoundError, ManifestError) as error:
             raise GivenUpError(f"{self.final} was removed: {error}") from error
@@ -120,6 +119,9 @@ class Growing:
             self._check()
             time.sleep(LOOK_AGAIN_S)
         return min(arrived_bytes, self._final_bytes or 0) - offset_bytes
+
+    def _states_in(self, folder: Path) -> dict[str, tuple[int, int, int, int]]:
+        return {file.path: _state((folder / file.path).stat()) for file in self._others}
 
     def _check(self) -> None:
         if self.stopped():
