@@ -7,7 +7,15 @@ from shoal.tasks.rewards.math.final_answer import CONSIDERED, final_answer
 ANSWERS = [
     # boxed: the last one counts
     (r"So \boxed{42}.", "42"),
-    (r"\boxed{1} and \boxed{2}", "2"),
+    (r"\boxed{1} and \boxed{2}", "1, 2"),
+    (r"\boxed{1}, \boxed{2} \text{ and } \boxed{2}", "1, 2"),
+    (r"\boxed{1} red ball and \boxed{2} blue ones", "1, 2"),
+    (r"\(y_1 = \boxed{a}\) and \(y_2 = \boxed{b}\)", "a, b"),
+    (r"\boxed{1} is wrong, so \boxed{2}", "2"),
+    (r"First \boxed{1}. Then \boxed{2}", "2"),
+    ("\\boxed{1},\n\\boxed{2}", "2"),
+    (r"\boxed{255} per month. Final Answer: The final answer is $10,455$. I hope it is correct.", "10,455"),
+    (r"\boxed{255}. The final answer is above.", "255"),
     (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{\frac{{1}}{{2}}}", r"\frac{{1}}{{2}}"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"),
@@ -29,6 +37,14 @@ ANSWERS = [
     ("The answer is (C).", "(C)"),
     ("answer: Tuesday", "Tuesday"),
     ("My answer is therefore -5.", "-5"),
+    ("The answer is $xy+1$.", "xy+1"),
+    ("The answer is xy+1.", "xy+1"),
+    ("Final Answer: The largest $n$ is 34.", "34"),
+    ("Answer: the value of $x$ is $-3$.", "-3"),
+    ("Answer: 5 is the largest of the 7 numbers.", "5"),
+    ("Answer: $n$ is 34", "34"),
+    (r"The answer is \"$12$ and $13$\".", "$12$ and $13$"),
+    ("The answer is:\n$$\n\\begin{pmatrix}1\\\\2\n\\end{pmatrix}\n$$", "\\begin{pmatrix}1\\\\2\n\\end{pmatrix}"),
     # mathematics alone
     ("x+1", "x+1"),
     ("(1, 2]", "(1, 2]"),
@@ -40,6 +56,14 @@ ANSWERS = [
     (r"I think \(x=4\) and that is it", "x=4"),
     ("Of 10 people, 1/2 stay", "1/2"),
     ("So it takes 5-3 hours", "3"),  # not -3
+    ("So 2,74 euros are left", "2,74"),
+    ("So the chance is .5 at most", ".5"),
+    ("So there are 2^{10} of them", "2^{10}"),
+    ("So we get 5x in the end, of 3 terms", "3"),
+    ("It costs \\$5 and then \\$3 more", "$3"),
+    (r"The matrix is \begin{pmatrix}1&2\\3&4\end{pmatrix}.", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    (r"It is $ \left[\begin{array}{cc}1&2\end{array}\right] $ then.", r"\left[\begin{array}{cc}1&2\end{array}\right]"),
+    ("The number is $odd$.", "odd"),
     ("It falls to \u22125 degrees", "\u22125"),
 ]
 

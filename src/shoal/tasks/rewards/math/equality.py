@@ -42,9 +42,10 @@ REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
     (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", ""),
     (r"\\?[$€£]|\\(?:pounds|euro)(?![A-Za-z])|\b(?:USD|EUR|GBP)\b", " "),
+    (r"^([-+]?\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda found: found[1].replace(" ", "")),  # 1 000
     (r"(?<=\d)(?:\{,\}|\\[,!;: ]|,\\!)(?=\d{3}(?!\d))", ""),  # 1{,}000 and 1\,000
     (r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?=\.\d|\s*(?:[A-Za-z%\\]|$))(?!\s*,)", lambda found: found[1].replace(",", "")),
-    (r"\\(?:textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mbox|operatorname)(?=\s*\{)", r"\\text"),
+    (r"\\(?:textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mbox|operatorname)(?=\s*\{)", r"\\text"),
     (r"^\\text\s*\{([^{}]*\d[^{}]*)\}$", r"\1"),  # \text{18 dollars}
     (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])", ","),
     (r"\\text\s*\{\s*\(?([A-Za-z])\)?\s*\}", r"\\text{\1}"),
@@ -59,6 +60,9 @@ REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\*\*", "^"),
 ]  # fmt: skip
 COMPILED = [(re.compile(pattern), by) for pattern, by in REWRITES]
+TWICE_ESCAPED = re.compile(r"\\\\(?=[A-Za-z]{2})")
+DECIMAL_COMMA = re.compile(r"([-+]?(?:0|\d+(?!,\d{3}$))),(\d+)")
+DECIMAL_POINT = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)\.\d+")
 # The library's own removal of units would take the t of "3t".
 LIBRARY = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
 
@@ -72,6 +76,7 @@ def judge(pair: dict[str, str]) -> dict[str, Any]:
 
 
 def compare(gold: str, answer: str) -> dict[str, Any]:
+    gold, answer = decimal_point(gold, answer), decimal_point(answer, gold)
     if normal(gold) == normal(answer):
         return {"equal": True, "detail": "same text"}
     if (why := too_large(gold)) is not None:
@@ -86,9 +91,17 @@ def compare(gold: str, answer: str) -> dict[str, Any]:
     return {"equal": equal(wanted, found), "detail": ""}
 
 
+def decimal_point(text: str, other: str) -> str:
+    """`text` with a point for its decimal comma, if `other` is a decimal number: alone, "1,5" is a list."""
+    comma = DECIMAL_COMMA.fullmatch(text.strip(" $"))
+    return f"{comma[1]}.{comma[2]}" if comma and "." in other and DECIMAL_POINT.fullmatch(other.strip(" $")) else text
+
+
 def normal(text: str) -> str:
     for symbol, latex in SYMBOLS.items():
         text = text.replace(symbol, latex)
+    if "\\begin" not in text:
+        text = TWICE_ESCAPED.sub(r"\\", text)
     for pattern, by in COMPILED:
         text = pattern.sub(by, text.strip())
     return re.sub(r"\s+", " ", text).strip().rstrip(".")
@@ -132,7 +145,16 @@ def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
     if small_and_apart(gold, answer):
         return False
     rounding = 6 + max(0, math.ceil(-2 - math.log10(smallest(gold))))
-    return bool(verify(gold, answer, float_rounding=rounding, timeout_seconds=None, raise_on_error=True))
+    return bool(
+        verify(
+            gold,
+            answer,
+            float_rounding=rounding,
+            timeout_seconds=None,
+            raise_on_error=True,
+            allow_set_relation_comp=True,
+        )
+    )
 
 
 def is_number(value: Any) -> bool:

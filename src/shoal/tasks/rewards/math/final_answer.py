@@ -1,64 +1,104 @@
 r"""The final answer in a completion, as text: what the math reward compares with the gold answer.
 
-Invariant: a completion has at most one final answer, and its last `CONSIDERED` characters alone say which. So several
+Invariant: a completion has at most one final answer, and its last `CONSIDERED` characters alone decide which. So several
 guesses are not several tries. In this order:
 
 1. Text after the last `</think>`, if there is one, is all that counts.
-2. The last `\boxed{...}`. If it is empty, has no braces or never closes, there is no answer.
+2. The last `\boxed{...}`, with those joined to it by "and", "or" or a comma on the same line: these are one list. If the
+   last box is empty, has no braces or never closes, there is no answer. "The final answer is" after the box overrides it.
 3. What follows the last "answer is", "answer:" or "####".
 4. The whole text, if it is mathematics without prose.
-5. Of formulas in `$...$`, `\(...\)`, `\[...\]` and numbers in prose: the last.
+5. Of formulas in math delimiters or environments and numbers in prose: the last.
 
-Called by the math reward. It runs in the caller, so every step is linear in the text. Left out: parsing (`equality.py`).
+It runs in the caller, so every step is linear in the text. math-verify's own extraction is not used: it takes the first of
+two guesses ("3 or 5" is 3) and half of an interval. Left out: parsing (`equality.py`).
 """
 
 import re
 
 CONSIDERED = 10_000  # characters, from the end; also of an answer of 10 MB
-MARK = re.compile(r"####|\banswer\b(?:[ \w]{0,40}?\bis\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
+MARK = re.compile(r"####|\banswers?\b(?:[ \w]{0,40}?\b(?:is|are)\b|[ \w]{0,40}?[:=]|\*\*:?)[:* ]*", re.IGNORECASE)
+FINAL = re.compile(r"\bfinal\s+answer\b[ \w]{0,40}?\bis\b[:* ]*", re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.!?](?=\s|\*|$)|\n")
-TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\*?\s*\{[^{}]{0,200}\}")
-COMMAND = re.compile(r"\\[A-Za-z]+")
-WORD = re.compile(r"[^\W\d_]{2,}")
-MATHS_WORDS = {*("and", "or", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "inf", "infinity", "percent")}
+VERB = re.compile(r"\b(?:is|are|equals)\b", re.IGNORECASE)
+TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\*?\s*\{([^{}]{0,200})\}")
+ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]{1,20}\*?\}(?:\{[^{}]{0,20}\})?")
+COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
+# Letters that touch an operator, a digit or a bracket are a product of symbols, as in xy+1.
+WORD = re.compile(r"(?<![\w\\^+*/=<>-])[^\W\d_]{2,}(?![\w^+*/=<>({-])")
+TWO_LETTERS = {
+    *[
+        "am",
+        "an",
+        "as",
+        "at",
+        "be",
+        "by",
+        "do",
+        "go",
+        "he",
+        "if",
+        "in",
+        "is",
+        "it",
+        "me",
+        "my",
+        "no",
+        "of",
+        "on",
+        "so",
+        "to",
+        "up",
+        "us",
+        "we",
+    ]
+}
+MATHS_WORDS = {*["and", "or", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "inf", "infinity", "percent"]}
 NUMBER = re.compile(
-    r"(?<![\w.,/])(?:(?<![)\]])[-\u2212])?[$€£]?(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d{1,2000})(?:\.\d{1,2000})?(?:/\d{1,2000})?%?"
+    r"(?<![\w.,/^])(?:(?<![)\]])[-\u2212])?[$€£]?(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d{1,2000}(?:,\d{1,2}(?![\d,]))?|(?=\.\d))"
+    r"(?:\.\d{1,2000})?(?:/\d{1,2000})?(?:\^\{?-?\d{1,9}\}?)?%?(?![xyzn]\b)"
 )
+DELIMITERS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("\\begin{", "\\end{"), ("$", "$"))
+JOINED_CHARACTERS = 80
+JOINED_WORDS = 2  # before "and", as in \boxed{1} red ball and \boxed{2} blue ones
+Found = tuple[int, int, str]  # start, end, answer
 
 
 def final_answer(completion: str) -> str | None:
-    """None if there is none."""
+    """Return the final answer, or None if there is none."""
     text = completion[-CONSIDERED:].rpartition("</think>")[2]
-    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if box >= 0:
-        return tidy(braced(text, box) or "") or None
+    boxes = [match.start() for match in re.finditer(r"\\(?:boxed|fbox)", text)]
+    if boxes:
+        override = list(FINAL.finditer(text, boxes[-1]))
+        return (override and _after_mark(text[override[-1].end() :], numbers_only=True)) or _boxed(text, boxes)
     marks = list(MARK.finditer(text))
     if marks:
-        return _first(text[marks[-1].end() :])
+        return _after_mark(text[marks[-1].end() :])
     return _whole(text) or _last(text)
 
 
 def tidy(answer: str) -> str:
-    """Without what stands around an answer: spaces, math delimiters, markdown, a full stop."""
+    """Return `answer` without surrounding spaces, math delimiters, markdown and full stop."""
     before = None
     while before != answer:
         before = answer
-        answer = answer.strip().strip("*`").rstrip(".,;:").strip()
-        for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        answer = answer.replace('\\"', '"').strip().strip('*`"').rstrip(".,;:").strip()
+        for opening, closing in DELIMITERS:
             inner = answer[len(opening) : -len(closing)]
-            if answer.startswith(opening) and answer.endswith(closing) and inner and opening not in inner:
-                answer = inner
+            if opening != "\\begin{" and answer.startswith(opening) and answer.endswith(closing) and inner:
+                answer = inner if opening not in inner else answer
     return answer
 
 
 def prose(text: str) -> bool:
-    """Whether there are words in it, other than those of formulas and of `\\text{}`."""
-    rest = COMMAND.sub(" ", TEXT.sub(" ", text))
-    return any(word.lower() not in MATHS_WORDS for word in WORD.findall(rest))
+    """Whether `text` has words other than those of formulas and of `\\text{}`."""
+    rest = COMMAND.sub(" ", ENVIRONMENT.sub(" ", TEXT.sub(" ", text)))
+    words = (word.lower() for word in WORD.findall(rest))
+    return any(word in TWO_LETTERS if len(word) == 2 else word not in MATHS_WORDS for word in words)
 
 
 def braced(text: str, at: int) -> str | None:
-    """What the braces after `at` hold; None if nothing but space comes before them, or if they never close."""
+    """Return what the braces after the command at `at` hold; None if others come first or they never close."""
     start = text.find("{", at)
     if start < 0 or text[at:start].strip() not in ("\\boxed", "\\fbox"):
         return None
@@ -71,15 +111,56 @@ def braced(text: str, at: int) -> str | None:
     return None
 
 
-def _first(text: str) -> str | None:
-    """The answer right after a mark: the rest of its sentence, or the first formula or number in it."""
+def _boxed(text: str, boxes: list[int]) -> str | None:
+    """The last box, or the list of those joined to it."""
+    answers: list[str] = []
+    next_start = len(text)
+    for at in reversed(boxes):
+        inner = braced(text[: next_start if answers else len(text)], at)
+        if inner is None:
+            break
+        end = text.index("{", at) + len(inner) + 2
+        if answers and not _joins(text[end:next_start]):
+            break
+        answers.append(tidy(inner))
+        next_start = at
+    return ", ".join(dict.fromkeys(reversed(answers))) or None
+
+
+def _joins(between: str) -> bool:
+    """Whether the text between two boxes makes them one list."""
+    if len(between) > JOINED_CHARACTERS or "\n" in between:
+        return False
+    plain = COMMAND.sub(" ", TEXT.sub(r" \1 ", between))
+    joined = list(re.finditer(r"\b(?:and|or)\b|[,;&]", plain))
+    if not joined:
+        return not WORD.search(plain) and "." not in plain
+    before, after = plain[: joined[0].start()], plain[joined[-1].end() :]
+    words = WORD.findall(before)
+    return len(words) <= JOINED_WORDS and not VERB.search(before) and not WORD.search(after) and "." not in plain
+
+
+def _after_mark(text: str, numbers_only: bool = False) -> str | None:
+    """The answer after a mark: the rest of its sentence if that is mathematics, else a formula or number in it."""
     text = text.lstrip(" *\n\t:")
-    end = SENTENCE_END.search(text)
-    sentence = text[: end.start()] if end else text
+    formulas = _formulas(text)
+    block = next((formula for formula in formulas if formula[0] == 0), None)
+    cut = SENTENCE_END.search(text, block[1] if block else 0)
+    sentence = text[: cut.start()] if cut else text
     if not prose(sentence):
-        return tidy(sentence) or None
-    found = [*_formulas(sentence), *_numbers(sentence)]
-    return min(found)[2] if found else (tidy(sentence) or None)
+        answer = tidy(sentence)
+        return answer or None if not numbers_only or any(map(str.isdigit, answer)) else None
+    spans = sorted([*(one for one in formulas if one[1] <= len(sentence)), *_numbers(sentence)])
+    if not spans:
+        return None if numbers_only else tidy(sentence) or None
+    # In "the value of $x$ is 3" the answer follows the verb. A number that begins the sentence is the answer.
+    if block is not None or spans[0][0] > 0:
+        inside = [(start, end) for start, end, _ in formulas]
+        for verb in VERB.finditer(sentence):
+            if not any(start <= verb.start() < end for start, end in inside):
+                spans = [span for span in spans if span[0] >= verb.end()] or spans
+                break
+    return spans[0][2]
 
 
 def _whole(text: str) -> str | None:
@@ -93,28 +174,35 @@ def _last(text: str) -> str | None:
     return max(found, key=lambda one: one[1])[2] if found else None
 
 
-Found = tuple[int, int, str]  # start, end, answer
-
-
 def _numbers(text: str) -> list[Found]:
-    return [(one.start(), one.end(), one.group()) for one in NUMBER.finditer(text)]
+    return [(match.start(), match.end(), match.group()) for match in NUMBER.finditer(text) if match.group()]
 
 
 def _formulas(text: str) -> list[Found]:
-    """As pandoc reads dollars: no space inside of them, no digit after the last, so that "$5 and $3" is not a formula."""
     found: list[Found] = []
-    for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        at = text.find(opening)
+    masked = text.replace("\\$", "  ")  # a dollar sign, no delimiter
+    for opening, closing in DELIMITERS:
+        at = masked.find(opening)
         while at >= 0:
             start = at + len(opening)
-            end = text.find(closing, start)
+            end = masked.find(closing, start)
             if end < 0:
                 break
             inner, after = text[start:end], end + len(closing)
-            formula = bool(inner.strip()) and not prose(inner) and "\n\n" not in inner
-            if opening == "$" and (inner[:1].isspace() or inner[-1:].isspace() or text[after : after + 1].isdigit()):
-                formula = False
+            formula = bool(inner.strip()) and "\n\n" not in inner
+            if opening == "\\begin{":
+                after = text.find("}", end) + 1
+                formula, inner = after > 0, text[at:after]
+            elif opening == "$":
+                formula = formula and _in_dollars(inner, text[after : after + 1])
             if formula:
                 found.append((at, after, tidy(inner)))
-            at = text.find(opening, after if formula or opening != "$" else end)
+            at = masked.find(opening, after if formula or opening != "$" else end)
     return [one for one in found if one[2]]
+
+
+def _in_dollars(inner: str, after: str) -> bool:
+    """Whether dollars enclose a formula. As in pandoc "$5 and $3" is none: no space inside, no digit behind."""
+    if (inner[:1].isspace() or inner[-1:].isspace()) and not COMMAND.search(inner.replace("\\$", "")):
+        return False
+    return not after.isdigit() and not (prose(inner) and " " in inner.strip())

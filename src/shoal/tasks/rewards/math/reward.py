@@ -21,6 +21,7 @@ from shoal.tasks.task import Grade, Task
 EQUALITY = Path(__file__).with_name("equality.py")
 CPU_S = 1.0
 MEMORY_BYTES = 512 << 20
+MAX_GOLD = 1_000  # characters that `equality` reads
 INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
 
 
@@ -49,7 +50,8 @@ def _answered(value: dict[str, Any], repeatable: bool) -> Grade:
 
 
 def _gold(task: Task) -> str:
-    return (final_answer(task.answer) if "\\boxed" in task.answer else None) or tidy(task.answer.removeprefix("####"))
+    worked = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # a whole solution
+    return (final_answer(task.answer) if worked else None) or tidy(task.answer.removeprefix("####"))
 
 
 def _at_sight(gold: str, answer: str) -> Grade | None:
