@@ -26,34 +26,8 @@ ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]{1,20}\*?\}(?:\{[^{}]{0,2
 COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
 # Letters that touch an operator, a digit or a bracket are a product of symbols, as in xy+1.
 WORD = re.compile(r"(?<![\w\\^+*/=<>-])[^\W\d_]{2,}(?![\w^+*/=<>({-])")
-TWO_LETTERS = {
-    *[
-        "am",
-        "an",
-        "as",
-        "at",
-        "be",
-        "by",
-        "do",
-        "go",
-        "he",
-        "if",
-        "in",
-        "is",
-        "it",
-        "me",
-        "my",
-        "no",
-        "of",
-        "on",
-        "so",
-        "to",
-        "up",
-        "us",
-        "we",
-    ]
-}
-MATHS_WORDS = {*["and", "or", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "inf", "infinity", "percent"]}
+TWO_LETTERS = frozenset("am an as at be by do go he if in is it me my no of on so to up us we".split())  # noqa: SIM905
+MATHS_WORDS = frozenset("and or pi sin cos tan log ln exp sqrt inf infinity percent".split())  # noqa: SIM905
 NUMBER = re.compile(
     r"(?<![\w.,/^])(?:(?<![)\]])[-\u2212])?[$€£]?(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d{1,2000}(?:,\d{1,2}(?![\d,]))?|(?=\.\d))"
     r"(?:\.\d{1,2000})?(?:/\d{1,2000})?(?:\^\{?-?\d{1,9}\}?)?%?(?![xyzn]\b)"
