@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, ConfigError, dumps, load, parse
+from shoal.config.loading import field_paths
+from shoal.config.peers import PEERS
 from shoal.config.tasks import SourceSection
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -70,11 +72,14 @@ def test_a_dumped_config_loads_as_the_same(path: Path | None, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[learner]\nlearning_rate = 1", "unknown key 'learner.learning_rate'"),
+        ("[learner]\nlearning_rate = 1", "unknown key 'learner.learning_rate'; did you mean 'learner.lr'?"),
+        ("[learner]\nnum_generations = 8", "did you mean 'sampling.group_size'?"),
+        ("[learner]\nbeta = 0.1", "unknown key 'learner.beta'; did you mean 'learner.loss.beta'?"),
+        ("batch_size = 8", "did you mean 'coordinator.prompts_per_step'?"),
         ("[learner]\nlrr = 1", "unknown key 'learner.lrr'; did you mean 'learner.lr'?"),
         ("[learner.loss]\nbetta = 1", "unknown key 'learner.loss.betta'; did you mean 'learner.loss.beta'?"),
         ("[lerner]\nlr = 1", "unknown key 'lerner'; did you mean 'learner'?"),
-        ("steps = 3", "unknown key 'steps'"),
+        ("steps = 3", "unknown key 'steps'; did you mean 'run.steps'"),
         ("[run]\nzzz = 3", "known: seed, steps, "),
     ],
 )
@@ -87,6 +92,51 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_name(tmp_path: Path, t
 def test_every_fault_is_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"run\.steps: .*greater than or equal to 1, not 0; unknown key 'lerner'"):
         parse({"run": {"steps": 0}, "lerner": {}})
+
+
+def test_faults_of_values_and_between_sections_are_named_together() -> None:
+    values = {
+        "run": {"steps": 0},
+        "tasks": {"heldout": 8, "sources": [{}]},
+        "evaluator": {"n": 9},
+        "coordinator": {"prompts_per_step": 3},
+        "learner": {"optimizer_steps_per_step": 2, "loss": {"delta": 1.1}},
+    }
+    with pytest.raises(ConfigError) as refusal:
+        parse(values)
+    for fault in ("run.steps", "evaluator.n = 9 exceeds", "multiple of", "tasks.sources.0", "delta must exceed"):
+        assert str(refusal.value).count(fault) == 1, fault
+    assert values["run"] == {"steps": 0}, "what was given is left as it was"
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_name_of_another_library_leads_to_a_field(name: str) -> None:
+    assert PEERS[name] in list(field_paths(Config))
+
+
+# --- fields that follow others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        (["tasks.heldout=8"], "evaluator.n", 8),
+        (["tasks.heldout=8"], "evaluator.n_between", 8),
+        (["tasks.heldout=1000"], "evaluator.n", 256),
+        (["evaluator.n=300"], "tasks.heldout", 300),
+        (["evaluator.every=1", "evaluator.n_between=300"], "tasks.heldout", 300),
+        (["coordinator.prompts_per_step=12"], "learner.optimizer_steps_per_step", 6),
+        (["coordinator.prompts_per_step=7"], "learner.optimizer_steps_per_step", 7),
+        (["sampling.max_tokens=65536"], "learner.row_tokens", 73728),
+        (["tasks.sources=[{generator = 'arithmetic', environment = 'calculator'}]"], "sampling.max_turns", 4),
+        (["validator.check_floor=0.01"], "validator.escrow_checks", 100),
+    ],
+)
+def test_a_field_that_is_not_set_follows_the_one_that_is(
+    tmp_path: Path, overrides: list[str], path: str, value: int
+) -> None:
+    assert at(changed(tmp_path, *overrides), path) == value
+    assert at(Config(), path) != value or value == 256, "the defaults themselves have not changed"
 
 
 # --- overrides ----------------------------------------------------------------------------------------------
@@ -146,9 +196,15 @@ def test_an_override_of_an_unknown_key_is_refused_like_one_in_the_file(tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["evaluator.n=300"], "evaluator.n = 300 exceeds tasks.heldout = 256"),
-        (["evaluator.every=1", "evaluator.n_between=300"], "evaluator.n_between = 300 exceeds tasks.heldout = 256"),
-        (["coordinator.prompts_per_step=12"], "must be a multiple of learner.optimizer_steps_per_step"),
+        (["evaluator.n=300", "tasks.heldout=256"], "evaluator.n = 300 exceeds tasks.heldout = 256"),
+        (
+            ["evaluator.every=1", "evaluator.n_between=300", "tasks.heldout=256"],
+            "evaluator.n_between = 300 exceeds tasks.heldout = 256",
+        ),
+        (
+            ["coordinator.prompts_per_step=12", "learner.optimizer_steps_per_step=8"],
+            "must be a multiple of learner.optimizer_steps_per_step",
+        ),
         (["learner.offload=true"], "learner.offload moves masters and moments from a device to its host"),
         (["learner.row_tokens=32768"], "learner.row_tokens must exceed sampling.max_tokens"),
         (["learner.loss.delta=1.1"], "learner.loss.delta must exceed 1 + learner.loss.epsilon"),
@@ -180,7 +236,9 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(tmp_path: Path, override
 
 
 def test_a_rule_that_does_not_apply_is_not_enforced(tmp_path: Path) -> None:
-    config = changed(tmp_path, "tasks.heldout=8", "evaluator.n=8")  # n_between is 64, but never used
+    config = changed(
+        tmp_path, "tasks.heldout=8", "evaluator.n=8", "evaluator.n_between=64"
+    )  # n_between is 64, but never used
     assert config.evaluator.n_between > config.tasks.heldout
 
 

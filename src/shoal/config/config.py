@@ -3,6 +3,8 @@
 Called by `loading`, which reads it from a file, and by everything that needs a setting.
 """
 
+import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import model_validator
@@ -23,6 +25,8 @@ from shoal.config.sections import (
 from shoal.config.sites import PretrainSection, SitesSection
 from shoal.config.tasks import TaskSection
 
+PROMPT_TOKENS = 8192  # in a row beside the longest completion, unless the config sets its positions
+TURNS = 4  # of a completion with an environment, unless the config sets them
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -56,43 +60,73 @@ class Config(Section):
         return "local" if self.coordinator.host in LOOPBACK else "public"
 
     @model_validator(mode="after")
+    def _derive(self) -> "Config":
+        """Let fields that the author left out follow those that they set."""
+        tasks, evaluator, learner, prompts = self.tasks, self.evaluator, self.learner, self.coordinator.prompts_per_step
+        if "heldout" in tasks.model_fields_set:
+            self._default("evaluator", n=min(evaluator.n, tasks.heldout))
+            self._default("evaluator", n_between=min(evaluator.n_between, tasks.heldout))
+        else:
+            self._default(
+                "tasks", heldout=max(tasks.heldout, evaluator.n, evaluator.n_between if evaluator.every else 1)
+            )
+        if prompts % learner.optimizer_steps_per_step:
+            divisors = [n for n in range(1, learner.optimizer_steps_per_step) if prompts % n == 0]
+            self._default("learner", optimizer_steps_per_step=divisors[-1])
+        if self.sampling.max_tokens >= learner.row_tokens:
+            self._default("learner", row_tokens=self.sampling.max_tokens + PROMPT_TOKENS)
+        if any(source.environment for source in tasks.sources):
+            self._default("sampling", max_turns=max(self.sampling.max_turns, TURNS))
+        self._default(
+            "validator", escrow_checks=max(self.validator.escrow_checks, math.ceil(1 / self.validator.check_floor))
+        )
+        return self
+
+    def _default(self, name: str, **values: int) -> None:
+        """Set a field of the section `name`, unless the config sets it."""
+        section: Section = getattr(self, name)
+        if not section.model_fields_set & values.keys():
+            # The section is frozen, and this is still part of making it.
+            self.__dict__[name] = section.model_copy(update=values)
+
+    @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if self.evaluator.n > self.tasks.heldout:
-            raise ValueError(f"evaluator.n = {self.evaluator.n} exceeds tasks.heldout = {self.tasks.heldout}")
-        if self.evaluator.every and self.evaluator.n_between > self.tasks.heldout:
-            raise ValueError(
-                f"evaluator.n_between = {self.evaluator.n_between} exceeds tasks.heldout = {self.tasks.heldout}"
-            )
-        if self.coordinator.prompts_per_step % self.learner.optimizer_steps_per_step:
-            raise ValueError("coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step")
-        if self.learner.sites and self.learner.stream:
-            raise ValueError(
-                "learner.stream is for a learner at one site: a site's share is known once the batch is full"
-            )
-        if self.learner.sites and self.coordinator.prompts_per_step < self.learner.sites.sites:
-            raise ValueError("coordinator.prompts_per_step is below learner.sites.sites: a site would have no group")
-        if self.learner.offload and self.model.device == "cpu":
-            raise ValueError(
+        if faults := list(self._faults()):
+            raise ValueError("; ".join(faults))
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        """Yield each contradiction between sections."""
+        tasks, evaluator, learner = self.tasks, self.evaluator, self.learner
+        if evaluator.n > tasks.heldout:
+            yield f"evaluator.n = {evaluator.n} exceeds tasks.heldout = {tasks.heldout}"
+        if evaluator.every and evaluator.n_between > tasks.heldout:
+            yield f"evaluator.n_between = {evaluator.n_between} exceeds tasks.heldout = {tasks.heldout}"
+        if self.coordinator.prompts_per_step % learner.optimizer_steps_per_step:
+            yield "coordinator.prompts_per_step must be a multiple of learner.optimizer_steps_per_step"
+        if learner.sites and learner.stream:
+            yield "learner.stream is for a learner at one site: a site's share is known once the batch is full"
+        if learner.sites and self.coordinator.prompts_per_step < learner.sites.sites:
+            yield "coordinator.prompts_per_step is below learner.sites.sites: a site would have no group"
+        if learner.offload and self.model.device == "cpu":
+            yield (
                 'learner.offload moves masters and moments from a device to its host, and model.device = "cpu" has them '
                 "there: remove it, or set model.device"
             )
-        if self.sampling.max_tokens >= self.learner.row_tokens:
-            raise ValueError("learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)")
+        if self.sampling.max_tokens >= learner.row_tokens:
+            yield "learner.row_tokens must exceed sampling.max_tokens (a row holds prompt and completion)"
         if self.validator.escrow_checks * self.validator.check_floor < 1:
-            raise ValueError(
+            yield (
                 f"validator.escrow_checks = {self.validator.escrow_checks} is below 1 / validator.check_floor "
                 f"({1 / self.validator.check_floor:.4g}): lies would pay (docs/trust.md); raise one of the two"
             )
-        answered = [source.label for source in self.tasks.sources if source.environment]
+        answered = [source.label for source in tasks.sources if source.environment]
         if answered and self.sampling.max_turns == 1:
-            raise ValueError(
-                f"the source {answered[0]} has an environment, which needs sampling.max_turns of at least 2"
-            )
+            yield f"the source {answered[0]} has an environment, which needs sampling.max_turns of at least 2"
         if not answered and self.sampling.max_turns > 1:
-            raise ValueError(
+            yield (
                 f"sampling.max_turns = {self.sampling.max_turns} needs a source with an environment "
                 '(environment = "calculator" in [[tasks.sources]])'
             )
         if not answered and "forged_tool" in self.workers.cheat:
-            raise ValueError('workers.cheat = "forged_tool" needs a source with an environment')
-        return self
+            yield 'workers.cheat = "forged_tool" needs a source with an environment'

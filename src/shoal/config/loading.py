@@ -3,10 +3,11 @@
 A config is found by its path. Where there is no such file, `NAME`, `NAME.toml` and `configs/NAME.toml` mean the packaged
 config of that name.
 
-Invariant: unknown keys are refused with the nearest known name, and every error is a `ConfigError` that names the key.
+Invariant: unknown keys are refused with the name that was probably meant, and a `ConfigError` names all faults at once.
 Called by `cli`, `shoal run` and every node. `explain` uses the same list of known keys.
 """
 
+import copy
 import difflib
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from shoal.config.config import Config
+from shoal.config.peers import PEERS
 from shoal.config.section import Section
 from shoal.errors import ShoalError
 
@@ -54,10 +56,36 @@ def find(path: Path) -> Path:
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
     """A Config from plain values. Raises ConfigError, which names every faulty key."""
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_message(e) for e in error.errors())) from error
+    faults: list[str] = []
+    while True:
+        try:
+            config = Config.model_validate(values)
+        except ValidationError as error:
+            faults += [_message(fault) for fault in error.errors()]
+            values, seen = _without(values, [fault["loc"] for fault in error.errors()]), values
+            if values == seen:
+                break
+        else:
+            if not faults:
+                return config
+            break
+    raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(faults)))
+
+
+def _without(values: dict[str, Any], paths: list[tuple[int | str, ...]]) -> dict[str, Any]:
+    """Return `values` without what stands at `paths`, so that what is left can be checked against each other."""
+    left = copy.deepcopy(values)
+    for path in paths:
+        at: Any = left
+        *above, last = path or ("",)
+        for part in above:
+            inner = at.get(part) if isinstance(at, dict) else None
+            if not isinstance(inner, dict):  # a list goes as a whole
+                last = part
+                break
+            at = inner
+        at.pop(last, None)
+    return left
 
 
 def dumps(config: Config) -> str:
@@ -66,7 +94,11 @@ def dumps(config: Config) -> str:
 
 
 def nearest(path: list[str]) -> str:
-    """What to write in place of an unknown key: the closest name in its section, or all names there."""
+    """Return what to write in place of an unknown key: Shoal's name, the right section, the closest name, or all names."""
+    if path[-1] in PEERS:
+        return f"did you mean {PEERS[path[-1]]!r}?"
+    if homes := [name for name in field_paths(Config) if name.rpartition(".")[2] == path[-1]]:
+        return f"did you mean {' or '.join(map(repr, homes[:3]))}?"
     section: Any = Config
     for part in path[:-1]:
         section = section_of(section.model_fields[part].annotation)
@@ -74,6 +106,15 @@ def nearest(path: list[str]) -> str:
     if near:
         return f"did you mean {'.'.join([*path[:-1], near[0]])!r}?"
     return f"known: {', '.join(section.model_fields)}"
+
+
+def field_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every field."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        yield f"{prefix}{name}"
+        if inner is not None:
+            yield from field_paths(inner, f"{prefix}{name}.")
 
 
 def section_of(annotation: Any) -> type[Section] | None:
