@@ -222,7 +222,7 @@ class Recorded:
         copy_tree(self.folder / "learner" / "versions" / f"v{STEPS:06d}", self.folder / "model")
         self.pool.learning.evaluated(Evaluation(version=STEPS, greedy=0.5, sampled=0.25, n=4, final=True))
         self.pool.db.fingerprints.ask(BOB.public)
-        self.pool.db.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact")
+        self.pool.db.replays.set_doubt("d" * 16 + "-000000", VALIDATOR.public, "inexact", "{}")
         (self.folder / "config.toml").write_text(config_module.dumps(self.config))
         record = Record(self.folder, lambda line: None)
         record.take(self.pool.history.after(0))

@@ -95,7 +95,7 @@ def test_a_name_keeps_the_digest_that_it_was_given_first(harness: Harness) -> No
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.PROOF])
 def test_a_rejection_skips_no_work_that_is_valid(harness: Harness, reason: Reason) -> None:
-    """Neither what was accepted before it nor what comes after it, of this worker's or of others'."""
+    """Neither that of others, nor, unless it slashes, what was accepted of this worker before."""
     before = harness.accepted(BOB, useful=(True, False))
     bad, good = harness.upload(BOB), harness.upload(ALICE)
     harness.claim()
@@ -105,7 +105,9 @@ def test_a_rejection_skips_no_work_that_is_valid(harness: Harness, reason: Reaso
     harness.judge(good.id)
     after = harness.accepted(ALICE)
     batch = harness.pool.batches.of_step(0)
-    assert batch.ready and [group.submission for group in batch.groups] == [before.id, good.id, good.id, after.id]
+    kept = [good.id, good.id, after.id]
+    expected = [*kept, after.id] if reason is Reason.PROOF else [before.id, *kept]
+    assert batch.ready and [group.submission for group in batch.groups] == expected
 
 
 def test_work_that_nobody_checked_is_never_paid_however_old(harness: Harness) -> None:

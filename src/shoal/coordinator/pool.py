@@ -77,7 +77,7 @@ class Pool:
             Fitness(self.db, config),
         )
         self.witnesses = Witnesses(self.db, run)
-        self.learning = Learning(self.db, config, self.history, escrow)
+        self.learning = Learning(self.db, config, self.history, self.submissions)
 
     def status(self) -> Status:
         return read_status(self.db, self.config, self.run, self.notices)

@@ -3,10 +3,12 @@ import logging
 
 import pytest
 
+from shoal.coordinator.standing.suspension import suspend
 from shoal.coordinator.state.database import PoolError
-from shoal.protocol.messages import HARD, Reason
+from shoal.evidence.process import Process
+from shoal.protocol.messages import HARD, Reason, StepReport
 
-from ..support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, verdict
+from ..support import ALICE, BOB, CAROL, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool, verdict
 
 pytestmark = pytest.mark.usefixtures("every_database_slow")
 
@@ -193,7 +195,7 @@ def test_rollouts_accepted_before_are_rejected_though_the_validator_did_not_know
     harness.judge(second.id, content="5" * 64, validator=OTHER_VALIDATOR)
     assert harness.pool.submissions.content_owner("5" * 64).submission == first.id
     assert harness.pool.status().reject_reasons == {reason: 1}
-    assert harness.pool.status().have == 2, "the copy's groups are not credited"
+    assert harness.pool.status().have == (0 if reason == "replayed" else 2), "the copy's groups are not credited"
     assert harness.beat(key, 0).state == ("evicted" if reason == "replayed" else "running")
 
 
@@ -249,14 +251,13 @@ def test_a_soft_rejection_costs_the_submission_only(harness: Harness, reason: Re
     assert harness.task().number == 1
 
 
-def test_one_is_slashed_once_and_loses_its_open_task(harness: Harness) -> None:
-    harness.upload()
-    second = harness.upload()
-    harness.claim(VALIDATOR)
-    harness.judge(f"{ALICE[:16]}-000000", Reason.PROOF)
-    harness.claim(VALIDATOR)
-    harness.judge(second.id, Reason.PROOF)
-    assert harness.kinds().count("slashed") == 1 and harness.kinds().count("rejected") == 2
+def test_one_is_slashed_once(harness: Harness) -> None:
+    first, second = harness.upload(), harness.upload()
+    harness.claims(VALIDATOR, 2)
+    harness.judge(first.id, Reason.PROOF)
+    with pytest.raises(PoolError, match="expired"):
+        harness.judge(second.id, Reason.PROOF)
+    assert harness.kinds().count("slashed") == 1 and harness.kinds().count("rejected") == 1
 
 
 def test_an_evicted_worker_cannot_hand_in_the_task_it_still_held(harness: Harness) -> None:
@@ -266,3 +267,75 @@ def test_an_evicted_worker_cannot_hand_in_the_task_it_still_held(harness: Harnes
     harness.judge(lied.id, Reason.PROOF)
     with pytest.raises(PoolError, match="expired"):
         harness.pool.submissions.uploaded(ALICE, held.id, "9" * 64)
+
+
+# --- what an eviction closes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide() -> Harness:
+    """Batches of 12 groups, so that several submissions may wait."""
+    return staffed_pool(prompts_per_step=12)
+
+
+def slashed(harness: Harness) -> None:
+    """Alice: one accepted, one lie, two more uploaded, the first of which a validator holds; then the lie is found."""
+    harness.accepted(useful=(True, True))
+    lie = harness.upload()
+    harness.claims(VALIDATOR, 1)
+    held, waiting = harness.upload(), harness.upload()
+    harness.claims(OTHER_VALIDATOR, 1)
+    assert [harness.state(one.id) for one in (lie, held, waiting)] == ["validating", "validating", "uploaded"]
+    harness.pool.submissions.judge(VALIDATOR, verdict(lie.id, Reason.PROOF, (), None))
+    harness.pool.db.submissions.set_claimed(lie.id, CAROL, harness.clock.now_s + 50, True)
+    harness.pool.submissions.judge(CAROL, verdict(lie.id, Reason.PROOF, (), None))
+
+
+def test_a_slashed_worker_is_paid_nothing_that_it_had_uploaded_before(wide: Harness) -> None:
+    slashed(wide)
+    held = f"{ALICE[:16]}-000002"
+    with pytest.raises(PoolError, match="expired and not claimed") as caught:
+        wide.judge(held, validator=OTHER_VALIDATOR)
+    assert caught.value.status == 409, "its validator drops the verdict and goes on"
+    assert wide.claims(VALIDATOR, 8) == []
+    wide.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    assert wide.pool.db.credits.tokens_by_credit() == {(ALICE, "forfeited"): 20}
+    assert wide.kinds().count("accepted") == 1 and "credited" not in wide.kinds()
+    assert wide.kinds().index("slashed") < wide.kinds().index("forfeited")
+
+
+def test_no_group_of_a_slashed_worker_enters_a_batch_any_more(wide: Harness) -> None:
+    slashed(wide)
+    assert wide.pool.status().have == 0, "the groups that it was accepted with before are not eligible"
+    for _ in range(6):
+        wide.accepted(BOB)
+    assert wide.pool.batches.of_step(0).ready
+    assert {group.submission[:1] for group in wide.pool.batches.of_step(0).groups} == {BOB[:1]}
+
+
+@pytest.mark.parametrize("event", ["suspend", "drain"])
+def test_a_worker_that_is_suspended_or_left_is_paid_for_what_it_had_uploaded(harness: Harness, event: str) -> None:
+    task = harness.upload()
+    if event == "drain":
+        harness.pool.members.drain(ALICE)
+        assert harness.beat().state == "left"
+    else:
+        suspend(harness.pool.db, ALICE, "a test")
+    harness.claim()
+    harness.judge(task.id)
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    assert harness.pool.db.credits.tokens_by_credit() == {(ALICE, "credited"): 20}
+
+
+def test_a_dismissed_worker_is_paid_nothing_more_and_a_lie_of_it_still_slashes(
+    wide: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide.accepted()
+    good, lie = wide.upload(), wide.upload()
+    wide.claims(VALIDATOR, 2)
+    wide.pool.db.evidence.put(ALICE, Process())
+    monkeypatch.setattr(wide.pool.submissions.spending, "finds", lambda found, verdict: "it chooses")
+    wide.judge(good.id)
+    wide.judge(lie.id, Reason.PROOF)
+    assert wide.kinds()[-5:] == ["rejected", "dismissed", "forfeited", "rejected", "slashed"]
+    assert wide.state(good.id) == "rejected" and wide.pool.status().have == 0

@@ -120,7 +120,7 @@ def waiting(harness: Harness) -> list[str]:
     return [submission for (submission,) in rows]
 
 
-def test_unchecked_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction(harness: Harness) -> None:
+def test_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction_checked_or_not(harness: Harness) -> None:
     trusted(harness)
     harness.draws(0.0, 0.9, 0.9, 0.0)
     checked = harness.accepted(useful=(True, False))
@@ -133,8 +133,8 @@ def test_unchecked_work_that_no_batch_has_yet_is_lost_with_its_workers_eviction(
     assert waiting(harness) == [checked.id, unchecked.id, claims[0].assignment.id]
     harness.judge(lied.id, Reason.PROOF)
     assert harness.beat().state == "evicted"
-    assert waiting(harness) == [checked.id, claims[0].assignment.id], "what was checked, and another's, stays"
-    assert harness.pool.status().stale_groups == 1
+    assert waiting(harness) == [claims[0].assignment.id], "another's stays"
+    assert harness.pool.status().stale_groups == 2
 
 
 def test_a_batch_that_is_full_is_not_changed_by_an_eviction(harness: Harness) -> None:
@@ -146,18 +146,3 @@ def test_a_batch_that_is_full_is_not_changed_by_an_eviction(harness: Harness) ->
     assert before.ready
     harness.judge(claimed(harness).assignment.id, Reason.PROOF)
     assert harness.pool.batches.of_step(0) == before and harness.pool.status().stale_groups == 0
-
-
-def test_a_claim_without_a_prefill_is_checked_in_full_after_its_workers_eviction(harness: Harness) -> None:
-    """Both were claimed together: the verdict on the second, made without a prefill, comes after the eviction."""
-    trusted(harness)
-    lied, unchecked = harness.upload(), harness.upload()
-    harness.draws(0.1, 0.9)
-    assert [claim.full for claim in harness.claims(VALIDATOR, 2)] == [True, False]
-    harness.judge(lied.id, Reason.PROOF)
-    with pytest.raises(Exception, match="not claimed by this validator"):
-        harness.judge(unchecked.id)
-    assert waiting(harness) == []
-    harness.draws(0.99)
-    again = harness.claim()
-    assert again is not None and (again.assignment.id, again.full) == (unchecked.id, True)

@@ -1,9 +1,13 @@
 """Exactness classes, and what two validators that disagree do to whom."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.trust.doubts import MISMATCHES, WINDOW_S
-from shoal.protocol.messages import Reason, Replay
+from shoal.protocol.messages import Reason, Replay, StepReport
 
 from ..support import ALICE, BOB, OTHER_VALIDATOR, VALIDATOR, Harness, open_pool, staffed_pool
 
@@ -219,6 +223,109 @@ def test_an_only_validator_slashes_as_ever() -> None:
     assert claimable(harness, VALIDATOR) == [id]
     harness.judge(id, Reason.PROOF, confirmed=False)
     assert harness.kinds()[-1] == "slashed"
+
+
+# --- a first verdict that no second one follows ----------------------------------------------------------------------
+
+
+def doubted(harness: Harness) -> str:
+    """A submission of Alice's that is a lie to the first validator; the second one has not looked at it."""
+    id = uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [id]
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    assert harness.state(id) == "uploaded" and "slashed" not in harness.kinds()
+    return id
+
+
+def slashed_by_the_first(harness: Harness, id: str) -> None:
+    assert harness.state(id) == "rejected" and "slashed" in harness.kinds()
+    [entry] = harness.pool.db.ledger.entries(kind="slashed")
+    body = json.loads(entry.body)
+    assert (body["submission"], body["reason"], body["validator"]) == (id, "proof", VALIDATOR)
+    [entry] = harness.pool.db.ledger.entries(kind="rejected")
+    assert json.loads(entry.body)["detail"] == "the proof is of other weights"
+    assert harness.beat(fingerprint=ONE).state == "evicted"
+
+
+@pytest.mark.parametrize("second", ["looks too late", "claims it and dies", "never comes"])
+def test_a_lie_whose_version_is_gone_before_the_second_opinion_is_slashed_by_the_first(
+    harness: Harness, second: str
+) -> None:
+    id = doubted(harness)
+    if second == "claims it and dies":
+        assert claimable(harness, OTHER_VALIDATOR) == [id]
+        harness.clock.now_s += 51
+    harness.publish(1, 2, 3, 4, 5)  # relays hold five
+    assert claimable(harness, VALIDATOR if second == "never comes" else OTHER_VALIDATOR) == []
+    slashed_by_the_first(harness, id)
+
+
+def test_a_second_validator_that_still_has_time_is_waited_for(harness: Harness) -> None:
+    id = doubted(harness)
+    assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.publish(1, 2, 3, 4, 5)
+    assert claimable(harness, VALIDATOR) == []
+    harness.judge(id, validator=OTHER_VALIDATOR)
+    assert harness.state(id) == "accepted" and "slashed" not in harness.kinds()
+
+
+def test_inexact_work_whose_version_is_gone_is_unpaid_and_nothing_more(harness: Harness) -> None:
+    id = uploaded(harness)
+    inexact(harness, VALIDATOR, id)
+    harness.publish(1, 2, 3, 4, 5)
+    assert claimable(harness, OTHER_VALIDATOR) == []
+    assert harness.state(id) == "rejected" and "slashed" not in harness.kinds() and confirmed(harness) == 0
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_at_the_runs_end_the_first_verdict_counts_before_anyone_is_paid(harness: Harness, claimed: bool) -> None:
+    """Validators end with the run, so a second opinion may never come."""
+    harness.judge(claimed_of(harness, uploaded(harness)))
+    id = doubted(harness)
+    if claimed:
+        assert claimable(harness, OTHER_VALIDATOR) == [id]
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    slashed_by_the_first(harness, id)
+    assert harness.pool.db.credits.tokens_by_credit() == {(ALICE, "forfeited"): 20}
+    with pytest.raises(PoolError, match="rejected and not claimed"):
+        harness.judge(id, validator=OTHER_VALIDATOR)
+    harness.judge(id, Reason.PROOF, confirmed=False)  # the first one repeats itself: it did not get the answer
+
+
+def claimed_of(harness: Harness, id: str) -> str:
+    assert claimable(harness, VALIDATOR) == [id]
+    return id
+
+
+def test_after_the_runs_end_a_verdict_waits_for_no_other(harness: Harness) -> None:
+    id = claimed_of(harness, uploaded(harness))
+    harness.pool.learning.trained(StepReport(step=5, metrics={}, trained=[]))
+    harness.judge(id, Reason.PROOF, confirmed=False)
+    slashed_by_the_first(harness, id)
+
+
+def test_a_first_verdict_outlives_the_coordinator(tmp_path: Path) -> None:
+    harness = open_pool(tmp_path / "state.db", prompts_per_step=64)
+    harness.join(ALICE)
+    for key in (VALIDATOR, OTHER_VALIDATOR):
+        harness.join(key, "validator")
+    harness.publish(0)
+    id = doubted(harness)
+    again = open_pool(tmp_path / "state.db", clock=harness.clock, prompts_per_step=64)
+    again.publish(1, 2, 3, 4, 5)
+    assert claimable(again, OTHER_VALIDATOR) == []
+    slashed_by_the_first(again, id)
+
+
+def test_only_one_of_two_doubted_lies_slashes(harness: Harness) -> None:
+    first, second = uploaded(harness), uploaded(harness)
+    assert claimable(harness, VALIDATOR) == [first, second]
+    for id in (first, second):
+        harness.judge(id, Reason.PROOF, confirmed=False)
+    harness.publish(1, 2, 3, 4, 5)
+    assert claimable(harness, OTHER_VALIDATOR) == []
+    slashed_by_the_first(harness, first)
+    assert harness.state(second) == "expired"
 
 
 # --- renewals and suspension -----------------------------------------------------------------------------------------

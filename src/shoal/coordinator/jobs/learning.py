@@ -8,7 +8,7 @@ import json
 import logging
 
 from shoal.config import Config
-from shoal.coordinator.credit.escrow import Escrow
+from shoal.coordinator.jobs.submissions import Submissions
 from shoal.coordinator.reports.history import HistoryLog
 from shoal.coordinator.reports.step_metrics import judged
 from shoal.coordinator.state.database import Database, PoolError
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class Learning:
-    def __init__(self, db: Database, config: Config, history: HistoryLog, escrow: Escrow) -> None:
+    def __init__(self, db: Database, config: Config, history: HistoryLog, submissions: Submissions) -> None:
         self.db = db
         self.config = config
         self.history = history
-        self.escrow = escrow
+        self.submissions = submissions
 
     def published(self, policy: Policy) -> None:
         """Record a published version. Raises PoolError if it was published with another digest."""
@@ -53,7 +53,7 @@ class Learning:
                 }
                 self.db.ledger.append("trained", trained)
             if is_first and report.step == self.config.run.steps - 1:
-                self.escrow.close()
+                self.submissions.close()
         if is_first:
             reward = f", mean reward {figures['reward/mean']:.3f}" if figures else ""
             log.info("step %d of %d trained%s", report.step + 1, self.config.run.steps, reward)

@@ -2,15 +2,17 @@
 
 Invariant: a submission is uploaded once, by the worker it was assigned to and within its grant; only the validator that
 holds the claim gives the verdict; groups are credited exactly when their submission is accepted. A hard rejection counts
-once a second validator confirms it, where there is one (`doubts`).
-Called by the coordinator's routes.
+once a second validator confirms it, where there is one (`doubts`), or once no second opinion can come any more. An eviction
+closes all that its worker has uploaded: nothing of a banned key is accepted or credited.
+Called by the coordinator's routes, and by `learning` at the run's end.
 
 The pool itself gives one hard reason, `replayed`. It rests on an accepted submission of the same worker with the same
 content. A rejected or unjudged copy does not count, because anyone can make one, and neither does another worker's.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from shoal.config import Config
@@ -86,16 +88,13 @@ class Submissions:
 
         What another live validator is to check is left to it: one of the worker's exactness class, or a second one.
         Which ones are prefilled is drawn here, after upload, so no worker can know it. Submissions of a version that relays
-        need not hold any more expire: a validator that waited for it would check nothing else.
+        need not hold any more expire: a validator that waited for it would check nothing else. Where one of them waits for a
+        second opinion, the first verdict counts.
         """
         with self.db.transaction():
             now_s = self.db.clock()
-            found = self.db.submissions.claimable(validator, now_s)
-            oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
-            gone = [one for one in found if oldest_held is not None and one.version < oldest_held]
-            for one in gone:
-                self.db.submissions.expire(one.id)
-            found = [one for one in found if one not in gone and self._is_for(validator, one)]
+            closed = self._close_gone(validator, now_s)
+            found = [one for one in self.db.submissions.claimable(validator, now_s) if self._is_for(validator, one)]
             found = [one for one in found if one.version == found[0].version][:most]
             lease_s = now_s + self.config.coordinator.claim_lease_s
             claims = []
@@ -110,14 +109,23 @@ class Submissions:
                     fingerprint=self.classes.fingerprint(one),
                 )
                 claims.append(claim)
-        for one in gone:
-            log.info(
-                "%s by %s expired unchecked: relays no longer hold version %d",
-                one.id,
-                self._name(one.worker),
-                one.version,
-            )
+        _tell(closed)
         return Claims(claims=claims)
+
+    def _close_gone(self, validator: str, now_s: float) -> list[str]:
+        """Close what no validator can check any more. Returns what to log."""
+        oldest_held = self.db.policies.oldest_of_newest(self.config.relays.keep)
+        lines: list[str] = []
+        for one in self.db.submissions.claimable(validator, now_s):
+            if oldest_held is None or one.version >= oldest_held or self._get(one.id).state == "expired":
+                continue
+            if (first := self.doubts.first(one)) is not None:
+                lines += self._conclude(one, *first)
+                continue
+            self.db.submissions.expire(one.id)
+            name = self._name(one.worker)
+            lines.append(f"{one.id} by {name} expired unchecked: relays no longer hold version {one.version}")
+        return lines
 
     def _is_for(self, validator: str, submission: Submission) -> bool:
         checkers = self.classes.checkers(submission)
@@ -164,33 +172,50 @@ class Submissions:
                 return  # likewise, of a verdict that waits for a second one
             found = self._claimed(validator, verdict.submission)
             if self.doubts.opens(found, validator, verdict):
-                log.info("%s is %s to %s; another validator is to confirm it", found.id, verdict.reason, validator[:16])
-                return
-            reason = self.doubts.settle(found, validator, verdict, self._reason(verdict))
-            detail = verdict.detail
-            if reason is None and (why := self.spending.finds(found, verdict)):
-                reason, detail = Reason.SPENDING, why
-            if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
-                raise PoolError(f"{found.id}: store the accepted file before accepting it")
-            self.db.submissions.set_judged(
-                found.id,
-                "rejected" if reason else "accepted",
-                reason,
-                verdict.content,
-                verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
-                self.db.clock(),
-            )
-            filled = self._accept(found, verdict) if reason is None else []
-            is_slashed = reason is not None and self._reject(found, reason, detail)
+                lines = [f"{found.id} is {verdict.reason} to {validator[:16]}; another validator is to confirm it"]
+            else:
+                lines = self._conclude(found, validator, verdict)
+        _tell(lines)
+
+    def close(self) -> None:
+        """The run's last step is trained: first verdicts count where a second one was awaited, then all credit is paid."""
+        with self.db.transaction():
+            lines: list[str] = []
+            for id in self.db.replays.doubted():
+                found = self._get(id)
+                if found.state in ("uploaded", "validating") and (first := self.doubts.first(found)) is not None:
+                    lines += self._conclude(found, *first)
+            self.escrow.close()
+        _tell(lines)
+
+    def _conclude(self, found: Submission, validator: str, verdict: Verdict) -> list[str]:
+        """Carry out a verdict that waits for no other. Returns what to log."""
+        found = replace(found, validator=validator)
+        reason = self.doubts.settle(found, validator, verdict, self._reason(verdict))
+        detail = verdict.detail
+        if reason is None and (why := self.spending.finds(found, verdict)):
+            reason, detail = Reason.SPENDING, why
+        if reason is None and (found.accepted_hash is None or found.accepted_hash != verdict.accepted_hash):
+            raise PoolError(f"{found.id}: store the accepted file before accepting it")
+        self.db.submissions.set_judged(
+            found.id,
+            "rejected" if reason else "accepted",
+            validator,
+            reason,
+            verdict.content,
+            verdict.model_dump_json(exclude={"groups": {"__all__": {"sample"}}}),
+            self.db.clock(),
+        )
         worker = self._name(found.worker)
         if reason is None:
-            log.info("%s by %s accepted, %d groups", found.id, worker, len(verdict.groups))
-        else:
-            log.info("%s by %s rejected: %s: %s", found.id, worker, reason, _printable(detail))
-        if is_slashed:
-            log.info("%s slashed and evicted: %s in %s", worker, reason, found.id)
-        for step in filled:
-            log.info("batch of step %d of %d is full", step + 1, self.config.run.steps)
+            filled = [
+                f"batch of step {step + 1} of {self.config.run.steps} is full" for step in self._accept(found, verdict)
+            ]
+            return [f"{found.id} by {worker} accepted, {len(verdict.groups)} groups", *filled]
+        lines = [f"{found.id} by {worker} rejected: {reason}: {_printable(detail)}"]
+        if self._reject(found, reason, detail):
+            lines.append(f"{worker} slashed and evicted: {reason} in {found.id}")
+        return lines
 
     def _accept(self, found: Submission, verdict: Verdict) -> list[int]:
         """Returns the steps whose batches became full."""
@@ -211,13 +236,15 @@ class Submissions:
         self.db.ledger.append("rejected", _entry(found) | {"reason": reason.value, "detail": detail})
         if reason is Reason.SPENDING and self.spending.dismiss(found.worker, found.id, detail):
             self.escrow.forfeit(found.worker)
-            self.db.submissions.requeue_unchecked_of(found.worker)
         if reason in UNUSABLE:
             self._back_off(found.worker, reason)
-        if reason not in HARD or not self._evict(found.worker, f"slashed: {reason.value} in {found.id}"):
+        why = f"slashed: {reason.value} in {found.id}"
+        if reason not in HARD or not states.move(self.db.nodes, found.worker, "ban", why, self.db.clock()):
             return False
         self.db.ledger.append("slashed", _entry(found) | {"reason": reason.value})
         self.escrow.forfeit(found.worker)
+        self.db.submissions.expire_all_of(found.worker)
+        self.db.groups.mark_all_stale(found.worker)
         return True
 
     def _back_off(self, worker: str, reason: Reason) -> None:
@@ -253,19 +280,6 @@ class Submissions:
         before = self._get(owner)
         return Reason.REPLAYED if before.worker == self._get(verdict.submission).worker else Reason.CONTEXT
 
-    def _evict(self, worker: str, why: str) -> bool:
-        """Evict a worker: it loses its open task and its unbatched groups that were accepted without a prefill.
-
-        Its submissions that a validator was to accept without a prefill return to the queue for a new draw. After the
-        rejection that draw is always a full check. False if the worker was evicted before.
-        """
-        if not states.move(self.db.nodes, worker, "ban", why, self.db.clock()):
-            return False
-        self.db.submissions.expire_open_of(worker)
-        self.db.groups.mark_unchecked_stale(worker)
-        self.db.submissions.requeue_unchecked_of(worker)
-        return True
-
     def _name(self, worker: str) -> str:
         node = self.db.nodes.get(worker)
         return node.name if node else worker[:16]
@@ -282,6 +296,12 @@ class Submissions:
 
 def _not_found(id: str) -> NoReturn:
     raise PoolError(f"no submission {id}", 404)
+
+
+def _tell(lines: Iterable[str]) -> None:
+    """Log what happened, after the transaction: an error in it would undo it."""
+    for line in lines:
+        log.info("%s", line)
 
 
 def _printable(detail: str) -> str:

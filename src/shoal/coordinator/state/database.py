@@ -28,7 +28,7 @@ from shoal.coordinator.tables.connection import Connection
 from shoal.errors import ShoalError
 from shoal.ledger.interface import Ledger
 
-FORMAT = 9  # of a run's tables, manifests and submissions; a run in another format is not resumed
+FORMAT = 10  # of a run's tables, manifests and submissions; a run in another format is not resumed
 TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays, evidence)
 SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
 TABLE_NAMES = digests.table_names(SCHEMA)  # that are sealed

@@ -109,14 +109,6 @@ class Groups:
             "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND version < ?", older_than
         )
 
-    def mark_unchecked_stale(self, worker: str) -> None:
-        """Unbatched groups of this worker that were accepted without a prefill."""
-        self.connection.change(
-            "UPDATE groups SET stale = TRUE WHERE useful AND batch IS NULL AND submission IN"
-            " (SELECT id FROM submissions WHERE worker = ? AND NOT full_check)",
-            worker,
-        )
-
     def mark_all_stale(self, worker: str) -> None:
         """Unbatched groups of this worker."""
         self.connection.change(

@@ -10,7 +10,7 @@ from shoal.coordinator.tables.connection import Connection
 
 SCHEMA = [
     """CREATE TABLE IF NOT EXISTS replays (
-    submission TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, doubted_by TEXT, doubt TEXT,
+    submission TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, doubted_by TEXT, doubt TEXT, verdict TEXT,
     tokens BIGINT NOT NULL DEFAULT 0, mismatched BIGINT NOT NULL DEFAULT 0, accepted BOOLEAN NOT NULL DEFAULT FALSE)"""
 ]
 
@@ -20,6 +20,7 @@ class Replayed:
     fingerprint: str  # the worker's for the submission's version; "": it claimed no class
     doubted_by: str | None = None  # the validator whose rejection another one is to confirm
     doubt: str | None = None  # its reason
+    verdict: str | None = None  # all of it, as JSON: it counts if no second one comes
 
 
 COLUMNS = ", ".join(field.name for field in fields(Replayed))
@@ -36,10 +37,19 @@ class Replays:
     def add(self, submission: str, fingerprint: str) -> None:
         self.connection.change("INSERT INTO replays (submission, fingerprint) VALUES (?, ?)", submission, fingerprint)
 
-    def set_doubt(self, submission: str, validator: str, reason: str) -> None:
+    def set_doubt(self, submission: str, validator: str, reason: str, verdict: str) -> None:
         self.connection.change(
-            "UPDATE replays SET doubted_by = ?, doubt = ? WHERE submission = ?", validator, reason, submission
+            "UPDATE replays SET doubted_by = ?, doubt = ?, verdict = ? WHERE submission = ?",
+            validator,
+            reason,
+            verdict,
+            submission,
         )
+
+    def doubted(self) -> list[str]:
+        """Every submission that was doubted, judged ones included."""
+        rows = self.connection.rows("SELECT submission FROM replays WHERE doubted_by IS NOT NULL ORDER BY submission")
+        return [submission for (submission,) in rows]
 
     def set_replayed(self, submission: str, *, tokens: int, mismatched: int, accepted: bool) -> None:
         self.connection.change(

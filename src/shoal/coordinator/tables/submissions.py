@@ -3,7 +3,7 @@
     open -> uploaded -> validating -> accepted | rejected
     open -> expired                     missed: its worker asked for work again, and this task is no longer offered
     open -> stale                       its worker came to upload it when no batch could take its version any more
-    uploaded, validating -> expired     no validator can get its version any more
+    uploaded, validating -> expired     no validator can get its version any more, or its worker was slashed
 
 Invariant: an id, which holds the worker's key and number, occurs once. Called by `assignments`, `submissions`, `trust`,
 `status` and `metrics`. What accepted ones earn is in `credits`.
@@ -120,6 +120,13 @@ class Submissions:
     def expire_open_of(self, worker: str) -> None:
         self.connection.change("UPDATE submissions SET state = 'expired' WHERE worker = ? AND state = 'open'", worker)
 
+    def expire_all_of(self, worker: str) -> None:
+        """Close what it works on, and what it has uploaded and nobody has judged."""
+        self.connection.change(
+            "UPDATE submissions SET state = 'expired' WHERE worker = ? AND state IN ('open', 'uploaded', 'validating')",
+            worker,
+        )
+
     def groups_unjudged(self) -> int:
         """Groups in what is uploaded and not yet judged."""
         return self._integer(
@@ -191,24 +198,25 @@ class Submissions:
         self.connection.change("UPDATE submissions SET accepted_hash = ? WHERE id = ?", accepted_hash, id)
 
     def set_judged(
-        self, id: str, state: State, reason: str | None, content: str | None, verdict: str, now_s: float
+        self,
+        id: str,
+        state: State,
+        validator: str,
+        reason: str | None,
+        content: str | None,
+        verdict: str,
+        now_s: float,
     ) -> None:
         self.connection.change(
-            "UPDATE submissions SET state = ?, reason = ?, content = ?, verdict = ?, judged_s = ? WHERE id = ?",
+            "UPDATE submissions SET state = ?, validator = ?, reason = ?, content = ?, verdict = ?, judged_s = ?"
+            " WHERE id = ?",
             state,
+            validator,
             reason,
             content,
             verdict,
             now_s,
             id,
-        )
-
-    def requeue_unchecked_of(self, worker: str) -> None:
-        """Take back what a validator was to accept without a prefill; a new draw decides how to check it."""
-        self.connection.change(
-            "UPDATE submissions SET state = 'uploaded', validator = NULL, full_check = NULL"
-            " WHERE worker = ? AND state = 'validating' AND NOT full_check",
-            worker,
         )
 
     def honest_in_a_row(self, worker: str) -> int:

@@ -6,7 +6,10 @@ had loaded its weights again before it gave it.
 
     both reject           hard: slashed, as ever. inexact: no pay, and the mismatch is counted
     the second accepts    the first validator is the odd one: it is asked for a new fingerprint; the worker is paid
-    nobody to confirm     inexact: no pay
+    nobody to confirm     the first verdict counts; inexact: no pay
+
+Nobody can confirm it any more once the relays no longer hold the version, or the run's last step is trained. Then the first
+verdict counts too (`submissions`): a liar must not gain by the time that a second opinion takes.
 
 Every worker with an inexact submission is asked to load its weights again and to report a new fingerprint. If it is another
 one, the worker is in another class from then on. MISMATCHES confirmed ones within WINDOW_S suspend it. As many that nobody
@@ -45,11 +48,18 @@ class Doubts:
             return False
         if known is not None and known.doubted_by is not None:
             return False
-        if not self.classes.confirmers(found, validator, reason):
+        if self.db.is_trained(self.classes.config.run.steps) or not self.classes.confirmers(found, validator, reason):
             return False
-        self.db.replays.set_doubt(found.id, validator, reason.value)
+        self.db.replays.set_doubt(found.id, validator, reason.value, verdict.model_dump_json())
         self.db.submissions.requeue(found.id)
         return True
+
+    def first(self, found: Submission) -> tuple[str, Verdict] | None:
+        """The validator and its verdict, of a submission that waits for a second one; else None."""
+        known = self.db.replays.get(found.id)
+        if known is None or known.doubted_by is None or known.verdict is None:
+            return None
+        return known.doubted_by, Verdict.model_validate_json(known.verdict)
 
     def was_first(self, found: Submission, validator: str) -> bool:
         """Whether this validator gave its verdict on the submission already, and another one has it now."""
