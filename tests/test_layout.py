@@ -35,7 +35,8 @@ ROOMS = {
     "pretrain": ["config", "diloco", "errors", "files", "learner", "model", "tracking"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
     "validator": [
-        "config", "engine", "evidence", "files", "ledger", "model", "protocol", "shardcast", "store", "tasks", "toploc",
+        "config", "engine", "evidence", "files", "ledger", "model", "protocol", "sandbox", "shardcast", "store", "tasks",
+        "toploc",
     ],
     "evals": [
         "config", "engine", "errors", "files", "model", "protocol", "shardcast", "tasks", "tracking", "view",

@@ -114,7 +114,7 @@ def test_two_evaluations_do_not_share_a_folder_at_once(tmp_path: Path) -> None:
 
 
 def test_a_failing_grader_is_reported_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graders.REWARDS, "number", lambda: Always(0.0, "grader_error", "out of order"))
+    monkeypatch.setitem(graders.REWARDS, "number", lambda _: Always(0.0, "grader_error", "out of order"))
     [result] = run(tmp_path, FakeSampler())
     assert result.grader_error == 1
     assert result.wrong_format == 0

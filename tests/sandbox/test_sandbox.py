@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Limits, Program, Sandbox, SandboxError, best_tier, interpreter, places, problem
+from shoal.sandbox import TIERS, Budget, Limits, Program, Sandbox, SandboxError, best_tier, interpreter, places, problem
 from shoal.sandbox.limits import MIB
 
 
@@ -38,6 +38,16 @@ def test_a_program_reads_its_input_and_files_and_the_result_names_the_tier(box: 
     assert result.stdout == b"hello 1 ['program.py'] __main__\n"
     assert result.stderr == b"aside\n"
     assert 0 < result.cpu_s < 20 and 0 < result.wall_s < 60
+
+
+def test_a_budget_stops_all_programs_at_its_end_and_none_after_it_is_stopped(box: Sandbox) -> None:
+    endless = Program("import time\nprint(1, flush=True)\ntime.sleep(3600)")
+    with Sandbox(box.tier, Limits(wall_s=3600.0), budget=(budget := Budget())) as bounded:
+        budget.start(0.5)
+        assert [bounded.run(endless).outcome for _ in range(2)] == ["timeout", "timeout"], "also what begins after it"
+        assert budget.over
+        budget.stop()
+        assert not budget.over and bounded.run(Program("print(1)")).stdout == b"1\n"
 
 
 def test_a_program_gets_an_almost_empty_environment(box: Sandbox) -> None:

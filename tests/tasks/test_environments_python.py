@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config import ConfigError
 from shoal.config.tasks import SandboxSection
-from shoal.sandbox import Limits
+from shoal.sandbox import Budget, Limits
 from shoal.tasks import Task
 from shoal.tasks.environments import ENVIRONMENTS, close, environments_of, python
 from shoal.tasks.environments.plain import plain
@@ -280,6 +280,16 @@ def test_a_plain_program_beyond_half_of_a_limit_tolerates_every_answer() -> None
 def test_an_answer_that_needs_no_run_is_the_only_one(tool: Python) -> None:
     assert tolerated(tool, "import time") == []
     assert tool.tolerated(TASK, 0, ["no program"]) == ()
+
+
+def test_a_budget_stops_its_programs(tool: Python) -> None:
+    budget = Budget()
+    budget.start(0.5)
+    tool.within(budget)
+    try:
+        assert answer(tool, "while True: pass") == STOPPED["timeout"] and budget.over
+    finally:
+        tool.within(Budget())
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------

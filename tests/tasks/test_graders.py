@@ -6,6 +6,7 @@ import pytest
 
 from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
+from shoal.sandbox import Budget
 from shoal.tasks.rewards import graders
 from shoal.tasks.rewards.graders import GradeError, Graders
 from shoal.tasks.rewards.weighted import combine
@@ -18,11 +19,22 @@ TASK = tasks.Task(id="some/1", question="?", answer="5", source="some")
 
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graders, "REWARDS", {"half": lambda: Always(0.5), "whole": lambda: Always(1.0)})
+    monkeypatch.setattr(graders, "REWARDS", {"half": lambda _: Always(0.5), "whole": lambda _: Always(1.0)})
 
 
 def section(reward: str = "") -> TaskSection:
     return TaskSection(sources=[SourceSection(name="some", path="some.jsonl", reward=reward)])
+
+
+@pytest.mark.parametrize("name", ["code", "code_fraction", "mine.py:slow", "math", "instructions", "reasoning_gym"])
+def test_every_reward_that_runs_something_runs_nothing_after_the_end_of_the_budget(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    files = {"mine.py": b"def slow(task, completion): return 1.0"}
+    with Graders(section(name), files=files, budget=(budget := Budget())) as found:
+        reward = found._reward(found.section.source("some"), name)
+        assert getattr(reward, "pool", reward).budget is budget  # type: ignore[attr-defined]
 
 
 def test_in_a_mixed_source_each_task_is_graded_by_its_own_reward() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable.pool import GraderStartError, Killable
 
 GRADER = """
@@ -88,6 +89,15 @@ def test_every_ending_is_a_result_and_the_pool_goes_on(
 def test_the_clock_ends_what_waits(file: Path) -> None:
     with Killable(file, "act", cpu_s=5, wall_s=0.5) as pool:
         assert [one.ending for one in pool.run([["sleep", 60], ["add", 1]])] == ["wall", "answered"]
+
+
+def test_no_call_begins_after_the_end_of_the_budget(file: Path) -> None:
+    with Killable(file, "act", budget=(budget := Budget())) as pool:
+        budget.start(0)
+        assert [one.ending for one in pool.run([["add", 1], ["add", 2]])] == ["wall", "wall"]
+        assert pool.idle.qsize() == 1
+        budget.stop()
+        assert pool.run([["add", 1]])[0].ending == "answered"
 
 
 def test_waiting_costs_no_cpu_time(pool: Killable) -> None:

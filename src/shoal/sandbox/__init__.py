@@ -31,13 +31,14 @@ kernels before 5.14, installed packages, GPUs; bugs of the kernel itself. aarch6
 """
 
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import Limits, Outcome, Program, Result, SandboxError
+from shoal.sandbox.limits import Budget, Limits, Outcome, Program, Result, SandboxError
 from shoal.sandbox.pool import Sandbox
 from shoal.sandbox.process import interpreter
 from shoal.sandbox.tiers import TIERS, Tier, best_tier, problem
 
 __all__ = [
     "TIERS",
+    "Budget",
     "Conversation",
     "Limits",
     "Outcome",

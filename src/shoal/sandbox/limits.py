@@ -1,10 +1,12 @@
 """What goes into the sandbox and what comes out: a program, its limits, its result, and the error of the room.
 
-Invariant: values only. Called by everything else in the room, on both sides of its wall.
+Invariant: values only, but for `Budget`. Called by everything else in the room, on both sides of its wall.
 Left out: comparing outputs. Expected outputs never enter the sandbox.
 """
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal
@@ -48,6 +50,32 @@ class Limits:
                 f"limit memory_bytes is {self.memory_bytes} for {self.processes} processes: "
                 f"give at least {LEAST_MEMORY_BYTES} for each"
             )
+
+
+@dataclass(eq=False)
+class Budget:
+    """Wall time that many programs have together, from `start` to `stop`; no limit otherwise.
+
+    At its end all that runs is stopped. What ran until then may be right or cut short: nothing tells which. So its owner
+    asks `over` before it uses a result.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    until_s: float = math.inf
+
+    def start(self, seconds: float) -> None:
+        self.until_s = self.clock() + seconds
+
+    def stop(self) -> None:
+        self.until_s = math.inf
+
+    @property
+    def left_s(self) -> float:
+        return self.until_s - self.clock()
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,16 @@ Left out: grading. Nothing here knows what a right answer is.
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 
 from shoal.sandbox.conversation import Conversation
-from shoal.sandbox.limits import Limits, Program, Result, SandboxError
+from shoal.sandbox.limits import Budget, Limits, Program, Result, SandboxError
 from shoal.sandbox.process import ServerProcess
 from shoal.sandbox.tiers import Tier, best_tier, check
 
 QUEUE_S = 300.0  # how long a caller waits for a free server
+LEAST_WALL_S = 1e-3  # of a program that begins after the end of the budget
 
 
 class Sandbox:
@@ -24,6 +26,7 @@ class Sandbox:
     `tier` None takes the best strong one; a name takes exactly that one. SandboxError if it does not work here.
 
     `preloaded` is source by module name, compiled and run once in each server: code of your own that programs import.
+    `budget` stops all programs at its end.
     """
 
     def __init__(
@@ -33,11 +36,13 @@ class Sandbox:
         size: int = 1,
         queue_s: float = QUEUE_S,
         preloaded: Mapping[str, str] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         if size < 1:
             raise SandboxError(f"sandbox size is {size}: give 1 or more")
         self.tier: Tier = best_tier() if tier is None else check(tier)
         self.limits = limits or Limits()
+        self.budget = budget or Budget()
         self._queue_s = queue_s
         self._preloaded = preloaded
         self._lock = threading.Lock()
@@ -84,7 +89,9 @@ class Sandbox:
     def _begin(self, program: Program, limits: Limits | None, frames: bool) -> Conversation:
         server = self._take()
         try:
-            return Conversation(server, program, limits or self.limits, frames, lambda: self._give_back(server))
+            limits = limits or self.limits
+            limits = replace(limits, wall_s=max(min(limits.wall_s, self.budget.left_s), LEAST_WALL_S))
+            return Conversation(server, program, limits, frames, lambda: self._give_back(server))
         except BaseException:
             server.kill()
             self._give_back(server)

@@ -5,7 +5,7 @@ docstring begins with the question it asks, which `shoal verify` prints.
 
     FILE       read the file and the assignment
     EXPENSIVE  read the results of one prefill of the claimed version
-    GRADED     read the recomputed rewards, or ask an environment again
+    GRADED     ask an environment again, and read the recomputed rewards
 
 Invariant: a worker's figures are compared, never used; and a hard reason follows from what the worker itself signed, so no
 other party can cause it. That is why `context` comes first, and is soft: what passes it was signed for exactly this
@@ -17,7 +17,7 @@ Papers: TOPLOC (arXiv 2501.16007); INTELLECT-2 (arXiv 2505.07291), section on va
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from shoal.config import Config
 from shoal.config.checking import ValidatorSection
 from shoal.model.turns import fit, model_spans, model_tokens
 from shoal.protocol.messages import Reason
+from shoal.sandbox import Budget
 from shoal.store.rollouts import PROOF_BYTES, PROOF_CHUNK_TOKENS, prompts_digest
 from shoal.tasks import versions
 from shoal.tasks.environments import Conversation, interpreter
@@ -50,6 +51,7 @@ class Rules:
     conversation: Conversation
     special_ids: frozenset[int]  # tokens that only chat templates use, without the end tokens
     vocabulary: int  # ids below this have an embedding
+    budget: Budget = field(default_factory=Budget)  # of what is asked again, and graded
 
     def limits(self, case: Case) -> ValidatorSection:
         """For the engine and device that the worker signed for. A false one gains what the true one's users have."""
@@ -274,10 +276,15 @@ def distribution(rules: Rules, case: Case) -> Outcome:
 
 
 def environment(rules: Rules, case: Case) -> Outcome:
-    """Are the answers between turns those that the environment gives, and is none missing?"""
+    """Are the answers between turns those that the environment gives, and is none missing?
+
+    Where time does not suffice to ask again, nothing is known: soft, and not accepted.
+    """
     doubtful = PASSED
     for number, row in enumerate(case.rows):
         fault = rules.conversation.fault(case.tasks[row.group], row.seed, row.tokens, row.turns)
+        if rules.conversation.possible and rules.budget.over:
+            return rejected(Reason.UNREPEATABLE, f"rollout {number}: its programs take longer than there is time for")
         if fault and fault.lie:
             return rejected(Reason.ENVIRONMENT, f"rollout {number}: {fault.detail}")
         if fault and doubtful is PASSED:

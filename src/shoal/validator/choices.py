@@ -3,7 +3,8 @@
 A rollout with a token that is not its seed's is a near tie that fell the other way. For an honest worker numerics decided,
 which know no reward: what the seed yields here is as often better as it is worse. A worker that chose has taken the better
 one each time (or the worse one). So each such rollout is evidence by itself, however seldom there is one and however small
-the margin. Decoys do not help: rollouts with equal rewards are not counted.
+the margin. Decoys do not help: rollouts with equal rewards are not counted. Nor are those whose grade came near a limit: a
+busy machine, not a token, may have changed it.
 
 Invariant: which rollouts are generated again is drawn after the upload, from the system's randomness.
 Called by the validator's service, if `evidence.regenerated` says so: a generation costs more than a prefill. Left out:
@@ -25,14 +26,22 @@ from shoal.validator.judge import Judge
 def changed(judge: Judge, case: Case, most: int) -> tuple[int, int]:
     """Of `most` rollouts with a missed token: how many are better than what their seeds yield here, and how many worse."""
     margins = torch.split(case.computed().margins_N, case.computed().lengths)
-    missed = [n for n, row in enumerate(case.rows) if not row.turns and bool((margins[n] > 0).any())]
+    missed = [
+        n
+        for n, row in enumerate(case.rows)
+        if not row.turns and case.grades[n].repeatable and bool((margins[n] > 0).any())
+    ]
     drawn = sorted(judge.choose(missed, min(most, len(missed))))
     if not drawn:
         return 0, 0
     rows = [case.rows[n] for n in drawn]
     own = [replace(row, tokens=one.tokens) for row, one in zip(rows, _own(judge, case, drawn), strict=True)]
-    rewards = judge.grade(replace(case, rows=own)).graded()
-    gains = [case.graded()[n] - reward for n, reward in zip(drawn, rewards, strict=True)]
+    again = judge.grade(replace(case, rows=own))
+    gains = [
+        case.graded()[n] - reward
+        for n, reward, grade in zip(drawn, again.graded(), again.grades, strict=True)
+        if grade.repeatable
+    ]
     return sum(gain > EPSILON for gain in gains), sum(gain < -EPSILON for gain in gains)
 
 

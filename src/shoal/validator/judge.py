@@ -1,4 +1,4 @@
-"""Judges files: bytes and an assignment in, a verdict and the accepted file out. No network, no clock.
+"""Judges files: bytes and an assignment in, a verdict and the accepted file out. No network; a clock for budgets alone.
 
     open     a file becomes a Case, or a Finding if it is not a rollout file under a valid signature
     examine  checks of the file, one prefill of all cases that passed, expensive checks of each, grading, checks of rewards
@@ -7,12 +7,16 @@ Invariant: it accepts only what it has recomputed; the accepted file holds its o
 exception: of cases that are accepted after a spot check only a few rollouts were prefilled; their file says so, keeps the
 worker's logprobs, and the learner uses its own instead.
 Grading comes last, though it is often cheap: a reward or an environment may run the program in a completion. After a prefill
-that program is one which the run's own model wrote, not one which the worker made up.
+that program is one which the run's own model wrote, not one which the worker made up. Before one, grading may take as long
+as the prefill would; a case that needs more is prefilled whole first. After it, a case has its share of `grading_s`. A group
+that is not graded by then has grader errors, so no batch takes it, and nothing is held against its worker.
 Called by the validator's service, `shoal verify`, `shoal calibrate` and the attack matrix.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Self
@@ -31,6 +35,7 @@ from shoal.model.sampling import LOWEST_LOGPROB
 from shoal.model.turns import last_turn, model_tokens
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Reason
+from shoal.sandbox import Budget
 from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     SCHEMA_VERSION,
@@ -40,16 +45,23 @@ from shoal.store.rollouts import (
     RolloutFileError,
     write_accepted,
 )
-from shoal.tasks import TaskSet
+from shoal.tasks import Grade, TaskSet
 from shoal.tasks.budget import reward
 from shoal.tasks.curriculum import Curriculum, Fetch, no_pages
 from shoal.tasks.derive import max_rollouts, plan_submission
 from shoal.tasks.environments import Conversation, close, environments_of
 from shoal.tasks.prompt import completion_text, prompt_tokens
 from shoal.validator.case import Case, Finding
-from shoal.validator.checks import EXPENSIVE, FILE, GRADED, Check, Rules, run
+from shoal.validator.checks import EXPENSIVE, FILE, Check, Rules, run
+from shoal.validator.checks import environment as answers_again
+from shoal.validator.checks import rewards as rewards_again
 from shoal.validator.exact import EXACT
 from shoal.validator.prefill import prefill
+
+LEAST_S = 1.0  # of grading before a prefill: less says nothing, because processes have to start
+LATE = Grade(
+    0.0, "grader_error", "not graded in the time that coordinator.claim_lease_s leaves for it", repeatable=False
+)
 
 Choose = Callable[[Sequence[int], int], list[int]]
 DRAW: Choose = SystemRandom().sample
@@ -73,20 +85,27 @@ class Judge:
         task_set: TaskSet | None = None,
         page: Fetch = no_pages,
         choose: Choose = DRAW,
+        grading_s: float = math.inf,
     ) -> None:
         """`task_set`: the pool's; None: built here from the config's sources. `page` gets a page of the curriculum.
 
-        `choose(of, k)` draws k of them, unpredictably to workers.
+        `choose(of, k)` draws k of them, unpredictably to workers. `grading_s`: what grading all cases of one `examine` may
+        take.
         """
         self.choose = choose
+        self.grading_s = grading_s
+        self.budget = Budget()
+        self.position_s = 0.0  # seconds for each position of the last whole prefill
         self.config = config
         self.run = run
         self.dtype = dtype
         self.tasks = task_set or tasks.load(config.tasks)
-        self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
+        self.graders = tasks.Graders(config.tasks, files=self.tasks.files, budget=self.budget)
         self.curriculum = Curriculum(page)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
         self.environments = environments_of(config)
+        for environment in self.environments.values():
+            environment.within(self.budget)
         self.model: Any = None
         self.rules: Rules | None = None
 
@@ -117,6 +136,7 @@ class Judge:
             conversation=Conversation(self.config, self.environments, tokenizer, ends),
             special_ids=frozenset(tokenizer.all_special_ids) - frozenset(ends),
             vocabulary=vocabulary_of(self.model),
+            budget=self.budget,
         )
 
     def open(self, assignment: Assignment, worker: str, data: bytes) -> Case | Finding:
@@ -146,17 +166,25 @@ class Judge:
     def examine(self, cases: Sequence[Case], *, cheaply: Sequence[bool] | None = None) -> list[Examined]:
         """Run the checks on each case. `cheaply`: which cases to accept after a spot check, if their logprobs are plausible.
 
-        What a spot check finds is not held against anyone: the case is prefilled whole, and that decides. All must be of the
-        loaded version.
+        What a spot check finds is not held against anyone: the case is prefilled whole, and that decides. So is one whose
+        grading takes long. All must be of the loaded version.
         """
         examined = [self._check(FILE, Examined(case, None)) for case in cases]
+        share_s = self.grading_s / max(len(cases), 1)
         cheap = [n for n, one in enumerate(examined) if one.finding is None and cheaply and cheaply[n]]
-        passed = self._spot_checked([cases[n] for n in cheap])
-        accepted = [n in cheap and passed[cheap.index(n)] for n in range(len(cases))]
-        waiting = [n for n, one in enumerate(examined) if one.finding is None and not accepted[n]]
-        for n, case in zip(waiting, self.prefill([examined[n].case for n in waiting]), strict=True):
+        done = set()
+        for n, passed in zip(cheap, self._spot_checked([cases[n] for n in cheap]), strict=True):
+            if passed:
+                graded, in_time = self._graded(examined[n], min(self._prefill_s(cases[n]), share_s / 4))
+                if in_time:
+                    examined[n] = graded
+                    done.add(n)
+        waiting = [n for n, one in enumerate(examined) if one.finding is None and n not in done]
+        for n, case in zip(waiting, self._prefilled_whole([cases[n] for n in waiting]), strict=True):
             examined[n] = self._check(_expensive(case), replace(examined[n], case=case))
-        return [self._graded(one) for one in examined]
+        for n in waiting:
+            examined[n], _ = self._graded(examined[n], share_s)
+        return examined
 
     def _spot_checked(self, cases: Sequence[Case]) -> list[bool]:
         """Whether nothing is wrong with a few rollouts of each case, drawn now, after its upload, and with its logprobs."""
@@ -171,10 +199,29 @@ class Judge:
 
     def examine_cheaply(self, case: Case) -> Examined:
         """Run the checks that need no model: of the file, and of the recomputed rewards."""
-        return self._graded(self._check(FILE, Examined(case, None)))
+        return self._graded(self._check(FILE, Examined(case, None)), self.grading_s)[0]
 
-    def _graded(self, one: Examined) -> Examined:
-        return one if one.finding else self._check(GRADED, replace(one, case=self.grade(one.case)))
+    def _graded(self, one: Examined, most_s: float) -> tuple[Examined, bool]:
+        """Ask the environment again, grade, and check the rewards, within so many seconds; and whether that sufficed."""
+        self.budget.start(most_s)
+        try:
+            one = self._check([answers_again], one)
+            if one.finding is None:
+                one = self._check([rewards_again], replace(one, case=self.grade(one.case)))
+            return one, not self.budget.over
+        finally:
+            self.budget.stop()
+
+    def _prefill_s(self, case: Case) -> float:
+        """What a prefill of the whole case probably takes."""
+        return max(self.position_s * _positions(case), LEAST_S)
+
+    def _prefilled_whole(self, cases: Sequence[Case]) -> list[Case]:
+        began_s = self.budget.clock()
+        found = self.prefill(cases)
+        if cases:
+            self.position_s = (self.budget.clock() - began_s) / sum(map(_positions, cases))
+        return found
 
     def _check(self, checks: Sequence[Check], one: Examined) -> Examined:
         if one.finding:
@@ -183,12 +230,16 @@ class Judge:
         return replace(one, finding=outcome.finding, evidence={**one.evidence, **outcome.evidence})
 
     def grade(self, case: Case) -> Case:
-        """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raises GradeError."""
+        """The case with its recomputed rewards: of the last turn's text. It must be within bounds. Raises GradeError.
+
+        What is not graded before the budget ends is LATE, by whole groups.
+        """
         tokenizer = self._rules().tokenizer
-        grades = self.graders.grade(
-            [case.tasks[row.group] for row in case.rows],
-            [completion_text(tokenizer, last_turn(row.turns, row.tokens)) for row in case.rows],
-        )
+        grades: list[Grade] = []
+        for group, members in groupby(case.rows, key=lambda row: row.group):
+            texts = [completion_text(tokenizer, last_turn(row.turns, row.tokens)) for row in members]
+            found = [] if self.budget.over else self.graders.grade([case.tasks[group]] * len(texts), texts)
+            grades += [LATE] * len(texts) if self.budget.over else found
         rewards = [
             reward(
                 grade.score,
@@ -256,6 +307,12 @@ class Judge:
 
 def _expensive(case: Case) -> list[Check]:
     return [*EXPENSIVE, *EXACT] if case.exact else EXPENSIVE
+
+
+def _positions(case: Case) -> int:
+    """That a prefill of it computes."""
+    groups = {row.group for row in case.rows}
+    return sum(len(row.tokens) for row in case.rows) + sum(len(case.prompts[group]) for group in groups)
 
 
 def plausible(case: Case) -> bool:

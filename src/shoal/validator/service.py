@@ -35,7 +35,7 @@ from shoal.tasks import TaskSet
 from shoal.validator.case import Case, Finding
 from shoal.validator.choices import changed
 from shoal.validator.exact import replay
-from shoal.validator.judge import Examined, Judge
+from shoal.validator.judge import LATE, Examined, Judge
 from shoal.validator.results import group_results
 from shoal.validator.spending import missed, spent
 from shoal.validator.witness import Witness
@@ -44,6 +44,7 @@ IDLE_S = 0.1
 RELOADING = (
     0.05  # most of the time spent on loading weights again for inexact work: who sends it must not stop the others
 )
+GRADING = 0.5  # of a lease: what the programs of all claims may take, whoever wrote them
 GRADED = (Reason.ENVIRONMENT, Reason.UNREPEATABLE, Reason.REWARD)  # these findings come after the prefill's
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Validator:
         self.config = config
         self.cache = cache
         self.access = node.access(publisher, config)
-        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page)
+        grading_s = config.coordinator.claim_lease_s * GRADING
+        self.judge = Judge(config, node.invite.run, dtype, task_set, node.curriculum_page, grading_s=grading_s)
         self.fingerprint = fingerprint
         self.witness = witness
         self.folder: Path | None = None  # of the loaded version
@@ -157,7 +159,7 @@ class Validator:
         case = examined.case
         self.node.tokens += sum(model_tokens(row.turns, len(row.tokens)) for row in case.rows)
         groups = group_results(case, self.judge.tokenizer)
-        whole = case.prefill is not None and verdict.replay is None
+        whole = case.prefill is not None and verdict.replay is None and LATE not in case.grades
         used = spent(case, self.config, examined.evidence) if whole else None
         if used is not None and self.config.evidence.regenerated:
             improved, spoiled = changed(self.judge, case, self.config.evidence.regenerated)

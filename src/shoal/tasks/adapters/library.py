@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable.grading import grade_of
 from shoal.tasks.rewards.killable.pool import ENVIRONMENT, Killable
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
@@ -77,6 +78,7 @@ class Scored:
     """The reward of a library's tasks: what the library gives. Its processes start with the first completion."""
 
     library: Library
+    budget: Budget | None = None
     cpu_s: float = CPU_S
     pools: dict[str, Killable] = field(default_factory=dict)  # by setting; all tasks of a source share one
 
@@ -115,6 +117,7 @@ class Scored:
                 memory_bytes=MEMORY_BYTES,
                 arguments=[setting],
                 python=self.library.python,
+                budget=self.budget,
             )
         return self.pools[setting]
 

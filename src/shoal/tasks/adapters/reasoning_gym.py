@@ -6,6 +6,7 @@ Called through `sources` and `graders`. What runs in the library's processes: `f
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.sandbox import Budget
 from shoal.tasks.adapters.library import FAR, Library, Scored
 
 LIBRARY = Library(name="reasoning_gym", file=FAR / "gym.py", extra="reasoning-gym")
@@ -22,5 +23,5 @@ def reasoning_gym(options: Mapping[str, Any]) -> list[dict[str, str]]:
     return list(listed.values())
 
 
-def reward() -> Scored:
-    return Scored(LIBRARY)
+def reward(budget: Budget | None = None) -> Scored:
+    return Scored(LIBRARY, budget)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.sandbox import Budget
 from shoal.tasks.adapters.library import FAR, Library, Scored
 from shoal.tasks.task import TasksNotFoundError
 from shoal.tasks.trust import TRUST, trusted
@@ -32,8 +33,8 @@ def verifiers(options: Mapping[str, Any]) -> list[dict[str, str]]:
     return library().rows(options)
 
 
-def reward() -> Scored:
-    return Scored(library())
+def reward(budget: Budget | None = None) -> Scored:
+    return Scored(library(), budget)
 
 
 def library() -> Library:

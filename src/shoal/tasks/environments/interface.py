@@ -9,6 +9,7 @@ Called by `conversation`. An environment inherits from `Environment`; `respond` 
 from collections.abc import Sequence
 from typing import Protocol
 
+from shoal.sandbox import Budget
 from shoal.tasks.task import Task
 
 
@@ -29,6 +30,10 @@ class Environment(Protocol):
         worker. It is rejected all the same.
         """
         return ()
+
+    def within(self, budget: Budget) -> None:
+        """Stop the programs that it runs at the end of this budget, from now on."""
+        return
 
     def close(self) -> None:
         """End what it started."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.sandbox import Limits, Program, Result, Sandbox, SandboxError
+from shoal.sandbox import Budget, Limits, Program, Result, Sandbox, SandboxError
 from shoal.sandbox.limits import LEAST_MEMORY_BYTES
 from shoal.tasks.environments.interface import Environment
 from shoal.tasks.rewards.code.extract import FENCE, PYTHON
@@ -68,6 +68,9 @@ class Python(Environment):
         if result is None or result.outcome != "exited" or result.exit_code != 0:
             return None
         return [*STOPPED.values(), shown(result)]
+
+    def within(self, budget: Budget) -> None:
+        self.sandbox.budget = budget
 
     def close(self) -> None:
         self.sandbox.close()

@@ -12,7 +12,7 @@ from typing import Self
 
 from shoal.config.tasks import SandboxSection, SourceSection, TaskSection
 from shoal.errors import ShoalError
-from shoal.sandbox import Limits, SandboxError, interpreter
+from shoal.sandbox import Budget, Limits, SandboxError, interpreter
 from shoal.tasks.adapters import reasoning_gym, verifiers
 from shoal.tasks.rewards.choice import Choice
 from shoal.tasks.rewards.code import Code
@@ -24,17 +24,17 @@ from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 from shoal.tasks.trust import TRUST, trusted
 
-REWARDS: dict[str, Callable[[], Reward]] = {
-    "number": Number,
+REWARDS: dict[str, Callable[[Budget], Reward]] = {
+    "number": lambda _: Number(),
     "math": Math,
-    "choice": Choice,
+    "choice": lambda _: Choice(),
     "instructions": Instructions,
     "reasoning_gym": reasoning_gym.reward,
     "verifiers": verifiers.reward,
 }
-SANDBOXED: dict[str, Callable[[Limits, str | None], Reward]] = {
-    "code": Code,
-    "code_fraction": lambda limits, tier: Code(limits, tier, fraction=True),
+SANDBOXED: dict[str, Callable[[Limits, str | None, Budget], Reward]] = {
+    "code": lambda limits, tier, budget: Code(limits, tier, budget=budget),
+    "code_fraction": lambda limits, tier, budget: Code(limits, tier, fraction=True, budget=budget),
 }
 PACKAGES = (  # that decide scores, or the text that is scored
     *("shoal", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "lm-eval", "langdetect"),
@@ -55,13 +55,17 @@ class CannotGradeError(GradeError):
 class Graders:
     """Use as a context manager, or call `close`."""
 
-    def __init__(self, section: TaskSection, *, files: Mapping[str, bytes] | None = None) -> None:
-        """`files`: the source of rewards of your own, by file name, from the task set.
+    def __init__(
+        self, section: TaskSection, *, files: Mapping[str, bytes] | None = None, budget: Budget | None = None
+    ) -> None:
+        """`files`: the source of rewards of your own, by file name, from the task set. `budget`: after its end nothing more
+        is run, and no grade means anything.
 
         Raises GradeError, and NotAllowedError for an environment of verifiers that this machine does not allow.
         """
         self.section = section
         self.files = files or {}
+        self.budget = budget or Budget()
         self.rewards: dict[str, Reward] = {}  # by name
         for source in section.sources:
             if source.generator == "verifiers":
@@ -145,13 +149,13 @@ class Graders:
 
     def _start(self, name: str) -> Reward:
         if name in REWARDS:
-            return REWARDS[name]()
+            return REWARDS[name](self.budget)
         sandbox, tier = self.section.sandbox, tier_of(self.section.sandbox, f"reward {name}")
         try:
             if is_own(name):
                 source = self.files[_file(name)].decode(errors="replace")
-                return Own(name, source, limits_of(sandbox), tier, trusted=trusted())
-            return SANDBOXED[name](limits_of(sandbox), tier)
+                return Own(name, source, limits_of(sandbox), tier, trusted=trusted(), budget=self.budget)
+            return SANDBOXED[name](limits_of(sandbox), tier, self.budget)
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
             raise GradeError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable import Killable
 from shoal.tasks.rewards.killable.grading import grade_of
 from shoal.tasks.rewards.killable.pool import Result
@@ -35,8 +36,8 @@ class MissingExtraError(ShoalError):
 class Instructions:
     """Its process starts with the first completion. Use `close` at the end."""
 
-    def __init__(self, *, cpu_s: float = CPU_S) -> None:
-        self.pool = Killable(IFEVAL, "check", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
+    def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S) -> None:
+        self.pool = Killable(IFEVAL, "check", cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, budget=budget)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         """Raises MissingExtraError, GraderStartError."""

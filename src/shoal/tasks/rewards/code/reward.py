@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from shoal.sandbox import Limits, Program, Result, Sandbox
+from shoal.sandbox import Budget, Limits, Program, Result, Sandbox
 from shoal.tasks.rewards.code.compare import Pairs, SetItems, same_output, same_value, shown
 from shoal.tasks.rewards.code.extract import program_of
 from shoal.tasks.rewards.code.talk import END_S, BadTestsError, Candidate, FailedError, raised, relay
@@ -30,13 +30,22 @@ SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
 class Code:
     """`fraction`: the share of cases that pass, in place of all or nothing. Assertions are one case."""
 
-    def __init__(self, limits: Limits, tier: str | None = None, size: int = 0, fraction: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        tier: str | None = None,
+        size: int = 0,
+        fraction: bool = False,
+        budget: Budget | None = None,
+    ) -> None:
         """Raises SandboxError if the tier does not work here."""
-        self.limits, self.fraction = limits, fraction
+        self.limits, self.fraction, self.budget = limits, fraction, budget or Budget()
         size = size or min(8, len(os.sched_getaffinity(0)))
-        self.candidates = Sandbox(tier, limits, size, preloaded=modules("code/candidate"))
+        self.candidates = Sandbox(tier, limits, size, preloaded=modules("code/candidate"), budget=self.budget)
         longer = replace(limits, wall_s=2 * limits.wall_s)
-        self.checkers = Sandbox(self.candidates.tier, longer, size, preloaded=modules("code/checker"))
+        self.checkers = Sandbox(
+            self.candidates.tier, longer, size, preloaded=modules("code/checker"), budget=self.budget
+        )
         self.threads = ThreadPoolExecutor(size, "code")
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
@@ -54,6 +63,8 @@ class Code:
         try:
             if isinstance(tests, TestsError):
                 raise tests
+            if self.budget.over:
+                return Grade(0.0, "grader_error", "no time is left to run it", repeatable=False)
             source = program_of(completion).encode(errors="replace").decode()
             if not source.strip() or len(source) > LONGEST_PROGRAM:
                 return Grade(0.0, "wrong_format", f"a program of {len(source)} characters; 1 to {LONGEST_PROGRAM} run")

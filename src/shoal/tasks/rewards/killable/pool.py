@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 from shoal.errors import ShoalError
+from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable.trunk import LENGTH
 
 TRUNK = Path(__file__).with_name("trunk.py")
@@ -126,7 +127,8 @@ class Killable:
     """A pool for `function` of the Python file `file`. Its processes start with the first `run`, or with `start`.
 
     cpu_s and wall_s bound one call; memory_bytes is what one call may take beyond the imports. `arguments` go to the
-    file's function `prepare`; `python` is the interpreter, which needs nothing of Shoal.
+    file's function `prepare`; `python` is the interpreter, which needs nothing of Shoal. No call begins after the end of
+    `budget`.
     """
 
     def __init__(
@@ -140,9 +142,10 @@ class Killable:
         memory_bytes: int = 512 << 20,
         arguments: Sequence[str] = (),
         python: str = sys.executable,
+        budget: Budget | None = None,
     ) -> None:
         self.command = [str(file), function, str(cpu_s), str(wall_s), str(memory_bytes), *arguments]
-        self.python = python
+        self.python, self.budget = python, budget or Budget()
         self.size, self.cpu_s, self.wall_s, self.memory_bytes = size, cpu_s, wall_s, memory_bytes
         self.idle: SimpleQueue[Trunk] = SimpleQueue()
         self.lock = threading.Lock()
@@ -188,6 +191,8 @@ class Killable:
                 self.idle.get().kill()
 
     def _call(self, value: Any) -> Result:
+        if self.budget.over:
+            return Result("wall")
         trunk = self.idle.get()
         try:
             for _ in range(2):  # a trunk may be killed by somebody else, such as an operator

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable import Killable
 from shoal.tasks.rewards.killable.grading import grade_of
 from shoal.tasks.rewards.math.final_answer import final_answer, tidy
@@ -28,8 +29,8 @@ INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASC
 class Math:
     """Its processes start with the first comparison that needs one. Use as a context manager, or call `close`."""
 
-    def __init__(self, *, cpu_s: float = CPU_S, size: int = 1) -> None:
-        self.pool = Killable(EQUALITY, "judge", size=size, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
+    def __init__(self, budget: Budget | None = None, *, cpu_s: float = CPU_S, size: int = 1) -> None:
+        self.pool = Killable(EQUALITY, "judge", size=size, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, budget=budget)
 
     def grade(self, tasks: Sequence[Task], completions: Sequence[str]) -> list[Grade]:
         answers = [final_answer(completion) for completion in completions]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Protocol
 
-from shoal.sandbox import Limits, Program, Sandbox
+from shoal.sandbox import Budget, Limits, Program, Sandbox
 from shoal.tasks.rewards.inside import RUN, modules
 from shoal.tasks.rewards.own.trusted import RaisedError, RewardError, TrustedFunction
 from shoal.tasks.rewards.wire import WireError, pack, unpack
@@ -43,16 +43,23 @@ class Function(Protocol):
 
 class Own:
     def __init__(
-        self, name: str, source: str, limits: Limits, tier: str | None = None, size: int = 0, trusted: bool = False
+        self,
+        name: str,
+        source: str,
+        limits: Limits,
+        tier: str | None = None,
+        size: int = 0,
+        trusted: bool = False,
+        budget: Budget | None = None,
     ) -> None:
         """`name` is file.py:function. Raises SandboxError if the tier does not work here."""
-        self.name = name
+        self.name, self.budget = name, budget or Budget()
         file, _, function = name.rpartition(":")
         setup = pack([file, source, function])
         size = 1 if trusted else size or min(8, len(os.sched_getaffinity(0)))
         self.tier, self.function = TRUSTED, _plain(setup, limits)
         if not trusted:
-            sandbox = Sandbox(tier, limits, size, preloaded=modules("own/inside"))
+            sandbox = Sandbox(tier, limits, size, preloaded=modules("own/inside"), budget=self.budget)
             self.tier, self.function = sandbox.tier, SandboxedFunction(sandbox, setup)
         self.threads = ThreadPoolExecutor(size, "reward")
         self.batched: bool | None = None  # known after the first call
@@ -74,6 +81,8 @@ class Own:
         self.threads.shutdown()
 
     def _call(self, pairs: Sequence[tuple[Task, str]]) -> list[Grade]:
+        if self.budget.over:
+            return [self._error(RewardError("no time is left for it"))] * len(pairs)
         tasks = [{key: value for key, value in asdict(task).items() if key in FIELDS} for task, _ in pairs]
         try:
             answer, early = self.function.ask(pack([tasks, [completion for _, completion in pairs]]))

@@ -1,0 +1,223 @@
+"""Programs of a submission that take long: made up by its worker, or written by the run's own model."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import Config
+from shoal.protocol.messages import HARD, Reason
+from shoal.rollout.produce import Producer
+from shoal.store.rollouts import Rollout
+from shoal.validator.case import Case
+from shoal.validator.judge import LATE, Judge
+from shoal.validator.service import Validator
+
+from ..conftest import tiny_tokenizer
+from ..turns import Echo
+from ..turns import config as turns_config
+from ..workers import produced, signed
+from .support import ASKED, case_of, checked, claim, config, make_producer, make_validator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENDLESS = "while 1:0"  # at most 40 characters, of which each is a token
+WALL_S = 12.0
+SUMS = {"kind": "stdin", "cases": [{"input": "1", "output": "1"}]}
+
+
+def settings(folder: Path, **sandbox: float) -> Config:
+    """Programs that echo a number; one of them may run for 12 s."""
+    rows = [{"question": str(n), "tests": json.dumps(SUMS)} for n in range(400)]
+    path = folder / "programs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(path), "reward": "code", "fields": {"question": "question", "tests": "tests"}}
+    limits = {"wall_s": WALL_S, "cpu_s": WALL_S} | sandbox
+    return config(tasks={"sources": [source], "length_targets": [], "sandbox": limits})
+
+
+@pytest.fixture(scope="module")
+def programs(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return settings(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="module")
+def worker(programs: Config, tiny_folder: Path) -> Producer:
+    return make_producer(tiny_folder, programs)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def honest(worker: Producer) -> list[Rollout]:
+    return produced(worker, ASKED)
+
+
+@pytest.fixture
+def validator(programs: Config, tiny_folder: Path) -> Iterator[Validator]:
+    made = make_validator(tiny_folder, programs)
+    with made.judge:
+        yield made
+
+
+def made_up(row: Rollout, program: str = ENDLESS) -> Rollout:
+    """The row with a program in place of what the model wrote, and a proof that is well formed."""
+    tokens = [*tiny_tokenizer().encode(program, add_special_tokens=False), 1]
+    return replace(row, tokens=tokens, logprobs=[-1.0] * len(tokens), proofs=row.proofs[:1])
+
+
+def elsewhere(judge: Judge, monkeypatch: pytest.MonkeyPatch, *drawn: int) -> None:
+    """The spot check draws these rollouts."""
+    monkeypatch.setattr(judge, "choose", lambda of, k: list(drawn))
+
+
+def prefilled(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rollouts each prefill covers, from now on."""
+    sizes: list[int] = []
+    prefill = judge.prefill
+    monkeypatch.setattr(judge, "prefill", lambda cases: sizes.extend(len(c.rows) for c in cases) or prefill(cases))
+    return sizes
+
+
+def test_programs_that_a_worker_made_up_are_found_before_they_run_to_their_limits(
+    validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spot check sees honest rollouts; the budget ends, and a whole prefill finds the others."""
+    elsewhere(validator.judge, monkeypatch, 6, 7)
+    sizes = prefilled(validator.judge, monkeypatch)
+    rows = [*map(made_up, honest[:4]), *honest[4:]]
+    verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, rows))
+    assert verdict.reason in HARD and accepted is None
+    assert verdict.reason not in (Reason.REWARD, Reason.ENVIRONMENT), "the prefill found it"
+    assert sizes == [2, 8, 8], "and once more, with weights loaded again"
+
+
+def test_programs_that_end_in_time_cost_no_prefill(
+    validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.validator.judge.LEAST_S", 600.0)
+    sizes = prefilled(validator.judge, monkeypatch)
+    verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, honest))
+    assert verdict.reason is None and accepted is not None and sizes == [2]
+
+
+def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) -> None:
+    """The model wrote endless programs in these groups, and what is left of the budget is soon over.
+
+    (A random model writes none, so the texts are exchanged.)
+    """
+    grade = judge.graders.grade
+    task_ids: list[str] = []
+
+    def endless(tasks: Any, completions: Any) -> Any:
+        if tasks[0].id not in task_ids:
+            task_ids.append(tasks[0].id)
+        if task_ids.index(tasks[0].id) not in groups:
+            return grade(tasks, completions)
+        judge.budget.start(0.5)
+        return grade(tasks, [ENDLESS] * len(completions))
+
+    monkeypatch.setattr(judge.graders, "grade", endless)
+
+
+def test_slow_programs_of_the_runs_own_model_are_held_against_nobody(
+    validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not graded in time is accepted and paid, enters no batch, and is no observation."""
+    slow_model(validator.judge, monkeypatch, {1})
+    claimed = [replace(row, reward=1.0) if row.group == 1 else row for row in honest]  # it had time to grade them
+    for full in (True, False):
+        verdict, accepted = checked(validator, claim(full=full), signed(worker, ASKED, claimed))
+        assert verdict.reason is None and accepted is not None
+        first, second = verdict.groups
+        assert first.outcomes.grader_error == 0 and second.outcomes.grader_error == 4
+        assert "claim_lease_s" in second.error and verdict.spent is None
+    monkeypatch.undo()
+    verdict, _ = checked(validator, claim(), signed(worker, ASKED, honest))
+    assert verdict.spent is not None, "otherwise it is one"
+
+
+def test_one_slow_submission_takes_no_time_from_the_others(
+    validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = validator.judge
+    judge.grading_s = 6.0
+    case = case_of(judge, ASKED, signed(worker, ASKED, honest))
+    clock = Ticking()
+    judge.budget.clock = clock
+    shares: list[float] = []
+    start = judge.budget.start
+    monkeypatch.setattr(judge.budget, "start", lambda seconds: shares.append(seconds) or start(seconds))
+
+    def grade(tasks: Any, completions: Any) -> Any:
+        clock.now_s += 5.0
+        return [LATE] * len(completions)
+
+    monkeypatch.setattr(judge.graders, "grade", grade)
+    judge.examine([case, case, case])
+    assert shares == [2.0] * 3
+    shares.clear()
+    judge.examine([case, case], cheaply=[True, True])
+    assert shares == [0.75, 0.75, 3.0, 3.0], "before a prefill at most a quarter of it"
+
+
+class Ticking:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_before_a_prefill_grading_may_take_as_long_as_the_prefill(
+    validator: Validator, worker: Producer, honest: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = validator.judge
+    judge.grading_s = 1e6
+    case, clock = case_of(judge, ASKED, signed(worker, ASKED, honest)), Ticking()
+    judge.budget.clock = clock
+    prefill = judge.prefill
+
+    def slow(cases: list[Case]) -> list[Case]:
+        clock.now_s += 40.0 * len(cases)
+        return prefill(cases)
+
+    monkeypatch.setattr(judge, "prefill", slow)
+    takes_s = iter([0.5, 1.5, 0.0, 39.0, 41.0, 0.0])  # in time; late, and after the prefill; likewise
+
+    def grade(case: Case) -> Case:
+        clock.now_s += next(takes_s)
+        return replace(case, rewards=[row.reward for row in case.rows], grades=[LATE] * len(case.rows))
+
+    monkeypatch.setattr(judge, "grade", grade)
+
+    def whole() -> bool:
+        [found] = judge.examine([case], cheaply=[True])
+        assert found.finding is None
+        return found.case.prefill is not None
+
+    assert [whole(), whole()] == [False, True], "before the first whole prefill it is a second"
+    assert [whole(), whole()] == [False, True], "then as long as the last one took"
+
+
+@pytest.mark.usefixtures("echo")
+def test_answers_that_cannot_be_asked_for_in_time_are_not_taken_and_no_lie(
+    talkative_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_producer(talkative_folder, turns_config())
+    data = made.submission(ASKED)
+    validator = make_validator(talkative_folder, turns_config())
+    with validator.judge as judge:
+        assert checked(validator, claim(), data)[0].reason is None
+        clock = Ticking()
+        judge.budget.clock, judge.grading_s = clock, 6.0
+        respond = Echo.respond
+
+        def slow(*arguments: Any) -> str | None:
+            clock.now_s += 7.0
+            return None if clock.now_s > 6.0 else respond(*arguments)  # what is cut off may look like a lie
+
+        monkeypatch.setattr(Echo, "respond", slow)
+        for full in (True, False):
+            clock.now_s = 0.0
+            assert checked(validator, claim(full=full), data)[0].reason is Reason.UNREPEATABLE
