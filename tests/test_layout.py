@@ -21,7 +21,7 @@ ROOMS = {
     "shardcast": ["errors", "files"],
     "model": ["errors"],
     "protocol": ["config", "errors", "files", "shardcast"],
-    "store": ["errors", "files", "protocol"],
+    "store": ["errors", "files", "model", "protocol"],
     "ledger": ["errors", "files", "protocol"],
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],

@@ -15,7 +15,11 @@ import pytest
 from shoal.config.sections import LedgerSection
 from shoal.dashboard.feed import MOST_WAITING
 from shoal.dashboard.watched import WatchedFolder
+from shoal.store.folder import Folder
+from shoal.store.rollouts import read_submission, write_submission
 
+from ..audit.recorded import MALLORY
+from ..turns import misfit
 from .conftest import MARKUP, Serving
 
 ASKED = [
@@ -157,6 +161,22 @@ def test_markup_of_others_arrives_as_text_under_a_strict_policy(finished: Path, 
         assert "script-src 'self'" in response.headers["Content-Security-Policy"]
         assert "unsafe-inline" not in response.headers["Content-Security-Policy"]
         assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_rejected_file_whose_turns_do_not_fit_is_not_expanded(
+    finished: Path, tmp_path: Path, serving: Serving
+) -> None:
+    """A file of 2 kB named a turn of 2^26 tokens, and the page made a list of as many positions."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    store = Folder(folder / "coordinator" / "store")
+    with sqlite3.connect(folder / "coordinator" / "pool.sqlite") as database:
+        [(seq, name)] = database.execute("SELECT seq, file_hash FROM submissions WHERE reason = 'proof'").fetchall()
+        honest = read_submission(store.get("submissions", name), max_rows=64, max_tokens=64)
+        rows = [misfit(row, [1 << 22, 1]) for row in honest.rows]
+        hostile = store.put("submissions", write_submission(honest.header, rows, MALLORY))
+        database.execute("UPDATE submissions SET file_hash = ? WHERE seq = ?", [hostile, seq])
+    found = httpx.get(f"{serving(folder)}/api/submissions/{seq}/groups/0", timeout=60)
+    assert found.status_code == 404 and "do not fit 3 tokens" in found.text
 
 
 @pytest.mark.parametrize(

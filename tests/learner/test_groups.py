@@ -15,6 +15,7 @@ from shoal.learner.groups import Fetched, Gathering, Group, gathering, validator
 from shoal.protocol.messages import Batch, BatchGroup
 from shoal.store.rollouts import AcceptedRollout
 
+from ..turns import misfit
 from .support import STRANGER, Store, accepted, rollouts, submission
 
 G = 2
@@ -222,16 +223,12 @@ def test_a_group_of_several_turns_is_taken_with_them(quarantine: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"turns": [2, 4]}, r"turns of \[2, 4\] do not fit 6 tokens"),
-        ({"turns": [2]}, r"turns of \[2\] do not fit 6 tokens"),
-        ({"turns": [-2, 2]}, r"turns of \[-2, 2\] do not fit 6 tokens"),
-        ({"turns": [2**31 - 1] * 2}, "do not fit 6 tokens"),
         ({"turns": []}, "there are 4 logprobs for 6 sampled tokens"),
         ({"turns": [2, 1]}, "there are 4 logprobs for 5 sampled tokens"),
         ({"logprobs": [-0.5] * 6}, "there are 6 logprobs for 4 sampled tokens"),
     ],
 )
-def test_a_group_with_impossible_turns_is_counted_and_left_out(
+def test_a_group_with_logprobs_of_other_turns_is_counted_and_left_out(
     changed: dict[str, Any], message: str, quarantine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = rollouts()
@@ -239,3 +236,14 @@ def test_a_group_with_impossible_turns_is_counted_and_left_out(
     found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1), (0, 2))
     assert ([group.prompt[0] for group in found.groups], found.implausible) == ([4, 6], 1)
     assert re.search(message, caplog.text)
+
+
+@pytest.mark.parametrize("turns", [[2, 4], [2], [-2, 2], [2**31 - 1] * 2])
+def test_a_file_with_turns_that_do_not_fit_is_quarantined(
+    turns: list[int], quarantine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rollouts()
+    rows[3] = misfit(conversation(), turns)
+    found = fetched(Store(accepted(rows=rows)), quarantine, (0, 0), (0, 1))
+    assert (found.groups, found.quarantined) == ([], 2)
+    assert f"turns of {turns} do not fit 6 tokens" in caplog.text

@@ -25,11 +25,14 @@ from shoal.store.rollouts import (
     Header,
     Rollout,
     RolloutFileError,
+    accepted_columns,
     read_accepted,
     read_submission,
     write_accepted,
     write_submission,
 )
+
+from ..turns import misfit
 
 ME, OTHER = Identity.generate(), Identity.generate()
 PLAIN = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, "store_schema": False}
@@ -450,3 +453,23 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 def test_the_two_schemas_share_no_reading() -> None:
     assert not SUBMISSION.equals(ACCEPTED)
+
+
+UNFIT = [[3], [0, 1], [-1, 2], [1, 6], [2**26, 1], [2**31 - 1, 2**31 - 1], [1] * 12]
+
+
+@pytest.mark.parametrize("turns", UNFIT)
+def test_no_row_has_turns_that_do_not_fit(turns: list[int]) -> None:
+    for row in (ROWS[3], ACCEPTED_ROWS[3]):
+        with pytest.raises(RolloutFileError, match="do not fit 6 tokens"):
+            replace(row, turns=turns)
+
+
+@pytest.mark.parametrize("turns", UNFIT)
+def test_no_file_has_turns_that_do_not_fit(turns: list[int]) -> None:
+    with pytest.raises(RolloutFileError, match="do not fit 6 tokens"):
+        read(write_submission(HEADER, [*ROWS[:3], misfit(ROWS[3], turns)], ME))
+    data = write_accepted(HEADER, [*ACCEPTED_ROWS[:3], misfit(ACCEPTED_ROWS[3], turns)], ME)
+    for reader in (read_accepted, accepted_columns):
+        with pytest.raises(RolloutFileError, match="do not fit 6 tokens"):
+            reader(data, max_rows=8, max_tokens=16)

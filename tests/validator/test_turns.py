@@ -11,13 +11,13 @@ import torch
 from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict
 from shoal.rollout.produce import Producer
-from shoal.store.rollouts import Rollout, read_accepted, read_submission
+from shoal.store.rollouts import Rollout, RolloutFileError, read_accepted, read_submission
 from shoal.tasks import Grade, Task
-from shoal.validator.by_hand import verify
+from shoal.validator.by_hand import read_header
 from shoal.validator.checks import FAR, OUTLIERS, endings, special_tokens, termination
 from shoal.validator.service import Validator
 
-from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config
+from ..turns import ENDS, EOS, MAX_TOKENS, MAX_TURNS, USER, config, misfit
 from ..workers import ALICE, produced, signed
 from .support import ASKED, assignment, case_of, checked, claim, judged, make_producer, make_validator
 
@@ -256,31 +256,33 @@ MOST = 2**31 - 1
         [MOST, MOST],
         [-MOST, MOST],
         [1, MAX_TOKENS],
-        [1, 1] * MAX_TURNS,
         [1] * MAX_TOKENS,
+        [1] * (MAX_TOKENS + 1),
     ],
 )
-def test_turns_out_of_bounds(
+def test_turns_that_do_not_fit_are_unreadable(
     worker: Producer, validator: Validator, honest: list[Rollout], turned: int, turns: list[int]
 ) -> None:
-    data = signed(worker, ASKED, [replace(r, turns=turns) if n == turned else r for n, r in enumerate(honest)])
+    data = signed(worker, ASKED, [misfit(r, turns) if n == turned else r for n, r in enumerate(honest)])
+    assert judged(validator, ASKED, data).reason is Reason.UNREADABLE
+
+
+def test_more_turns_than_the_run_allows(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
+    number = next(n for n, row in enumerate(honest) if len(row.tokens) > 2 * MAX_TURNS)
+    data = signed(
+        worker, ASKED, [replace(r, turns=[1, 1] * MAX_TURNS) if n == number else r for n, r in enumerate(honest)]
+    )
     verdict = judged(validator, ASKED, data)
-    assert verdict.reason is Reason.BOUNDS and f"rollout {turned}: turns" in verdict.detail
+    assert verdict.reason is Reason.BOUNDS and f"rollout {number}: {MAX_TURNS + 1} turns" in verdict.detail
 
 
 @pytest.mark.parametrize("turns", [[3], [-1, 2], [MOST, MOST]])
-def test_turns_out_of_bounds_are_no_traceback_by_hand(
-    worker: Producer, talkative_folder: Path, honest: list[Rollout], turns: list[int]
+def test_turns_that_do_not_fit_are_no_traceback_by_hand(
+    worker: Producer, honest: list[Rollout], turns: list[int]
 ) -> None:
-    data = signed(worker, ASKED, [replace(row, turns=turns) for row in honest])
-    header = read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).header
-    status, lines = verify(data, header, config(), talkative_folder, "float32")
-    assert status == 1 and any(line.startswith("NO   bounds") for line in lines)
-
-
-def test_more_turns_than_tokens_are_unreadable(worker: Producer, validator: Validator, honest: list[Rollout]) -> None:
-    data = signed(worker, ASKED, [replace(row, turns=[1] * (MAX_TOKENS + 1)) for row in honest])
-    assert judged(validator, ASKED, data).reason is Reason.UNREADABLE
+    data = signed(worker, ASKED, [misfit(row, turns) for row in honest])
+    with pytest.raises(RolloutFileError, match="do not fit"):
+        read_header(data, config())
 
 
 def test_turns_in_a_run_of_single_turns(talkative_folder: Path, honest: list[Rollout]) -> None:

@@ -21,7 +21,6 @@ from shoal.files import write_file
 from shoal.learner.group import Array
 from shoal.learner.group import Group as Group
 from shoal.model.sampling import LOWEST_LOGPROB
-from shoal.model.turns import fit
 from shoal.protocol.messages import Batch
 from shoal.protocol.node import Node
 from shoal.protocol.transfer import fetch_file
@@ -70,7 +69,7 @@ class Fetched:
     refused: int = 0  # older than the async level
     quarantined: int = 0  # in files that break the schema
     foreign: int = 0  # in files of no validator of this run (any more), of another run or version, or not whole
-    implausible: int = 0  # with a logprob, reward or turns that cannot be true
+    implausible: int = 0  # with a logprob or reward that cannot be true
 
     @property
     def left_out(self) -> str:
@@ -152,14 +151,11 @@ def gather(
 
 
 def implausible_value(group: Group) -> str:
-    """What cannot be true of a group's logprobs, rewards and turns; empty if everything can.
+    """What cannot be true of a group's logprobs and rewards; empty if everything can.
 
     One such value would dominate the batch or make a metric infinite. Logprobs that nobody checked are the worker's own and
     are not used, so they may have any value.
     """
-    for turns, tokens in zip(group.turns, group.completions, strict=bool(group.turns)):
-        if not fit(turns, len(tokens)):
-            return f"turns of {turns[:8]} do not fit {len(tokens)} tokens"
     for logprobs, trained in zip(group.behaviour, group.trained, strict=True):
         if len(logprobs) != trained:
             return f"there are {len(logprobs)} logprobs for {trained} sampled tokens"

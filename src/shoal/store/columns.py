@@ -149,10 +149,11 @@ def content_digest(columns: Columns) -> str:
 
 def to_lists(columns: Columns) -> dict[str, list[Any]]:
     """Every column as a Python list with one entry per row. Raises RolloutFileError if text is not UTF-8."""
-    return {name: _to_list(column) for name, column in columns.items()}
+    return {name: to_list(column) for name, column in columns.items()}
 
 
-def _to_list(column: Column) -> list[Any]:
+def to_list(column: Column) -> list[Any]:
+    """A column as a Python list with one entry per row. Raises RolloutFileError if text is not UTF-8."""
     values, lengths = column.values, column.lengths
     if lengths is None:
         return list(values.tolist())

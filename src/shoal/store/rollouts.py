@@ -6,7 +6,7 @@
 A file has one row per rollout, groups in order. `turns` tells which tokens an environment wrote (see `model/turns`);
 logprobs and proofs are of the others. Its metadata holds a JSON header and an ed25519 signature of it; the
 header holds a digest of the rows, so the signature covers everything. Invariant: `read_*` and `verified` return whole,
-bounded, non-null rows under a valid signature, or raise; nothing is unpickled.
+bounded, non-null rows under a valid signature, or raise; nothing is unpickled. No row has turns that do not fit its tokens.
 Called by worker (writes), validator (reads through `quarantine`, writes) and learner (reads).
 """
 
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shoal.model.turns import Turns, fit
 from shoal.protocol.identity import Identity, verify
 from shoal.store.columns import (
     ACCEPTED,
@@ -33,6 +34,7 @@ from shoal.store.columns import (
     RolloutFileError,
     content_digest,
     from_table,
+    to_list,
     to_lists,
 )
 from shoal.store.decode import Decoded, decode
@@ -101,6 +103,9 @@ class Rollout:
     proofs: list[bytes]
     turns: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        _check_turns(self.turns, len(self.tokens))
+
 
 @dataclass(frozen=True)
 class AcceptedRollout:
@@ -113,6 +118,9 @@ class AcceptedRollout:
     logprobs: list[float]
     reward: float
     turns: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _check_turns(self.turns, len(self.tokens))
 
 
 Row = TypeVar("Row", Rollout, AcceptedRollout)
@@ -157,7 +165,11 @@ def accepted_columns(data: bytes, *, max_rows: int, max_tokens: int) -> tuple[He
     """What `read_accepted` returns, as arrays. Raises RolloutFileError."""
     limits = Limits(max_rows, max_tokens)
     decoded = decode(data, ACCEPTED, limits)
-    return _checked_header(decoded, limits, domain="accepted"), decoded.columns
+    header, tokens = _checked_header(decoded, limits, domain="accepted"), decoded.columns["tokens"]
+    assert tokens.lengths is not None
+    for turns, length in zip(to_list(decoded.columns["turns"]), tokens.lengths.tolist(), strict=True):
+        _check_turns(turns, length)
+    return header, decoded.columns
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
@@ -186,6 +198,12 @@ def _verified(decoded: Decoded, row_type: type[Row], limits: Limits, *, domain: 
     header = _checked_header(decoded, limits, domain=domain)
     lists = to_lists(decoded.columns)
     return header, [row_type(**dict(zip(lists, row, strict=True))) for row in zip(*lists.values(), strict=True)]
+
+
+def _check_turns(turns: Turns, n_tokens: int) -> None:
+    """Raises RolloutFileError. Spans and positions of turns that do not fit may be billions."""
+    if not fit(turns, n_tokens):
+        raise RolloutFileError(f"turns of {list(turns[:8])} do not fit {n_tokens} tokens")
 
 
 def _checked_header(decoded: Decoded, limits: Limits, *, domain: str) -> Header:
