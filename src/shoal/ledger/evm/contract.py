@@ -1,7 +1,8 @@
 """`EvmStakes`: the accounts of `shoal.ledger.stakes` in a contract, by calls that are encoded here.
 
 Invariant: the contract decides. A refused transaction changes nothing and is a LedgerError with the contract's own words;
-events are read from the chain's logs, in the order of the contract's own count.
+events are read from the chain's logs, in the order of the contract's own count. An answer that is none of the contract's is
+a ChainLostError.
 Called by `coordinator/credit/settlement`, `shoal stake` and the audit. `Chain` is all that differs between a node behind
 JSON-RPC and an EVM in the same process.
 """
@@ -12,6 +13,7 @@ from importlib.resources import files
 from json import loads
 from typing import Any, Protocol
 
+from shoal.ledger.evm.web3_chain import ChainLostError
 from shoal.ledger.interface import LedgerError
 from shoal.ledger.stakes import APPEAL_S, UNSTAKE_S, Account, Event
 
@@ -129,10 +131,8 @@ class EvmStakes:
         return int(found)
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        from eth_abi.abi import decode
-
         for data in self.chain.logs(self.address):
-            seq, kind, key, work, amount, _ = decode(ENTRY, data)
+            seq, kind, key, work, amount, _ = _decode(ENTRY, data, "its events")
             if seq > after:
                 yield Event(seq, kind, "" if key == NOBODY else key.hex(), work, amount)
 
@@ -140,10 +140,7 @@ class EvmStakes:
         self.chain.transact(self.address, _call(signature, values), value)
 
     def _ask(self, signature: str, types: list[str], *values: Any) -> tuple[Any, ...]:
-        from eth_abi.abi import decode
-
-        answer: tuple[Any, ...] = decode(types, self.chain.call(self.address, _call(signature, values)))
-        return answer
+        return _decode(types, self.chain.call(self.address, _call(signature, values)), signature)
 
 
 def _call(signature: str, values: Sequence[Any]) -> bytes:
@@ -151,6 +148,20 @@ def _call(signature: str, values: Sequence[Any]) -> bytes:
 
     name, _, types = signature.rstrip(")").partition("(")
     return bytes(keccak(text=f"{name}({types})"))[:4] + _encode([kind for kind in types.split(",") if kind], values)
+
+
+def _decode(types: Sequence[str], data: bytes, what: str) -> tuple[Any, ...]:
+    """Raises ChainLostError: a node that lost its chain, or lies, answers anything, nothing included."""
+    from eth_abi.abi import decode
+    from eth_abi.exceptions import DecodingError
+
+    try:
+        found: tuple[Any, ...] = decode(types, data)
+    except (DecodingError, ValueError, OverflowError) as error:
+        raise ChainLostError(
+            f"the chain's answer for {what} is none of the contract's ({len(data)} bytes): name another node of it"
+        ) from error
+    return found
 
 
 def _encode(types: Sequence[str], values: Sequence[Any]) -> bytes:

@@ -1,0 +1,104 @@
+"""A node of a chain may answer anything: each answer is a LedgerError, which every caller catches."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from shoal.ledger.evm.contract import EvmStakes
+from shoal.ledger.evm.web3_chain import ChainLostError, Web3Chain
+from shoal.ledger.interface import LedgerError
+
+pytestmark = pytest.mark.skipif(find_spec("web3") is None, reason="web3.py is not installed: pip install 'shoal[evm]'")
+KEY = "ab" * 32
+CONTRACT = "0x" + "11" * 20
+QUESTIONS: dict[str, Callable[[EvmStakes], object]] = {
+    "account": lambda stakes: stakes.account(KEY),
+    "deposited": lambda stakes: stakes.deposited(KEY, CONTRACT),
+    "is_paid": lambda stakes: stakes.is_paid("w-1"),
+    "is_slashed": lambda stakes: stakes.is_slashed("w-1"),
+    "pool": lambda stakes: stakes.pool(),
+    "operator": lambda stakes: stakes.operator(),
+    "events": lambda stakes: list(stakes.events()),
+    "send": lambda stakes: stakes.credit(KEY, "w-1", 5),
+}
+
+
+class Node(ThreadingHTTPServer):
+    """Knows the number of its chain, and answers `answer` to all else: a body, or a result of JSON-RPC."""
+
+    answer: Any = b""
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Node)
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = "0x1" if asked["method"] == "eth_chainId" else self.server.answer
+        if not isinstance(answer, bytes):
+            answer = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Node(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(b"", id="no body"),
+        pytest.param(b"<html>busy</html>", id="html"),
+        pytest.param(b"\xff\xfe", id="no text"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"[" * 100_000, id="nested"),
+        pytest.param("0x", id="empty result"),
+        pytest.param("0xzz", id="no hex"),
+        pytest.param("0x" + "ff" * 31, id="too short"),
+        pytest.param([{"data": "0x"}], id="empty event"),
+        pytest.param({"data": 5}, id="an object"),
+        pytest.param(7, id="a number"),
+    ],
+)
+def test_whatever_a_node_answers_is_one_error(node: Node, answer: Any, question: str) -> None:
+    node.answer = answer
+    stakes = EvmStakes(Web3Chain(f"http://127.0.0.1:{node.server_port}"), CONTRACT)
+    with pytest.raises(LedgerError):
+        QUESTIONS[question](stakes)
+
+
+@pytest.mark.parametrize("data", ["0x", "0x" + "ff" * 192, "0x" + "00" * 31 + "20" + "ff" * 32])
+def test_an_answer_that_is_none_of_the_contracts_may_be_asked_again(node: Node, data: str) -> None:
+    node.answer = data
+    stakes = EvmStakes(Web3Chain(f"http://127.0.0.1:{node.server_port}"), CONTRACT)
+    with pytest.raises(ChainLostError, match="none of the contract's"):
+        stakes.account(KEY)
+
+
+def test_opening_a_chain_leaves_the_limit_of_recursion(node: Node) -> None:
+    """In a process of its own: web3.py is imported once. One of its libraries sets 100,000, where C's stack ends first."""
+    code = (
+        "import sys; from shoal.ledger.evm.web3_chain import Web3Chain; before = sys.getrecursionlimit();"
+        f"Web3Chain('http://127.0.0.1:{node.server_port}'); assert sys.getrecursionlimit() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
