@@ -50,8 +50,8 @@ ROOMS = {
         "view",
     ],
     "audit": [
-        "config", "coordinator", "errors", "learner", "ledger", "model", "protocol", "shardcast", "store", "tasks",
-        "validator",
+        "config", "coordinator", "errors", "evidence", "learner", "ledger", "model", "protocol", "shardcast", "store",
+        "tasks", "validator",
     ],
     "doctor": ["config", "errors", "model", "protocol", "sandbox"],
     "serve": [

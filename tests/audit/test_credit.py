@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.audit.work import Accepted, Walk
+from shoal.audit.found import Accepted
+from shoal.audit.work import Walk
 from shoal.config import parse
 
 from ..coordinator.support import ALICE, VALIDATOR, open_pool
@@ -27,6 +28,7 @@ ONE = Accepted(
     group_tokens=[10],
     file="",
     accepted="",
+    content="",
 )
 
 
@@ -40,12 +42,19 @@ def walk(*accepted: int, full: bool = True) -> Walk:
     found = Walk(run)
     for number in accepted:
         one = replace(ONE, id=name(number), number=number, full=full)
-        found.found.accepted[one.id] = one
+        accept(found, one)
     return found
 
 
+def accept(found: Walk, one: Accepted) -> None:
+    found.found.accepted[one.id] = one
+    found.pay.accepted(one)
+
+
 def paid(found: Walk, *numbers: int) -> None:
-    found.credited({"worker": ALICE, "submissions": [name(number) for number in numbers], "tokens": 10 * len(numbers)})
+    found.pay.credited(
+        {"worker": ALICE, "submissions": [name(number) for number in numbers], "tokens": 10 * len(numbers)}
+    )
 
 
 def test_what_two_later_checks_cover_is_paid() -> None:
@@ -81,8 +90,8 @@ def test_the_coordinator_pays_what_the_audit_allows() -> None:
         body = json.loads(entry.body)
         if entry.kind == "accepted":
             number, tokens = int(body["submission"][-6:]), body["tokens"]
-            found.found.accepted[body["submission"]] = replace(ONE, id=body["submission"], number=number, tokens=tokens)
+            accept(found, replace(ONE, id=body["submission"], number=number, tokens=tokens))
         elif entry.kind == "credited":
-            found.credited(body)
+            found.pay.credited(body)
             credited += body["submissions"]
     assert credited == [task.id for task in tasks[:2]]

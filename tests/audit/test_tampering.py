@@ -10,7 +10,7 @@ from shoal.coordinator.state.seal import start
 from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
 from .tampering import tamperings
 
-QUICK = Asked(rerun=0)
+QUICK = Asked(rerun=0, proofs=0)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_batch_of_another_size_than_the_config_says_is_named(tmp_path: Path, n
     run.submit(BOB, 0)
     [entry] = run.pool.db.ledger.entries(kind="batch")
     with pytest.raises(BrokenError, match="is not the batch of step 0") as broken:
-        audit(run.folder, Asked(rerun=0, unsealed=True), Random(0), lambda line: None)
+        audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
     assert broken.value.link == f"ledger entry {entry.seq}"
 
 
@@ -86,7 +86,7 @@ def test_a_batch_with_more_unchecked_groups_than_the_config_allows_is_named(tmp_
     run.pool.submissions.trust.draw = lambda worker, groups: False  # type: ignore[method-assign]
     run.submit(BOB, 0)
     with pytest.raises(BrokenError, match="has 1 groups that were not prefilled whole"):
-        audit(run.folder, Asked(rerun=0, unsealed=True), Random(0), lambda line: None)
+        audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
 
 
 def test_a_file_that_says_it_was_not_prefilled_whole_is_named(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_file_that_says_it_was_not_prefilled_whole_is_named(tmp_path: Path) ->
     run.publish(0)
     run.submit(ALICE, 0, prefilled=False)
     with pytest.raises(BrokenError, match="was prefilled whole, says the ledger; its file says otherwise"):
-        audit(run.folder, Asked(rerun=0, unsealed=True), Random(0), lambda line: None)
+        audit(run.folder, Asked(rerun=0, proofs=0, unsealed=True), Random(0), lambda line: None)
 
 
 @pytest.mark.parametrize("first", [0])

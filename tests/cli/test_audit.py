@@ -13,7 +13,7 @@ from shoal.ledger.chain import read_export
 
 from ..audit.recorded import COORDINATOR, identity, record_run
 
-QUICK = ["--rerun", "0"]
+QUICK = ["--rerun", "0", "--proofs", "0"]
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,11 @@
     opened        the run's ledger, key, config, store and database, opened for reading
     chain         entries, co-signed heads, and the seal over the tables
     work          each entry against those before it, and against the files that it names
+    pay           likewise, of entries about credit and punishments; `found` is what both collect
+    standing      states of members in the sealed tables, against the ledger
     files         every other file of a run's folder that its members signed or hashed
-    rerun         one step trained again from a checkpoint, and proofs of its version checked again
+    rerun         one step trained again from a checkpoint
+    proofs        submissions judged again: a sample of the accepted, every hard rejection whose weights are there
     contribution  what each node did for each step
     audit         all of it, in order
 

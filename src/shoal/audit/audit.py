@@ -12,9 +12,11 @@ from random import Random
 from shoal.audit.chain import check_end, check_heads
 from shoal.audit.contribution import by_node, by_step
 from shoal.audit.files import check_files
+from shoal.audit.found import Found
 from shoal.audit.opened import Opened, open_run
 from shoal.audit.settled import check_settled
-from shoal.audit.work import Found, Walk
+from shoal.audit.standing import check_standing
+from shoal.audit.work import Walk
 
 Say = Callable[[str], None]
 
@@ -27,7 +29,7 @@ class Asked:
     unsealed: bool = False  # accept a ledger whose coordinator still runs or was killed
     rerun: int = 1  # steps to run again
     rpc: str = ""  # a node of the chain that holds the run's contract; "": the one that its config names
-    proofs: int = 4  # submissions to judge again for each of these steps
+    proofs: int = 4  # accepted submissions to judge again for each of these steps; 0: no rejected ones either
 
 
 def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
@@ -39,7 +41,14 @@ def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
     newest = f"{run.chain[-1].seq}:{run.chain[-1].digest}"
     say(f"ledger: {len(run.chain)} entries, head {newest}; {len(heads)} co-signed heads")
     say("tables: as sealed" if sealed else "tables: not sealed, not compared")
-    found = Walk(run).walk()
+    walk = Walk(run)
+    found = walk.walk()
+    if sealed and run.connection is not None:
+        check_standing(run, found, walk.pay, run.connection)
+    elif walk.pay.dismissals:
+        found.unproven["dismissals: their evidence is in the tables, which are not compared"] += len(
+            walk.pay.dismissals
+        )
     say(
         f"submissions: {len(found.accepted)} accepted, {len(found.rejected)} rejected; every file signed and as recorded"
     )
@@ -49,16 +58,21 @@ def audit(folder: Path, asked: Asked, random: Random, say: Say) -> Found:
     for line in check_files(run, found):
         say(line)
     _again(run, found, asked, random, say)
+    for what, count in found.unproven.items():
+        say(f"not checked: {count} {what}")
     for line in [*by_step(found), *by_node(found)]:
         say(line)
     return found
 
 
 def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) -> None:
-    """Run drawn steps again, and judge a sample of the submissions of the version that each began with."""
+    """Judge hard rejections. Run drawn steps again, and judge a sample of the submissions of the version each began with."""
+    from shoal.audit.proofs import judge_again, judge_rejections
+
+    if line := judge_rejections(run, found, limit=asked.proofs):
+        say(line)
     if not asked.rerun:
         return
-    from shoal.audit.proofs import judge_again
     from shoal.audit.rerun import obstacle, rerun, states
 
     possible = states(run, found)
@@ -71,7 +85,7 @@ def _again(run: Opened, found: Found, asked: Asked, random: Random, say: Say) ->
                 say(f"step {step}: run again, not compared: this machine computes with another {', '.join(differs)}")
             of_version = [one for one in found.accepted.values() if one.version == step]
             sample = random.sample(of_version, min(asked.proofs, len(of_version)))
-            judge_again(run, sample, again.before, again.there.dtype, Path(scratch))
+            judge_again(run, sample, again.before, again.there.dtype)
             say(f"proofs: {len(sample)} of {len(of_version)} submissions of version {step} judged again, all accepted")
     if not possible:
         say(f"steps: none can be run again: {obstacle(found)}")

@@ -5,14 +5,14 @@ Invariant: every figure is counted from files that passed the audit, none is a r
 
 from collections import Counter
 
-from shoal.audit.work import Found
+from shoal.audit.found import Found
 
 
 def by_node(found: Found) -> list[str]:
     """A line for each worker, and one for each validator."""
     lines = [f"{'node':20} {'accepted':>8} {'rejected':>8} {'tokens':>10} {'credited':>10} {'trained groups':>14}"]
     trained = Counter(found.accepted[id].worker for batch in found.batches[: len(found.records)] for id, _ in batch)
-    rejected = Counter(worker for worker, _ in found.rejected.values())
+    rejected = Counter(one.worker for one in found.rejected.values())
     for key, name in sorted(found.names.items(), key=lambda item: item[1]):
         mine = [one for one in found.accepted.values() if one.worker == key]
         if found.roles[key] == "worker":

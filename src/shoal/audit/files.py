@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from shoal.audit.found import Found
 from shoal.audit.opened import BrokenError, Opened, naming, read_config
-from shoal.audit.work import Found
 from shoal.coordinator.state.seal import config_text
 from shoal.coordinator.tables.history import HistoryTable as History
 from shoal.coordinator.tables.history import Kind

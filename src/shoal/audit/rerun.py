@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.audit.found import Found
 from shoal.audit.opened import BrokenError, Opened, naming
-from shoal.audit.work import Found, gather_step
+from shoal.audit.work import gather_step
 from shoal.protocol.messages import Computed
 from shoal.shardcast.format.names import version_name
 

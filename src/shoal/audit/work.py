@@ -2,109 +2,93 @@
 
     registered   a key, a name, once                accepted    both files: signatures, digests, the same rollouts, tokens
     policy       one digest a version               batch       accepted groups, whole, young enough, in one batch only
-    rejected     the file; slashed after it         trained     the learner's record: exactly the batch's groups and rows
-    credited     what was accepted, once, covered by later checks or the run's end; or forfeited
+    rejected     a file that fits the reason        trained     the learner's record: exactly the batch's groups and rows
+    slashed, dismissed, credited, forfeited         by the rules of `pay`
     staked, ...  as the rules of the accounts allow (`ledger.stakes.Book`)
 
 Invariant: a walk without an error means that every group which was trained on came from a file that its worker signed, a
-registered validator accepted and counted, and the learner named.
+registered validator accepted and counted, and the learner named. Whoever was rejected for what a file holds signed that file
+for exactly that task. No entry is left out: one of an unknown kind is a break.
 Called by `audit`. It fills `Found`, from which contributions are summed and steps are run again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shoal.audit.opened import BrokenError, Opened, first_of, naming, read_config
-from shoal.config import Config
+from shoal.audit.found import Accepted, Found, Rejected
+from shoal.audit.opened import BrokenError, Opened, naming, read_config
+from shoal.audit.pay import Pay
 from shoal.coordinator.jobs.curriculum import recomputed
 from shoal.coordinator.trust.checking import most_unchecked
 from shoal.learner.groups import Fetched, gather
 from shoal.learner.record import DOMAIN
-from shoal.ledger.stakes import Book, read_event
+from shoal.ledger.stakes import EVENTS, Book, read_event
 from shoal.model.turns import model_tokens
 from shoal.protocol.identity import Signed
-from shoal.protocol.messages import HARD, Batch, BatchGroup, StepRecord
+from shoal.protocol.messages import Batch, BatchGroup, Reason, StepRecord
+from shoal.store.quarantine import Quarantine
 from shoal.store.rollouts import (
     AcceptedRollout,
     Header,
+    Limits,
     Rollout,
     RolloutFile,
+    RolloutFileError,
     read_accepted,
-    read_submission,
 )
 from shoal.tasks.budget import rewards_differ
 from shoal.tasks.derive import max_rollouts
 
 LONGEST = 1 << 17  # tokens of a prompt
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """An accepted submission, as the ledger and its two files agree on it."""
-
-    id: str
-    number: int  # among the tasks of its worker
-    worker: str
-    validator: str
-    step: int
-    version: int
-    nonce: str
-    full: bool
-    tokens: int  # sampled, counted here
-    useful: list[bool]  # of each group: its rewards differ
-    group_tokens: list[int]
-    file: str  # hashes in the store
-    accepted: str
-
-
-@dataclass
-class Found:
-    """What the walk has seen so far."""
-
-    names: dict[str, str] = field(default_factory=dict)  # by key
-    roles: dict[str, str] = field(default_factory=dict)
-    policies: dict[int, str] = field(default_factory=dict)
-    accepted: dict[str, Accepted] = field(default_factory=dict)
-    rejected: dict[str, tuple[str, str]] = field(default_factory=dict)  # worker and reason, by submission
-    slashed: dict[str, str] = field(default_factory=dict)  # worker -> submission
-    credit: dict[str, str] = field(default_factory=dict)  # credited or forfeited, by submission
-    batches: list[list[tuple[str, int]]] = field(default_factory=list)
-    records: list[StepRecord] = field(default_factory=list)
-    configs: list[Config] = field(default_factory=list)  # of each record: a resumed run may have another one
-    batched: set[tuple[str, int]] = field(default_factory=set)
+ELSEWHERE = ("sealed", "witnessed")  # kinds that `chain` checks
+UNFOUNDED = (
+    Reason.UNREADABLE,
+    Reason.SIGNATURE,
+    Reason.CONTEXT,
+)  # said of files that are not whole, or not for the task
 
 
 class Walk:
     def __init__(self, run: Opened) -> None:
         self.run = run
-        self.found = Found()
+        self.found = Found(run.config)
+        self.pay = Pay(self.found)
         self.book = Book()  # the accounts, as far as this ledger says
-        self.config = run.config  # in force at the entry that is being read
+        self._pages: dict[int, str] = {}  # of the curriculum, by the step that each opened
+        self._quarantine: Quarantine | None = None
         self._steps: dict[str, Callable[[dict[str, Any]], None]] = {
             "started": self.started,
             "registered": self.registered,
             "policy": self.policy,
             "accepted": self.accepted,
             "rejected": self.rejected,
-            "slashed": self.slashed,
-            "dismissed": self.dismissed,
-            "credited": self.credited,
-            "forfeited": self.forfeited,
+            "slashed": self.pay.slashed,
+            "dismissed": self.pay.dismissed,
+            "credited": self.pay.credited,
+            "forfeited": self.pay.forfeited,
+            "curriculum": self.curriculum,
             "batch": self.batch,
             "trained": self.trained,
         }
 
     def walk(self) -> Found:
         """Raises BrokenError, which names the first entry that is impossible, or the first file that is not its."""
-        for entry, body in zip(self.run.chain, self.run.bodies, strict=True):
-            with naming(f"ledger entry {entry.seq}"):
-                if take := self._steps.get(entry.kind):
-                    take(body)
-                if event := read_event(entry):
-                    self.book.take(event, entry.time_s)
+        try:
+            for entry, body in zip(self.run.chain, self.run.bodies, strict=True):
+                with naming(f"ledger entry {entry.seq}"):
+                    if entry.kind not in (*self._steps, *EVENTS, *ELSEWHERE):
+                        raise ValueError(f"is of an unknown kind, {entry.kind}")
+                    self.pay.begin(entry)
+                    if take := self._steps.get(entry.kind):
+                        take(body)
+                    if event := read_event(entry):
+                        self.book.take(event, entry.time_s)
+        finally:
+            if self._quarantine is not None:
+                self._quarantine.close()
+        self.pay.end()
         self.pages()
         return self.found
 
@@ -113,7 +97,7 @@ class Walk:
     def started(self, body: dict[str, Any]) -> None:
         if (body["run"], body["key"]) != (self.run.run, self.run.key):
             raise ValueError(f"starts the run {body['run']} of {body['key'][:16]}, not this one")
-        self.config = read_config(body["config"], "its config")
+        self.found.config = read_config(body["config"], "its config")
 
     def registered(self, body: dict[str, Any]) -> None:
         key, name = body["key"], body["name"]
@@ -124,6 +108,8 @@ class Walk:
     def policy(self, body: dict[str, Any]) -> None:
         if body["version"] in self.found.policies:
             raise ValueError(f"version {body['version']} is published twice")
+        if body["version"] > len(self.found.batches):
+            raise ValueError(f"publishes version {body['version']} before the batch of the step that makes it is full")
         self.found.policies[body["version"]] = body["digest"]
 
     # --- submissions -------------------------------------------------------------------------------------------------
@@ -131,20 +117,21 @@ class Walk:
     def accepted(self, body: dict[str, Any]) -> None:
         id = self._new(body)
         self._is(body["validator"], "validator")
-        submission = self._file("submissions", body["file"], id, self._submission)
+        submission = self._file("submissions", body["file"], id, self._reader().read)
         accepted = self._file("accepted", body["accepted"], id, self._accepted)
-        self._check_header(id, submission.header, body, signer=body["worker"])
-        self._check_header(id, accepted.header, body, signer=body["validator"])
+        said = body | {"groups": submission.header.groups}  # this entry counts what was accepted
+        self._check_header(id, submission.header, said, signer=body["worker"])
+        self._check_header(id, accepted.header, said, signer=body["validator"])
         if accepted.header.prefilled < body["full"]:
             raise ValueError(f"{id} was prefilled whole, says the ledger; its file says otherwise")
         if [_same(row) for row in submission.rows] != [_same(row) for row in accepted.rows]:
             raise BrokenError(f"accepted file of {id}", "holds other rollouts than its worker's file")
-        size = self.config.sampling.group_size
+        size = self.found.config.sampling.group_size
         groups = [accepted.rows[start : start + size] for start in range(0, len(accepted.rows), size)]
         counted = [sum(model_tokens(row.turns, len(row.tokens)) for row in rows) for rows in groups]
         if (sum(counted), len(groups)) != (body["tokens"], body["groups"]):
             raise ValueError(f"credits {body['tokens']} tokens of {id}, whose accepted file holds {sum(counted)}")
-        self.found.accepted[id] = Accepted(
+        one = self.found.accepted[id] = Accepted(
             **{
                 name: body[name]
                 for name in ("worker", "validator", "step", "version", "nonce", "full", "file", "accepted")
@@ -154,63 +141,52 @@ class Walk:
             tokens=sum(counted),
             useful=[rewards_differ([row.reward for row in rows]) for rows in groups],
             group_tokens=counted,
+            content=submission.header.content,
         )
+        self.pay.accepted(one)
 
     def rejected(self, body: dict[str, Any]) -> None:
-        id = self._new(body)
+        """What its file must hold follows from the reason: see `_misfit`."""
+        id, one = self._new(body), Rejected(body, self.found.config)
         self._is(body["validator"], "validator")
         with naming(f"submission file of {id}"):
-            self.run.store.get("submissions", body["file"])
-        self.found.rejected[id] = body["worker"], body["reason"]
+            data = self.run.store.get("submissions", body["file"])
+        if (why := self._misfit(id, data, body)) and one.reason not in UNFOUNDED:
+            raise ValueError(f"rejects {id} as {one.reason}, which is said of no such file: {why}")
+        if not why and one.reason in UNFOUNDED:
+            self.found.unproven[f"rejections as {one.reason} of files that are whole and signed for their task"] += 1
+        if one.reason is Reason.REPLAYED and not why:
+            self._check_replayed(id, one)
+        self.found.rejected[id] = one
+        self.pay.rejected(id, one)
 
-    def slashed(self, body: dict[str, Any]) -> None:
-        known = self.found.rejected.get(body["submission"])
-        if known != (body["worker"], body["reason"]) or known[1] not in HARD:
-            raise ValueError(f"slashes {body['worker'][:16]} without a hard rejection of {body['submission']}")
-        if body["worker"] in self.found.slashed:
-            raise ValueError(f"slashes {body['worker'][:16]} twice")
-        self.found.slashed[body["worker"]] = body["submission"]
+    def _misfit(self, id: str, data: bytes, body: dict[str, Any]) -> str:
+        """Why this file is not one that its worker signed for this task; "" if it is.
 
-    def dismissed(self, body: dict[str, Any]) -> None:
-        if self.found.rejected.get(body["submission"]) != (body["worker"], "spending"):
-            raise ValueError(
-                f"dismisses {body['worker'][:16]} without a rejection of {body['submission']} for spending"
-            )
+        Every reason but the `UNFOUNDED` is given to files that passed this check of a validator.
+        """
+        try:
+            header = self._reader().read(data).header
+            self._check_header(id, header, body, signer=body["worker"])
+        except (RolloutFileError, ValueError) as error:
+            return str(error)
+        return ""
 
-    # --- credit ------------------------------------------------------------------------------------------------------
-
-    def credited(self, body: dict[str, Any]) -> None:
-        self._settle(body, "credited")
-        if len(self.found.records) == self.config.run.steps:
-            return  # at the run's end all that waits is paid
-        theirs = {one.number: one for one in self.found.accepted.values() if one.worker == body["worker"]}
-        checked = sorted(number for number, one in theirs.items() if one.full)
-        needed = self.config.validator.escrow_checks
-        covered = {one.id for number, one in theirs.items() if len(checked) >= needed and number < checked[-needed]}
-        if not set(body["submissions"]) <= covered:
-            raise ValueError(f"pays {first_of(body['submissions'])} before later checks cover it")
-
-    def forfeited(self, body: dict[str, Any]) -> None:
-        self._settle(body, "forfeited")
-
-    def _settle(self, body: dict[str, Any], how: str) -> None:
-        tokens = 0
-        for id in body["submissions"]:
-            one = self.found.accepted.get(id)
-            if one is None or one.worker != body["worker"] or id in self.found.credit:
-                raise ValueError(f"{id} is not accepted work of {body['worker'][:16]} whose credit waits")
-            self.found.credit[id] = how
-            tokens += one.tokens
-        if tokens != body["tokens"]:
-            raise ValueError(f"{how} {body['tokens']} tokens; the validators counted {tokens}")
+    def _check_replayed(self, id: str, one: Rejected) -> None:
+        content = self._reader().read(self.run.store.get("submissions", one.body["file"])).header.content
+        if not any(
+            before.worker == one.worker and before.content == content for before in self.found.accepted.values()
+        ):
+            raise ValueError(f"rejects {id} as replayed, and nothing accepted of its worker holds the same rollouts")
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def batch(self, body: dict[str, Any]) -> None:
-        step, config = body["step"], self.config
+        step, config = body["step"], self.found.config
         members = [(str(id), int(group)) for id, group in body["groups"]]
-        if step != len(self.found.batches) or len(members) != config.coordinator.prompts_per_step:
-            raise ValueError(f"is not the batch of step {len(self.found.batches)}")
+        due = len(self.found.batches)
+        if step != due or due >= config.run.steps or len(members) != config.coordinator.prompts_per_step:
+            raise ValueError(f"is not the batch of step {due} of {config.run.steps}")
         unchecked = 0
         for id, group in members:
             one = self.found.accepted.get(id)
@@ -235,10 +211,10 @@ class Walk:
             raise ValueError(f"records step {record.step} of {record.run}, not step {step}")
         if step >= len(self.found.batches):
             raise ValueError(f"trains step {step} before its batch is full")
-        self.found.configs.append(self.config)
+        self.found.configs.append(self.found.config)
         fetched = gather_step(self.run, self.found, step)
         groups = [BatchGroup(submission=group.submission, group=group.number) for group in fetched.groups]
-        if self.config.learner.sites:  # what a site that died was to train is in no version
+        if self.found.config.learner.sites:  # what a site that died was to train is in no version
             groups = [group for group in groups if group in record.groups]
         if groups != record.groups:
             raise ValueError(f"the learner trained step {step} on other groups than its batch's")
@@ -250,6 +226,11 @@ class Walk:
         if self.found.records and self.found.records[-1].after != record.before:
             raise ValueError(f"step {step} began with other weights than step {step - 1} ended with")
         self.found.records.append(record)
+
+    def curriculum(self, body: dict[str, Any]) -> None:
+        if body["step"] != len(self.found.batches) or body["step"] in self._pages:
+            raise ValueError(f"is not the page of step {len(self.found.batches)}, which opens now")
+        self._pages[body["step"]] = body["page"]
 
     def pages(self) -> None:
         """The curriculum's pages follow from the accepted scores."""
@@ -267,6 +248,8 @@ class Walk:
             raise ValueError(f"judges {id} twice")
         if not id.startswith(worker[:16]) or body["version"] not in self.found.policies:
             raise ValueError(f"{id} is not {worker[:16]}'s, or of a version that was not published")
+        if not body["version"] <= body["step"] <= min(len(self.found.batches), self.found.config.run.steps - 1):
+            raise ValueError(f"{id} is for step {body['step']}, which was not open, with version {body['version']}")
         return id
 
     def _is(self, key: str, role: str) -> None:
@@ -282,6 +265,8 @@ class Walk:
             "worker": body["worker"],
             "submission": int(id.rpartition("-")[2]),
             "nonce": body["nonce"],
+            "groups": body["groups"],
+            "curriculum": self._page(body["step"]),
             "signer": signer,
         }
         for name, value in said.items():
@@ -292,14 +277,24 @@ class Walk:
         with naming(f"{'submission' if kind == 'submissions' else kind} file of {id}"):
             return read(self.run.store.get(kind, hash))
 
-    def _longest(self) -> int:
-        return max(self.config.sampling.max_tokens, LONGEST)
+    def _page(self, step: int) -> str:
+        """The newest page that was there when a step opened; "": none."""
+        return self._pages.get(max((opened for opened in self._pages if opened <= step), default=-1), "")
 
-    def _submission(self, data: bytes) -> RolloutFile[Rollout]:
-        return read_submission(data, max_rows=max_rollouts(self.config), max_tokens=self._longest())
+    def _longest(self) -> int:
+        return max(self.found.config.sampling.max_tokens, LONGEST)
+
+    def _reader(self) -> Quarantine:
+        """What reads the files of workers, in a child process."""
+        limits = Limits(max_rollouts(self.found.config), self._longest())
+        if self._quarantine is None or self._quarantine.limits != limits:
+            if self._quarantine is not None:
+                self._quarantine.close()
+            self._quarantine = Quarantine(limits.max_rows, limits.max_tokens)
+        return self._quarantine
 
     def _accepted(self, data: bytes) -> RolloutFile[AcceptedRollout]:
-        return read_accepted(data, max_rows=max_rollouts(self.config), max_tokens=self._longest())
+        return read_accepted(data, max_rows=max_rollouts(self.found.config), max_tokens=self._longest())
 
 
 def gather_step(run: Opened, found: Found, step: int) -> Fetched:

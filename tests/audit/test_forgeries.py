@@ -1,0 +1,81 @@
+"""A coordinator that lies with its own key is found out, and one that does not is believed."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from shoal.audit.audit import Asked, audit
+from shoal.audit.opened import BrokenError
+
+from .forgeries import FORGERIES, Ledger, dismissal, forging, reject
+from .recorded import BOB, copy_of, record_run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("finished"))
+
+
+def check(folder: Path) -> list[str]:
+    lines: list[str] = []
+    audit(folder, Asked(rerun=0, proofs=0), Random(0), lines.append)
+    return lines
+
+
+def test_a_ledger_that_is_signed_again_unchanged_passes(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    with forging(folder):
+        pass
+    check(folder)
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
+def test_a_lie_under_the_coordinators_key_is_found(
+    finished: Path, tmp_path: Path, forge: Callable[[Ledger], None]
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    with forging(folder) as ledger:
+        forge(ledger)
+    with pytest.raises(BrokenError) as broken:
+        check(folder)
+    assert re.search(FORGERIES[forge], str(broken.value)), str(broken.value)
+    assert re.match(r"ledger entry \d+$|table nodes: \w+$", broken.value.link)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "submissions", "named"),
+    [
+        (0.5, 1, "on evidence of 0.5 nats"),
+        (math.nan, 1, "on evidence of nan nats|must be JSON"),
+        (99.0, 0, "for 0 submissions"),
+        (99.0, 50, "for 50 submissions, of which not all were judged before"),
+        (99.0, 2, "the verdicts give evidence of"),
+    ],
+)
+def test_a_dismissal_rests_on_evidence_that_follows_from_the_verdicts(
+    finished: Path, tmp_path: Path, evidence: float, submissions: int, named: str
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    with pytest.raises((BrokenError, ValueError), match=named):
+        with forging(folder) as ledger:
+            dismissal(ledger, evidence, submissions)
+        check(folder)
+
+
+@pytest.mark.parametrize("reason", ["unreadable", "signature", "context"])
+def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, tmp_path: Path, reason: str) -> None:
+    """A validator may have run out of time or memory, so this is no broken link."""
+    folder = copy_of(finished, tmp_path / "run")
+    with forging(folder) as ledger:
+        reject(ledger, ledger.file(BOB, 5), reason)
+    assert f"not checked: 1 rejections as {reason} of files that are whole and signed for their task" in check(folder)
+
+
+def test_what_could_not_be_judged_again_is_counted(finished: Path) -> None:
+    lines = check(finished)
+    assert "hard rejections: 0 of 1 judged again, none of an honest file" in lines
+    assert "not checked: 1 hard rejections: weights of version 2 are not at hand" in lines
