@@ -26,7 +26,7 @@ ROOMS = {
     "tasks": ["config", "errors", "evidence", "files", "model", "protocol", "sandbox"],
     "diloco": ["errors", "files", "protocol", "shardcast"],
     "engine": ["errors", "files", "model", "shardcast"],
-    "view": ["protocol", "shardcast"],
+    "view": ["errors", "protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
     "plan": ["config", "errors", "model"],

@@ -1,4 +1,4 @@
-"""The base of every error that its message explains, and which errors a restart may fix.
+"""The base of every error that its message explains, which errors a restart may fix, and text as a terminal may show it.
 
 `cli` prints a `ShoalError`, or an `OSError`, as one line. Any other exception is a bug and keeps its traceback.
 """
@@ -33,3 +33,12 @@ def disk_is_full(error: Exception) -> bool:
 def first_line(error: Exception) -> str:
     """The first line of its message, or its kind if it has none: what one line about it can repeat."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """Text of other machines, as lines for a terminal or a log: nothing in it moves the cursor or changes its direction.
+
+    >>> printable("a\x1b[2Jb\nc")
+    'a?[2Jb\nc'
+    """
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)

@@ -77,5 +77,5 @@ def test_a_rejection_that_its_file_does_not_explain_is_counted(finished: Path, t
 
 def test_what_could_not_be_judged_again_is_counted(finished: Path) -> None:
     lines = check(finished)
-    assert "hard rejections: 0 of 1 judged again, none of an honest file" in lines
-    assert "not checked: 1 hard rejections: weights of version 2 are not at hand" in lines
+    assert "hard rejections: 0 of 1 judged again" in lines
+    assert "not checked: 1 hard rejections: not asked for (--proofs 0)" in lines

@@ -48,16 +48,20 @@ def judge_rejections(run: Opened, found: Found, *, limit: int) -> str:
     accepted file was checked already.
     """
     hard = {id: one for id, one in found.rejected.items() if one.reason in HARD and one.reason is not Reason.REPLAYED}
-    needs_pages = run.config.tasks.curriculum == "pass_rate" and run.connection is None
-    judged, weights = 0, _at_hand(run, found) if limit and not needs_pages else {}
+    why = ""
+    if not limit:
+        why = "not asked for (--proofs 0)"
+    elif run.config.tasks.curriculum == "pass_rate" and run.connection is None:
+        why = "the curriculum's pages are in the tables"
+    judged, weights = 0, {} if why else _at_hand(run, found)
     for version in sorted({one.body["version"] for one in hard.values()}):
         these = {id: one for id, one in hard.items() if one.body["version"] == version}
         if version in weights:
             _judge_rejected(run, found, these, weights[version])
             judged += len(these)
         else:
-            found.unproven[f"hard rejections: weights of version {version} are not at hand"] += len(these)
-    return f"hard rejections: {judged} of {len(hard)} judged again, none of an honest file" if hard else ""
+            found.unproven[f"hard rejections: {why or f'weights of version {version} are not at hand'}"] += len(these)
+    return f"hard rejections: {judged} of {len(hard)} judged again" if hard else ""
 
 
 def _judge_rejected(run: Opened, found: Found, these: Mapping[str, Rejected], weights: Path) -> None:

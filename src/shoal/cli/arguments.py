@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 
 USAGE = 2
 RUN_NAME = re.compile("[!-~]{1,100}")
@@ -113,7 +113,11 @@ def need(arguments: argparse.Namespace, names: list[str], given: str) -> None:
         raise UsageError(f"with {given}, {arguments.command_name} also needs {' and '.join(missing)}")
 
 
-def say(line: str) -> None:
-    """Print a line at once, into a pipe too."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print lines at once, into a pipe too; by default to standard output. Every command prints by this.
+
+    Names, errors and texts may be other machines': what is not printable is not printed.
+    """
+    to = to or sys.stdout
+    to.write(printable(text) + "\n")
+    to.flush()

@@ -83,4 +83,4 @@ def ledger(arguments: argparse.Namespace) -> None:
             line = {"seq": entry.seq, "time_s": entry.time_s, "kind": entry.kind, "body": json.loads(entry.body)}
             say(json.dumps(line))
     head = opened.chain[-1]
-    sys.stderr.write(f"{len(opened.chain)} entries, signed by {opened.key}; head {head.seq}:{head.digest}\n")
+    say(f"{len(opened.chain)} entries, signed by {opened.key}; head {head.seq}:{head.digest}", sys.stderr)

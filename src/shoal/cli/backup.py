@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from shoal.cli.arguments import Commands
+from shoal.cli.arguments import Commands, say
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -20,4 +19,4 @@ def backup(arguments: argparse.Namespace) -> None:
 
     size_bytes = back_up(arguments.dir, arguments.copy)
     start = f"shoal coordinator --dir {arguments.copy}"
-    sys.stdout.write(f"{arguments.copy}: {size_bytes / 1e6:.1f} MB; start it with: {start}\n")
+    say(f"{arguments.copy}: {size_bytes / 1e6:.1f} MB; start it with: {start}")

@@ -6,11 +6,10 @@ import argparse
 import asyncio
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, port
+from shoal.cli.arguments import Commands, port, say
 
 if TYPE_CHECKING:
     from shoal.dashboard.watched import Watched
@@ -59,8 +58,7 @@ def dashboard(arguments: argparse.Namespace) -> None:
     else:
         listener = listen(arguments.host, arguments.port)
         host, taken = listener.getsockname()[:2]
-        sys.stdout.write(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)\n")
-        sys.stdout.flush()
+        say(f"dashboard: http://{host}:{taken}/ (Ctrl-C ends it)")
     hosts = () if arguments.public else (*LOOPBACK, arguments.host)
     asyncio.run(serve(page, listener, hosts, stop.is_set))
 
@@ -76,4 +74,4 @@ def report(arguments: argparse.Namespace) -> None:
 
     out = arguments.out or arguments.run / "report.html"
     size_bytes, pictures = write_report(WatchedFolder(arguments.run), out)
-    sys.stdout.write(f"{out}: {size_bytes / 1000:.0f} kB; {len(pictures)} charts as PNGs in {pictures[0].parent}\n")
+    say(f"{out}: {size_bytes / 1000:.0f} kB; {len(pictures)} charts as PNGs in {pictures[0].parent}")

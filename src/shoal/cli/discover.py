@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError
+from shoal.cli.arguments import Commands, UsageError, say
 
 if TYPE_CHECKING:
     from shoal.protocol.discovery import FoundRuns
@@ -38,23 +37,24 @@ def discover(arguments: argparse.Namespace) -> None:
     if arguments.join is not None:
         _join(found, arguments.join, arguments.out)
     elif arguments.json:
-        sys.stdout.write(json.dumps({"key": found.key} | found.runs.model_dump(), indent=2) + "\n")
+        say(json.dumps({"key": found.key} | found.runs.model_dump(), indent=2))
     else:
         from shoal.roles.joining import capability
         from shoal.view.figures import clean
 
         lines = _lines(found, capability())
-        sys.stdout.write("".join(f"{clean(line)}\n" for line in lines))  # the list is a stranger's
+        for line in lines:
+            say(clean(line))  # the list is a stranger's: one line of it is one line here
 
 
 def _join(found: FoundRuns, name: str, out: Path | None) -> None:
     invite = found.invite(name)
     if out is None:
-        sys.stdout.write(invite.encode() + "\n")
+        say(invite.encode())
         return
     invite.save(out)
-    sys.stdout.write(
-        f"{out} is an open invite to {invite.run}: stake on this machine's key, then `shoal worker --join {out} --dir DIR`\n"
+    say(
+        f"{out} is an open invite to {invite.run}: stake on this machine's key, then `shoal worker --join {out} --dir DIR`"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, port
+from shoal.cli.arguments import Commands, UsageError, port, say
 from shoal.cli.nodes import ROLES
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     findings = room.examine(role, facts, reached, config)
     if arguments.json:
         report = {"role": role, "findings": [asdict(one) for one in findings], "facts": asdict(facts)}
-        sys.stdout.write(json.dumps(report | {"reached": [asdict(one) for one in reached]}, indent=2) + "\n")
+        say(json.dumps(report | {"reached": [asdict(one) for one in reached]}, indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        sys.stdout.write("\n".join(one.line(width) for one in findings) + "\n")
+        say("\n".join(one.line(width) for one in findings))
     return int(any(one.verdict == "fails" for one in findings))
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, real, takes_threads, whole
+from shoal.cli.arguments import Commands, UsageError, real, say, takes_threads, whole
 
 if TYPE_CHECKING:
     from shoal.evals.evaluate import Contestant, Entry
@@ -64,21 +64,18 @@ def run_eval(arguments: argparse.Namespace) -> None:
     from shoal.evals.suites import TABLE
 
     if arguments.list:
-        sys.stdout.write(
-            "\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.hub}: {s.about}" for s in TABLE) + "\n"
-        )
+        say("\n".join(f"{s.name:14} k {s.k:2}, T {s.temperature:g}  {s.hub}: {s.about}" for s in TABLE))
         return
     _check(arguments)
     entries = _entries(arguments)
     out: Path = arguments.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
-    from rich.console import Console
-
     from shoal.evals.evaluate import CONFIG, RESULTS, evaluate, recorded
     from shoal.evals.report import PICTURE, draw, table, write_results
     from shoal.model.threads import compute_on
+    from shoal.view.live import Terminal
 
     compute_on(arguments.threads)
-    progress = Console(stderr=True)
+    progress = Terminal(stderr=True)
     progress.print(
         f"writing to {out}; to continue after a stop, repeat the command with --out {out}", soft_wrap=True, markup=False
     )
@@ -90,7 +87,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     facts = {"command": shlex.join(["shoal", *sys.argv[1:]]), "config": recorded(out / CONFIG)}
     write_results(out / RESULTS, results, differences, facts)
     draw(results, out / PICTURE)
-    console = Console()
+    console = Terminal()
     console.print(table(results, differences))
     console.print(f"written: {out / RESULTS}, {out / PICTURE}", soft_wrap=True, markup=False)
 

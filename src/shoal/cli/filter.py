@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, StoppedError, UsageError, read_config, takes_config, takes_threads, whole
+from shoal.cli.arguments import Commands, StoppedError, UsageError, read_config, say, takes_config, takes_threads, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,14 +50,13 @@ def run_filter(arguments: argparse.Namespace) -> None:
     from shoal.launch import process
 
     stop = process.begin("filter", threads=arguments.threads)
-    from rich.console import Console
-
     from shoal.engine.torch_engine import TorchEngine
     from shoal.launch.prepare import model_folder
     from shoal.model import dtype
+    from shoal.view.live import Terminal
     from shoal.view.progress import Progress
 
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     folder = model_folder(config.model.name)
     rates = PassRates(config, folder, arguments.out, arguments.k, arguments.n, rows=arguments.batch)
     picked, _ = dtype.pick(config.model.dtype, config.model.device)
@@ -69,10 +67,10 @@ def run_filter(arguments: argparse.Namespace) -> None:
             f"stopped; to continue, repeat the command: the results so far are in {shlex.quote(str(arguments.out))}"
         )
     kept = write_filter(arguments.out, results, band, rates.settings)
-    Console().print(_table(histogram(results)))
-    sys.stdout.write(
+    Terminal().print(_table(histogram(results)))
+    say(
         f"kept {len(kept)} of {len(results)} tasks with a pass rate from {float(band.low):g} to {float(band.high):g}\n"
-        f'{arguments.out / MANIFEST}\nto train on them: keep = "{arguments.out / MANIFEST}" in [[tasks.sources]]\n'
+        f'{arguments.out / MANIFEST}\nto train on them: keep = "{arguments.out / MANIFEST}" in [[tasks.sources]]'
     )
 
 

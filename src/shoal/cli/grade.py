@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import Commands, UsageError, read_config, takes_config
+from shoal.cli.arguments import Commands, UsageError, read_config, say, takes_config
 
 if TYPE_CHECKING:
     from shoal.tasks import Task, TaskSet
@@ -66,9 +66,8 @@ def grade(arguments: argparse.Namespace) -> None:
                     "detail": one.detail,
                 }
                 parts = {"parts": dict(one.parts)} if one.parts else {}
-                sys.stdout.write(json.dumps(row | parts, ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-    sys.stderr.write(", ".join(f"{count} {name}" for name, count in outcomes.items()) + "\n")
+                say(json.dumps(row | parts))
+    say(", ".join(f"{count} {name}" for name, count in outcomes.items()), sys.stderr)
 
 
 def read_lines(name: str) -> Iterator[Line]:

@@ -53,7 +53,7 @@ from shoal.cli import (
     stake,
     tools,
 )
-from shoal.cli.arguments import USAGE, Parser, UsageError
+from shoal.cli.arguments import USAGE, Parser, UsageError, say
 from shoal.cli.nodes import EVICTED, ROLES
 from shoal.config import ConfigError
 from shoal.errors import ShoalError, restart_helps
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         status = _status_of(error, arguments.command_name)
         if status is None:
             raise
-        sys.stderr.write(f"shoal {arguments.command_name}: {error}\n")
+        say(f"shoal {arguments.command_name}: {error}", sys.stderr)
         return status
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.arguments import Commands, UsageError, read_config, real, takes_config, whole
+from shoal.cli.arguments import Commands, UsageError, read_config, real, say, takes_config, whole
 
 if TYPE_CHECKING:
     from shoal.config import Config
@@ -83,7 +82,7 @@ def plan(arguments: argparse.Namespace) -> None:
     }
     largest = {} if memory.offloaded else largest  # the formulas are of what stays on the devices
     report = _report(config, work, sizes, found, memory, fleets, largest)
-    sys.stdout.write((json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report))) + "\n")
+    say(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
 
 
 def rate(text: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from shoal.cli.arguments import (
     port,
     read_config,
     run_name,
+    say,
     takes_config,
     takes_threads,
     whole,
@@ -102,14 +102,14 @@ def close_pool(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.founding import close_pool
 
     close_pool(arguments.dir)
-    sys.stdout.write(f"the pool in {arguments.dir} is closed: its coordinator answers nobody from now on\n")
+    say(f"the pool in {arguments.dir} is closed: its coordinator answers nobody from now on")
 
 
 def reopen_pool(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.founding import reopen_pool
 
     reopen_pool(arguments.dir)
-    sys.stdout.write("it is served again once its coordinator is restarted\n")
+    say("it is served again once its coordinator is restarted")
 
 
 def init_pool(arguments: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ def init_pool(arguments: argparse.Namespace) -> None:
         steps = found_pool(
             arguments.dir, config, name, arguments.url, members, days=arguments.days, task_data=Path(built) / FOLDER
         )
-    sys.stdout.write("\n".join([*(f"tasks: {note}" for note in notes), *steps]) + "\n")
+    say("\n".join([*(f"tasks: {note}" for note in notes), *steps]))
 
 
 def coordinator(arguments: argparse.Namespace) -> None:
@@ -226,14 +226,14 @@ def invite(arguments: argparse.Namespace) -> None:
     if arguments.out:
         made.save(arguments.out)
     else:
-        sys.stdout.write(made.encode() + "\n")
+        say(made.encode())
 
 
 def evict(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.standing.steering import evict_from
 
     evict_from(arguments.dir, arguments.name)
-    sys.stdout.write(f"{arguments.name} is evicted: nodes stop asking it within seconds\n")
+    say(f"{arguments.name} is evicted: nodes stop asking it within seconds")
 
 
 def drain(arguments: argparse.Namespace) -> None:
@@ -252,39 +252,37 @@ def drain(arguments: argparse.Namespace) -> None:
         from shoal.coordinator.standing.steering import drain_from
 
         drain_from(arguments.dir, arguments.name)
-    sys.stdout.write(
-        f"{arguments.name or 'this worker'} gets no new tasks; its process ends once it has uploaded what it holds\n"
-    )
+    say(f"{arguments.name or 'this worker'} gets no new tasks; its process ends once it has uploaded what it holds")
 
 
 def readmit(arguments: argparse.Namespace) -> None:
     from shoal.coordinator.standing.steering import readmit_from
 
     readmit_from(arguments.dir, arguments.name)
-    sys.stdout.write(f"{arguments.name} gets tasks again; if its process has ended, start it\n")
+    say(f"{arguments.name} gets tasks again; if its process has ended, start it")
 
 
 def status(arguments: argparse.Namespace) -> None:
     import httpx
-    from rich.console import Console
 
     from shoal.cli.sites import meeting_at, screen, watch_meeting
     from shoal.protocol.address import find_coordinator
     from shoal.protocol.watch import PoolWatch, UnreachableError
     from shoal.tracking.report import SUMMARY
+    from shoal.view.live import Terminal
     from shoal.view.pool import show, watch
 
     with httpx.Client(timeout=5) as client:
         url = find_coordinator(arguments.pool)
         if (meeting := meeting_at(url, client)) is not None:
             if arguments.watch:
-                watch_meeting(url, meeting, client, Console())
+                watch_meeting(url, meeting, client, Terminal())
             else:
-                Console().print(screen(meeting, Console().width))
+                Terminal().print(screen(meeting, Terminal().width))
             return
         look = watch if arguments.watch else show
         try:
-            look(PoolWatch(url, client), Console())
+            look(PoolWatch(url, client), Terminal())
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise

@@ -7,13 +7,12 @@ It prints one line to standard output, the finished model's folder. Progress goe
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.arguments import StoppedError, read_config, takes_config, takes_threads
+from shoal.cli.arguments import StoppedError, read_config, say, takes_config, takes_threads
 from shoal.config import Config
 from shoal.launch import process
 from shoal.protocol.invite import Invite, read_invite
@@ -47,7 +46,7 @@ def run_pretrain(arguments: argparse.Namespace) -> None:
             net.end()
         if model is None:
             raise StoppedError(f"stopped before the last step; add --out {out} to resume")
-        sys.stdout.write(f"{model}\n")
+        say(f"{model}")
     net.ranks.stop()
 
 

@@ -12,7 +12,17 @@ import time
 from pathlib import Path
 
 from shoal import config as config_module
-from shoal.cli.arguments import USAGE, Commands, UsageError, port, read_config, run_name, takes_config, takes_threads
+from shoal.cli.arguments import (
+    USAGE,
+    Commands,
+    UsageError,
+    port,
+    read_config,
+    run_name,
+    say,
+    takes_config,
+    takes_threads,
+)
 from shoal.config import Config
 
 
@@ -79,11 +89,11 @@ def _check_model(config: Config, folder: Path) -> None:
 def _dry_run(config: Config) -> int:
     from shoal.launch.check import problems
 
-    sys.stdout.write(config_module.dumps(config))
+    say(config_module.dumps(config).rstrip("\n"))
     notes: list[str] = []
     found = problems(config, notes)
-    sys.stderr.writelines(f"tasks: {line}\n" for line in notes)
-    sys.stderr.writelines(f"shoal run: {line}\n" for line in found)
+    for line in [*(f"tasks: {note}" for note in notes), *(f"shoal run: {one}" for one in found)]:
+        say(line, sys.stderr)
     return USAGE if found else 0
 
 
@@ -93,10 +103,10 @@ def prepare(arguments: argparse.Namespace) -> None:
     from shoal.model.threads import compute_on
 
     compute_on(arguments.threads)
-    sys.stdout.write(json.dumps(prepare_run(config, arguments.tasks)) + "\n")
+    say(json.dumps(prepare_run(config, arguments.tasks)))
 
 
 def clean(arguments: argparse.Namespace) -> None:
     from shoal.launch.clean import clean_run
 
-    sys.stdout.write(f"freed {clean_run(arguments.dir) / 1e9:.2f} GB in {arguments.dir}\n")
+    say(f"freed {clean_run(arguments.dir) / 1e9:.2f} GB in {arguments.dir}")

@@ -6,14 +6,12 @@ It prints one line to standard output, the finished model's folder. Progress goe
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.arguments import StoppedError, UsageError, read_config, takes_config, takes_threads
+from shoal.cli.arguments import StoppedError, UsageError, read_config, say, takes_config, takes_threads
 from shoal.launch import process
 
 if TYPE_CHECKING:
@@ -36,13 +34,13 @@ def run_sft(arguments: argparse.Namespace) -> None:
         raise UsageError("--join needs the config that the sites share")
     model = _tiny() if arguments.config is None else _finetune(arguments)
     if model is not None:
-        sys.stdout.write(f"{model}\n")
+        say(f"{model}")
 
 
 def _tiny() -> Path:
     from shoal.sft.tiny import train_tiny
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s sft: %(message)s", datefmt="%H:%M:%S")
+    process.log_lines("sft")
     return train_tiny()
 
 

@@ -9,12 +9,11 @@ import argparse
 import asyncio
 import json
 import re
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.arguments import UsageError, port, real, whole
+from shoal.cli.arguments import UsageError, port, real, say, whole
 
 if TYPE_CHECKING:  # slow imports, not needed to parse a command line
     from shoal.shardcast import Store
@@ -143,8 +142,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
 
 
 def _say(facts: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
+    say(json.dumps(facts))
 
 
 def _store_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,11 @@ def config(arguments: argparse.Namespace) -> None:
     if arguments.config and (arguments.markdown or arguments.explain is not None):
         raise UsageError("--explain and --markdown describe defaults; leave the config out")
     if arguments.markdown:
-        sys.stdout.write(explain.markdown())
+        say(explain.markdown().rstrip("\n"))
     elif arguments.explain is not None:
-        sys.stdout.write(explain.text(explain.fields(arguments.explain)) + "\n")
+        say(explain.text(explain.fields(arguments.explain)))
     else:
-        sys.stdout.write(config_module.dumps(read_config(arguments) if arguments.config else Config()))
+        say(config_module.dumps(read_config(arguments) if arguments.config else Config()).rstrip("\n"))
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -77,9 +76,9 @@ def verify(arguments: argparse.Namespace) -> int:
         drawn_by = _curriculum(arguments.run, header.step) if settings.tasks.curriculum == "pass_rate" else {}
         status, lines = by_hand.verify(data, header, settings, weights, picked, **drawn_by)
     except RolloutFileError as error:
-        sys.stdout.write(f"unreadable: {error}\n")
+        say(f"unreadable: {error}")
         return by_hand.UNREADABLE
-    sys.stdout.write("\n".join(lines) + "\n")
+    say("\n".join(lines))
     return status
 
 
@@ -115,4 +114,4 @@ def plot(arguments: argparse.Namespace) -> None:
     from shoal.tracking.plot import plot as draw
 
     drawn = draw(arguments.runs, arguments.metrics, arguments.out)
-    sys.stdout.write(f"{arguments.out}: {', '.join(drawn)}\n")
+    say(f"{arguments.out}: {', '.join(drawn)}")

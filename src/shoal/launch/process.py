@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from shoal.errors import printable
+
 PARENT_POLL_S = 0.5
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 # Idle threads of the arithmetic leave the core to other processes, but not between two operations of one model: waking them
@@ -29,7 +31,7 @@ class Interrupted(Exception):
 
 def begin(name: str, *, threads: int) -> threading.Event:
     """Set up logging, signals and threads. Returns the event that SIGTERM and SIGINT set. `threads` 0: all cores."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S")
+    log_lines(name)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     stop = threading.Event()
@@ -43,6 +45,20 @@ def begin(name: str, *, threads: int) -> threading.Event:
         _share_cores(threads)
     atexit.register(gc.freeze)  # with torch loaded, the interpreter's last collection takes seconds on a busy machine
     return stop
+
+
+class _Printable(logging.Formatter):
+    """A message, or a traceback, may quote another machine."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def log_lines(name: str) -> None:
+    """Log to standard error, with time and name."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable(f"%(asctime)s {name}: %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def follow(alive: Callable[[], bool]) -> None:

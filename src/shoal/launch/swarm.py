@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import httpx
-from rich.console import Console
 
 from shoal import config as config_module
 from shoal.config import Config
@@ -36,7 +35,7 @@ from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
 from shoal.tracking.record import read_evaluations
 from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
-from shoal.view import LiveView, no_signal, sample_lines
+from shoal.view import LiveView, Terminal, no_signal, sample_lines
 
 POLL_S = 0.3
 START_S = 60.0  # for the coordinator to listen
@@ -59,7 +58,7 @@ class Swarm:
         self.out = out.resolve()
         self.url = address
         self.resume = bool(address)
-        self.console = Console()
+        self.console = Terminal()
         self.view = LiveView(self.console)
         self.cores = available_cores(config.run.threads)
         self.children = Children(self.out / "logs", config.run.max_restarts, config.model.device)

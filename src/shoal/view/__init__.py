@@ -32,7 +32,7 @@ from shoal.view.figures import (
     percent,
     total,
 )
-from shoal.view.live import LiveView
+from shoal.view.live import LiveView, Terminal
 from shoal.view.pace import Pace
 from shoal.view.samples import sample_lines
 from shoal.view.screen import render
@@ -40,6 +40,7 @@ from shoal.view.screen import render
 __all__ = [
     "LiveView",
     "Pace",
+    "Terminal",
     "busy_frac",
     "by_name",
     "clean",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 
+from shoal.errors import printable
 from shoal.shardcast import Progress
+from shoal.view.live import Terminal
 
 
 class FetchBar:
@@ -22,7 +23,7 @@ class FetchBar:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[sources]}"),
-            console=Console(stderr=True),
+            console=Terminal(stderr=True),
         )
         self.task = self.bar.add_task("", total=None, sources="")
 
@@ -46,5 +47,5 @@ class FetchBar:
 
     def say(self, line: str) -> None:
         self.bar.refresh()
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(printable(line) + "\n")
         sys.stdout.flush()

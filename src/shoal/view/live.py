@@ -3,13 +3,16 @@
 Invariant: nothing is drawn between two updates, so no thread is needed. Called by `shoal run` and `shoal status`.
 """
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
+from shoal.errors import printable
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.view.events import Events
@@ -20,6 +23,14 @@ from shoal.view.samples import SampleScreen
 from shoal.view.screen import render
 
 HINT = "s: sample completions"
+
+
+class Terminal(Console):
+    """Every console of Shoal: what it prints holds the control characters of its own styles, and no others."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 class LiveView:

@@ -1,0 +1,94 @@
+"""A worker that was slashed for an honest file is found wherever the weights are at hand; one that lied is not."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from shoal.audit.found import Found, Rejected
+from shoal.audit.opened import BrokenError
+from shoal.audit.proofs import judge_rejections
+from shoal.rollout.produce import Producer
+from shoal.shardcast.format.names import version_name
+from shoal.store.folder import Folder
+
+from ..validator.support import ASKED, SETTINGS, make_producer
+from ..workers import ALICE, RUN, produced, signed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VERSION = ASKED.policy_version
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_folder: Path) -> Producer:
+    return make_producer(tiny_folder, SETTINGS)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def honest(worker: Producer) -> bytes:
+    return worker.submission(ASKED)
+
+
+@pytest.fixture
+def run(tiny_folder: Path, tmp_path: Path) -> Any:
+    """A run whose folder still holds the version."""
+    versions = tmp_path / "learner" / "versions"
+    versions.mkdir(parents=True)
+    (versions / version_name(VERSION)).symlink_to(tiny_folder)
+    store = Folder(tmp_path / "store")
+    return SimpleNamespace(
+        folder=tmp_path, coordinator=tmp_path, config=SETTINGS, run=RUN, store=store, connection=None
+    )
+
+
+def slashed(run: Any, data: bytes, reason: str = "proof") -> Found:
+    """What the walk found: one hard rejection of this file, and the digests of the versions that the learner recorded."""
+    weights = blake3((run.folder / "learner" / "versions" / version_name(VERSION) / "model.safetensors").read_bytes())
+    found = Found(SETTINGS)
+    computed = SimpleNamespace(dtype="float32")
+    digests = ["00" * 32] * VERSION + [weights.hexdigest()]
+    found.records = [SimpleNamespace(before=digests[0], after=after, computed=computed) for after in digests[1:]]  # type: ignore[misc]
+    body = {"worker": ALICE.public, "reason": reason, "version": VERSION, "file": run.store.put("submissions", data)}
+    found.rejected[ASKED.id] = Rejected(body, SETTINGS)
+    return found
+
+
+def test_a_slash_for_an_honest_file_is_a_broken_link(run: Any, honest: bytes) -> None:
+    with pytest.raises(BrokenError, match="was slashed for proof; a validator would accept it") as broken:
+        judge_rejections(run, slashed(run, honest), limit=4)
+    assert broken.value.link == f"rejection of {ASKED.id}"
+
+
+def test_a_slash_for_a_soft_fault_is_a_broken_link(run: Any, worker: Producer) -> None:
+    rows = produced(worker, ASKED)
+    rows[0] = replace(rows[0], logprobs=[7.0] * len(rows[0].logprobs))
+    with pytest.raises(BrokenError, match=r"a validator would reject it softly \(bounds\)"):
+        judge_rejections(run, slashed(run, signed(worker, ASKED, rows)), limit=4)
+
+
+def test_a_slash_for_a_lie_holds(run: Any, worker: Producer) -> None:
+    rows = produced(worker, ASKED)
+    rows[0] = replace(rows[0], proofs=rows[1].proofs)
+    found = slashed(run, signed(worker, ASKED, rows), "sampling")  # another hard reason than this machine would give
+    assert judge_rejections(run, found, limit=4) == "hard rejections: 1 of 1 judged again"
+    assert not found.unproven
+
+
+@pytest.mark.parametrize("missing", ["weights", "other weights", "pages", "not asked"])
+def test_what_cannot_be_judged_is_counted(
+    run: Any, honest: bytes, tiny_folders: tuple[Path, Path], missing: str
+) -> None:
+    found, folder = slashed(run, honest), run.folder / "learner" / "versions" / version_name(VERSION)
+    if missing in ("weights", "other weights"):
+        folder.unlink()
+    if missing == "other weights":
+        folder.symlink_to(tiny_folders[1])
+    if missing == "pages":
+        tasks = SETTINGS.tasks.model_copy(update={"curriculum": "pass_rate"})
+        run.config = SETTINGS.model_copy(update={"tasks": tasks})
+    line = judge_rejections(run, found, limit=0 if missing == "not asked" else 4)
+    assert line == "hard rejections: 0 of 1 judged again"
+    assert sum(found.unproven.values()) == 1

@@ -1,0 +1,95 @@
+"""Nothing that another machine says moves the cursor of a terminal: commands, their errors, log lines, the live view."""
+
+import ast
+import io
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+import shoal.cli
+import shoal.view
+from shoal.cli.arguments import say
+from shoal.errors import printable
+from shoal.launch.process import log_lines
+from shoal.view.live import Terminal
+
+ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f\r"
+CONTROLS = set(ATTACK) - set("]0;owned[2J31m")
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """A listener whose headers hold escapes: they end up in the error."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Encoding", "\x1b]0;owned\x07\x1b[2J\x9b31m")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(10)
+
+
+def test_a_hostile_listener_moves_no_cursor(listener: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "shoal", "discover", listener], capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 1 and "answers in" in found.stderr and "owned" in found.stderr
+    assert not CONTROLS & set(found.stdout + found.stderr)
+
+
+def test_a_command_prints_lines_and_nothing_that_is_not_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"one {ATTACK}\n\ttwo")
+    assert capsys.readouterr().out == "one ?]0;owned??[2J?31m???\n\ttwo\n"
+    assert printable("é 中 🦈") == "é 中 🦈"
+
+
+def test_a_console_prints_no_escapes_but_its_own_styles() -> None:
+    out = io.StringIO()
+    console = Terminal(file=out, force_terminal=True, width=80, color_system="standard")
+    console.print(Text(f"{ATTACK} name", style="red"))
+    console.print(ATTACK, markup=False, highlight=False)
+    printed = out.getvalue()
+    assert printed.startswith("\x1b[31m") and "name" in printed
+    assert printed.count("\x1b") == 2 and not (CONTROLS - {"\x1b"}) & set(printed)
+
+
+def test_a_log_line_and_its_traceback_are_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, out = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(sys, "stderr", out)
+    log_lines("worker")
+    try:
+        raise ValueError(ATTACK)
+    except ValueError:
+        logging.getLogger("shoal.test").exception("a node says %s", ATTACK)
+    assert "worker: a node says" in out.getvalue() and "ValueError" in out.getvalue()
+    assert not CONTROLS & set(out.getvalue())
+
+
+@pytest.mark.parametrize("package", [shoal.cli, shoal.view])
+def test_commands_print_by_one_function_and_one_console(package: object) -> None:
+    [folder] = package.__path__  # type: ignore[attr-defined]
+    for path in Path(folder).glob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        called = {ast.unparse(node.func) for node in calls}
+        assert not called & {"print", "Console", "sys.stderr.write", "sys.stderr.writelines"}, path.name
+        if path.name != "fetch.py":
+            assert "sys.stdout.write" not in called, path.name
