@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 from support import RUN, access, client, contents, origin, relay, serving
 
@@ -51,6 +52,16 @@ async def run_client(tmp_path: Path, urls: list[str]) -> None:
     one = client(tmp_path, *urls, limits={"patience_s": 5.0})
     await asyncio.to_thread(one.fetch)
     say(reused_bytes=one.last_report.reused_bytes)
+
+
+async def run_reader(tmp_path: Path, urls: list[str], times: int) -> None:
+    """Asks for the newest version several times, remembers its servers meanwhile, and then fetches."""
+    one = client(tmp_path, *urls)
+    had_kib = getrusage(RUSAGE_SELF).ru_maxrss
+    for _ in range(times):
+        await asyncio.to_thread(one.latest)
+    await asyncio.to_thread(one.fetch)
+    say(version=one.last_report.version, grew_kib=getrusage(RUSAGE_SELF).ru_maxrss - had_kib)
 
 
 if __name__ == "__main__":

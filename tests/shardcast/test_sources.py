@@ -9,7 +9,6 @@ import pytest
 from aiohttp import web
 
 from shoal.shardcast import FetchError
-from shoal.shardcast.fetch import source as source_module
 from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Incoming
 from shoal.shardcast.fetch.sources import Sources
@@ -428,7 +427,7 @@ def test_too_much_is_refused_before_all_of_it_came(shelf):
 def test_too_little_is_kept_and_the_rest_may_come_from_another(shelf):
     incoming, sink = shelf.incoming()
     _, error = asked_of(shelf, incoming, change=lambda path, data: data[:6_000])
-    assert type(error) is SourceError and "ended after 6000 of 10000 bytes" in str(error)
+    assert isinstance(error, BadData) and "ended after 6000 of 10000 bytes" in str(error)
     middle, error = asked_of(shelf, incoming)
     assert error is None and bytes(sink.data) == shelf.data
     assert middle.asked[0][1] == "bytes=6000-"
@@ -444,11 +443,14 @@ def test_a_shard_that_is_shorter_there_than_it_should_be_is_wrong_data(shelf):
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [(b"", "malformed"), (b"[]", "malformed"), (b'{"versions":[-1]}', "malformed"), (b"x" * 5_000, "longer than 4096")],
+    [
+        (b"", "malformed"),
+        (b"[]", "malformed"),
+        (b'{"versions":[-1]}', "malformed"),
+        (b" " * 300_000, "longer than 262144"),
+    ],
 )
-def test_a_list_that_makes_no_sense_is_wrong_data(body, reason, monkeypatch):
-    monkeypatch.setattr(source_module, "MAX_SMALL_BYTES", 4_096)
-
+def test_a_list_that_makes_no_sense_is_wrong_data(body, reason):
     async def answer(request):
         return web.Response(body=body)
 

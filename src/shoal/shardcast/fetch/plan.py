@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial as bind
 
 from shoal.shardcast.fetch.cache import Cache
-from shoal.shardcast.fetch.errors import BadData, NoRouteError, NotHeld, SourceError
+from shoal.shardcast.fetch.errors import NoRouteError, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Part
@@ -59,18 +59,19 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
 
 
 async def offered(source: Source, *, version: int | None, digest: str | None) -> Offer | None:
-    """The valid manifest that one server offers; None if it says that nothing is published. Raises SourceError."""
+    """The valid manifest that one server offers; None if it says that nothing is published. Raises SourceError: after one
+    bad manifest the server is not asked for another."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
     refused: SourceError | None = None
     for candidate in versions:
         try:
             offer = await source.manifest(candidate)
-        except (BadData, NotHeld) as error:
+        except NotHeld as error:
             refused = error
             continue
         if digest in (None, offer[1].digest):
             return offer
-        refused = BadData(source.url, f"version {candidate} has digest {offer[1].digest}, expected {digest}")
+        refused = NotHeld(source.url, f"version {candidate} has digest {offer[1].digest}, expected {digest}")
     if refused is not None:
         raise refused
     return None

@@ -9,8 +9,11 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients download shards from r
 
 from __future__ import annotations
 
+import asyncio
+import math
 import ssl
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from socket import SO_RCVLOWAT, SOL_SOCKET
@@ -25,13 +28,20 @@ from shoal.shardcast.fetch.errors import BadData, NotHeld, SourceError
 from shoal.shardcast.fetch.proxy import is_proxy, proxy_for
 from shoal.shardcast.fetch.reach import OutOfReach, Reach, Resolver, check_host
 from shoal.shardcast.fetch.standing import Standing
-from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry, SignedManifest
-from shoal.shardcast.format.names import Listing, shard_name, version_name
+from shoal.shardcast.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ManifestError,
+    Part,
+    ShardEntry,
+    SignedManifest,
+)
+from shoal.shardcast.format.names import MAX_LISTING_BYTES, Listing, shard_name, version_name
 from shoal.shardcast.format.newest import SignedNewest
 
-MAX_SMALL_BYTES = 32 << 20  # a manifest of 100k shards has 7 MB
-READ_BUFFER_BYTES = 2 << 20
-WAKE_BYTES = 32 << 10
+LARGE_BYTES = 256 << 10  # a manifest beyond this is parsed beside the event loop
+READ_BUFFER_BYTES, SMALL_BUFFER_BYTES = 2 << 20, 64 << 10  # for a shard, for an answer
+WAKE_BYTES = 32 << 10  # also the least that a sender of a shard sends within the idle timeout
 LONGEST_RETRY_AFTER_S = 30.0
 
 Offer = tuple[SignedManifest, Manifest]
@@ -51,6 +61,7 @@ class Incoming:
     def __init__(self, shard: ShardEntry, sink: Sink) -> None:
         self.shard, self.sink = shard, sink
         self.size_bytes = 0
+        self.arrived_bytes = 0  # in this process, what was discarded included
         self.senders: set[str] = set()
         self._digest = blake3()
 
@@ -64,6 +75,7 @@ class Incoming:
         self._digest.update(data)
         self.sink.write(self.size_bytes, data)
         self.size_bytes += len(data)
+        self.arrived_bytes += len(data)
 
     def restart(self) -> None:
         self.sink.restart()
@@ -86,8 +98,8 @@ def open_session(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls or True, resolver=resolver),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
         auto_decompress=False,  # no decompression bombs; hashes are over plain bytes
+        cookie_jar=aiohttp.DummyCookieJar(),  # else one server could fill the requests to its neighbours
         headers={"Accept-Encoding": "identity"},
-        read_bufsize=READ_BUFFER_BYTES,
     )
 
 
@@ -118,21 +130,25 @@ class Source:
 
     async def listing(self) -> Listing:
         """The versions that the server claims to have, newest first, and its path from the origin."""
-        body = await self._small("versions.json")
+        body = await self._small("versions.json", MAX_LISTING_BYTES)
         try:
             listing = Listing.model_validate_json(body)
         except ValidationError as error:
-            raise BadData(self.url, "versions.json is malformed; check that this is a SHARDCAST server") from error
+            raise self._bad("versions.json is malformed; check that this is a SHARDCAST server") from error
         self.heard(listing.newest)
         return listing.model_copy(update={"versions": tuple(sorted(listing.versions, reverse=True))})
 
     async def manifest(self, version: int) -> Offer:
-        body = await self._small(f"{version_name(version)}/manifest.json")
-        try:
+        body = await self._small(f"{version_name(version)}/manifest.json", MAX_MANIFEST_BYTES)
+
+        def opened() -> Offer:
             signed = SignedManifest.parse(body)
             return signed, signed.open(self.public_key, run=self.run, version=version)
+
+        try:
+            return opened() if len(body) <= LARGE_BYTES else await asyncio.to_thread(opened)
         except ManifestError as error:
-            raise BadData(self.url, f"manifest of version {version}: {error}") from error
+            raise self._bad(f"manifest of version {version}: {error}") from error
 
     async def shard(self, version: int, part: Part, incoming: Incoming) -> None:
         """Receives the missing rest of one shard; returns only if all of it is correct. The sink's errors pass through."""
@@ -146,6 +162,7 @@ class Source:
             coming_bytes = response.content_length or 0  # as the server claims
             with _seldom_woken(response) as expect:
                 expect(coming_bytes)
+                since_s, since_bytes = time.monotonic(), self.shard_bytes
                 async for chunk in response.content.iter_any():
                     self.received_bytes += len(chunk)
                     self.shard_bytes += len(chunk)
@@ -155,40 +172,62 @@ class Source:
                     incoming.take(chunk)
                     coming_bytes -= len(chunk)
                     expect(coming_bytes)
-        if incoming.size_bytes != shard.size_bytes:
-            raise SourceError(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
+                    if (took_s := time.monotonic() - since_s) >= self.idle_timeout_s:
+                        if (sent_bytes := self.shard_bytes - since_bytes) < WAKE_BYTES:
+                            raise SourceError(self.url, f"sent {sent_bytes} bytes of {what} in {took_s:.0f} s")
+                        since_s, since_bytes = time.monotonic(), self.shard_bytes
+        if incoming.size_bytes != shard.size_bytes:  # although nothing broke: the server says that this is all
+            raise BadData(self.url, f"{what} ended after {incoming.size_bytes} of {shard.size_bytes} bytes")
         if not incoming.matches():
             alone = incoming.senders == {self.url}
             incoming.restart()
             kind = BadData if alone else SourceError  # with several senders, any of them may be at fault
             raise kind(self.url, f"{what} is corrupt: its hash is not the one in the manifest")
 
-    async def _small(self, path: str) -> bytes:
+    async def _small(self, path: str, most_bytes: int) -> bytes:
+        """The answer to a question."""
         body = bytearray()
-        async with self._get(path, path, {}, aiohttp.ClientTimeout(total=self.answer_timeout_s)) as response:
+        async with self._get(path, path, {}, answer=True) as response:
+            if (response.content_length or 0) > most_bytes:
+                raise self._bad(f"{path} is longer than {most_bytes} bytes")
             async for chunk in response.content.iter_any():
                 self.received_bytes += len(chunk)
                 body += chunk
-                if len(body) > MAX_SMALL_BYTES:
-                    raise BadData(self.url, f"{path} is longer than {MAX_SMALL_BYTES} bytes")
+                if len(body) > most_bytes:
+                    raise self._bad(f"{path} is longer than {most_bytes} bytes")
         return bytes(body)
+
+    def _bad(self, reason: str) -> BadData:
+        """A bad answer to a question, which costs the server its standing."""
+        self.standing.answered_badly()
+        return BadData(self.url, reason)
+
+    @property
+    def idle_timeout_s(self) -> float:
+        return self.session.timeout.sock_read or math.inf
 
     @asynccontextmanager
     async def _get(
-        self, path: str, what: str, headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None
+        self, path: str, what: str, headers: dict[str, str], *, answer: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with its headers, which come within `answer_timeout_s`, as does the body of an `answer`."""
         if self.token is not None:
             headers = headers | {"Authorization": f"Bearer {self.token(self.url)}"}
         try:
             if self.reach:
                 check_host(urlsplit(self.url).hostname or "", self.reach)  # the session's resolver checks names
-            async with self.session.get(
-                f"{self.url}/{path}",
-                allow_redirects=False,
-                headers=headers,
-                timeout=timeout or self.session.timeout,
-                proxy=self.proxy.url if self.proxy else None,
-            ) as response:
+            async with (
+                asyncio.timeout(self.answer_timeout_s) as waiting,
+                self.session.get(
+                    f"{self.url}/{path}",
+                    allow_redirects=False,
+                    headers=headers,
+                    proxy=self.proxy.url if self.proxy else None,
+                    read_bufsize=SMALL_BUFFER_BYTES if answer else READ_BUFFER_BYTES,
+                ) as response,
+            ):
+                if not answer:
+                    waiting.reschedule(None)
                 if response.status == 404:
                     raise NotHeld(self.url, f"does not hold {what} (404)")
                 if response.status == 416:

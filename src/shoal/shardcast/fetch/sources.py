@@ -1,6 +1,7 @@
 """All servers that a downloader may use: which one to ask next, and what to do when it fails.
 
-Questions (lists, manifests) go to few servers, never to all: to another one when one fails, has nothing or is silent.
+Questions (lists, manifests) go to few servers, never to all: to another one when one fails, has nothing or is silent. One
+that gave a bad answer is asked for a while only where no other answers.
 For a shard, a client draws a server at random, in proportion to its expected throughput (see `Standing`), and not simply
 the best one. This spreads the load and keeps the figures fresh. A relay passes an order instead. A server that sends wrong
 bytes is excluded for that shard after `strikes` tries, one that does not have it after a moment. One that is silent or
@@ -104,21 +105,26 @@ class Sources:
 
     async def ask(self, question: Question[T], *, enough: int = 1) -> tuple[dict[Source, T], dict[str, str]]:
         """Asks `enough` servers, drawn by standing, and another one each time one fails, has nothing (NotHeld or None) or
-        is silent for `hedge_s`, until `enough` have given something. The fallback is asked if none answers. Returns the
-        answers, and for each other URL that was asked the reason. So a silent server delays a question by `hedge_s`, and
-        only the first one: the next ones go to others."""
-        answers, reasons = await self._ask(self._by_standing(), question, enough)
-        if answers or not self.fallback:
-            return answers, reasons
-        answers, more = await self._ask(list(self.fallback), question, enough)
-        return answers, reasons | more
+        is silent for `hedge_s`, until `enough` have given something. The fallback is asked if none answers, and then those
+        that gave a bad answer not long ago. Returns the answers, and for each other URL that was asked the reason. So a
+        silent server delays a question by `hedge_s`, and only the first one: the next ones go to others."""
+        servers, reasons = self._by_standing(), dict[str, str]()
+        suspects = [source for source in [*servers, *self.fallback] if source.standing.suspect()]
+        for group in (servers, self.fallback, suspects):
+            waiting = [source for source in group if group is suspects or source not in suspects]
+            answers, more = await self._ask(waiting, question, enough)
+            reasons |= more
+            if answers:
+                break
+        return answers, reasons
 
     async def ask_all(
         self, question: Question[T], *, among: Sequence[Source]
     ) -> tuple[dict[Source, T], dict[str, str]]:
-        """Asks these servers at once, except those that were silent not long ago. After the first answer the rest have
-        `hedge_s`."""
-        awake = [source for source in among if not source.standing.silent()] or list(among)
+        """Asks these servers at once, except those that were silent or gave a bad answer not long ago. After the first
+        answer the rest have `hedge_s`."""
+        good = [source for source in among if not source.standing.suspect()] or list(among)
+        awake = [source for source in good if not source.standing.silent()] or good
         return await self._ask(awake, question, len(awake))
 
     def hedge_s(self) -> float:

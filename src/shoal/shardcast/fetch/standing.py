@@ -18,6 +18,7 @@ class Standing:
     HEALS_IN_S = 30.0
     FORGOTTEN_AFTER_S = 60.0
     SILENT_S = 10.0  # how long a server that did not answer is asked after the others
+    SUSPECT_S = 60.0  # how long a server that gave a bad answer is asked only where no other answers
     SILENT_ONCE_S = 1.0  # the same for shards, whose sender may only have been slow to begin
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,6 +27,7 @@ class Standing:
         self._success, self._counted_s = 1.0, -math.inf
         self._answer_s: float | None = None
         self._unanswered, self._silent_s = 0, -math.inf  # requests in a row, and when the last one was given up
+        self._bad_s = -math.inf
 
     def success(self) -> float:
         return 1 - (1 - self._success) * math.exp(-(self._clock() - self._counted_s) / self.HEALS_IN_S)
@@ -44,6 +46,10 @@ class Standing:
         limit_s = self.SILENT_S if self._unanswered > 1 else self.SILENT_ONCE_S
         return self._unanswered > 0 and self._clock() - self._silent_s < limit_s
 
+    def suspect(self) -> bool:
+        """Whether it gave a bad answer not long ago."""
+        return self._clock() - self._bad_s < self.SUSPECT_S
+
     def answer_s(self) -> float | None:
         """How long it takes to answer a question, a moving average; None if it never did."""
         return self._answer_s
@@ -55,6 +61,11 @@ class Standing:
     def unanswered(self) -> None:
         """It sent nothing while another server would have. Its success rate stays: it may only be far away."""
         self._unanswered, self._silent_s = self._unanswered + 1, self._clock()
+
+    def answered_badly(self) -> None:
+        """Its list or manifest was one that no honest server gives: too large, malformed, or not signed by the learner."""
+        self._bad_s = self._clock()
+        self.failed()
 
     def delivered(self, size_bytes: int, seconds: float) -> None:
         self._unanswered = 0

@@ -30,9 +30,14 @@ MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
 MAX_TENSORS = 100_000  # of one file
 MAX_VERSION = 10**9 - 1
+MAX_MANIFEST_BYTES = 16 << 20  # as it is sent: 35,000 tensors and 65,000 shards, twice
 
 # Domain separation: nothing else that this key signs can be taken for a manifest.
 SIGNATURE_DOMAIN = b"shoal shardcast manifest 3\n"
+
+# How `SignedManifest.to_bytes` ends.
+_ENDING = re.compile(rb',"key":"([0-9a-f]{64})","signature":"([0-9a-f]{128})"}')
+_BEGINNING, _ENDING_BYTES = b'{"manifest":', 217
 
 # An allowlist: every file system takes these names literally.
 _PATH_PART = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]*")
@@ -180,18 +185,34 @@ class SignedManifest(_Record):
     @classmethod
     def sign(cls, manifest: Manifest, private_key: Ed25519PrivateKey) -> SignedManifest:
         text = manifest.canonical()
-        return cls(
+        signed = cls(
             manifest=text.decode(),
             key=public_key_hex(private_key),
             signature=private_key.sign(SIGNATURE_DOMAIN + text).hex(),
         )
+        if (size_bytes := len(signed.to_bytes())) > MAX_MANIFEST_BYTES:
+            raise ManifestError(
+                f"the manifest of version {manifest.version} has {size_bytes} bytes, and readers take at most "
+                f"{MAX_MANIFEST_BYTES}; publish fewer files, or choose larger shards"
+            )
+        return signed
 
     @classmethod
     def parse(cls, body: bytes) -> SignedManifest:
+        """What `to_bytes` wrote. The bytes may be a stranger's: they are cut up without a JSON parser, which would make
+        far more memory of them than they have. Raises ManifestError."""
+        ending = _ENDING.fullmatch(body, max(len(body) - _ENDING_BYTES, 0))
+        if ending is None or not body.startswith(_BEGINNING + b'"'):
+            raise ManifestError("malformed signed manifest: not a text with a key and a signature")
         try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise ManifestError(f"malformed signed manifest: {_first(error)}") from error
+            text = json.loads(
+                body[len(_BEGINNING) : ending.start()].decode("ascii")
+            )  # a string: its first byte says so
+            text.encode("ascii")  # it may have held escapes
+            return cls(manifest=text, key=ending[1].decode(), signature=ending[2].decode())
+        except ValueError as error:
+            why = str(error)[:100]
+        raise ManifestError(f"malformed signed manifest: {why}")  # without the error, which holds the whole text
 
     def open(self, public_key: str, *, run: str | None = None, version: int | None = None) -> Manifest:
         """The verified manifest. A genuine manifest of another `run` or `version` is refused, too, if these are given.

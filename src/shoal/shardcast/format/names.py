@@ -14,6 +14,7 @@ from shoal.shardcast.format.manifest import MAX_VERSION, Part
 from shoal.shardcast.format.newest import SignedNewest
 
 MAX_HOPS = 64  # servers on a path, origin included
+MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice what the largest Listing has
 VERSION_PATTERN = r"v\d{6,9}"
 
 

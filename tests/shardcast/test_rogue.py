@@ -1,0 +1,320 @@
+"""Servers that answer to do harm: with too much, with nonsense, with nothing, or a byte at a time."""
+
+import asyncio
+import json
+import sys
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from shoal.shardcast import FetchError, ManifestError, SignedManifest
+from shoal.shardcast.fetch import source as source_module
+from shoal.shardcast.fetch.errors import BadData, SourceError
+from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.format import manifest as manifest_module
+from shoal.shardcast.format.names import MAX_LISTING_BYTES, Listing
+
+from .support import (
+    OTHER_KEY,
+    PUBLIC_KEY,
+    access,
+    answering,
+    between,
+    client,
+    mirroring,
+    published,
+    relay,
+    serving,
+    until,
+)
+
+FLOOD_BYTES = 31 << 20
+Talk = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
+
+
+def flood(opening: bytes, item: bytes) -> bytes:
+    return opening + item * ((FLOOD_BYTES - len(opening)) // len(item))
+
+
+VERSIONS = flood(b'{"versions": [', b"1, ") + b"1]}"
+LISTS = flood(b'{"versions": [', b"[],") + b"1]}"
+MANIFEST = flood(b'{"manifest":[', b"[],") + b"1]}"
+
+
+@asynccontextmanager
+async def talking(talk: Talk) -> AsyncIterator[str]:
+    """A server below HTTP: `talk` gets the path that is asked for, and writes."""
+
+    async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                await talk(head.split(" ")[1], writer)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(visit, "127.0.0.1")
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def plain(body: bytes, size_bytes: int | None = None) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) if size_bytes is None else size_bytes) + body
+
+
+# More than a reader can bear
+
+
+@pytest.mark.parametrize(
+    ("listing", "manifest"), [(VERSIONS, b""), (LISTS, b""), (b'{"versions":[9,8,7,6,5]}', MANIFEST)]
+)
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_server_of_floods_costs_a_readers_process_little_memory(tmp_path, listing, manifest, sized):
+    published(tmp_path, 7)
+    asked: list[str] = []
+
+    async def answer(request):
+        if request.path.endswith(".shard"):
+            return web.Response(status=404)
+        asked.append(request.path)
+        body = listing if request.path == "/versions.json" else manifest
+        if sized:
+            return web.Response(body=body)
+        response = web.StreamResponse()  # in chunks, without a length
+        with suppress(ConnectionError):
+            await response.prepare(request)
+            for at in range(0, len(body), 1 << 20):
+                await response.write(body[at : at + (1 << 20)])
+        return response
+
+    async def run() -> dict[str, int]:
+        async with serving(tmp_path / "origin") as good, answering(answer) as rogue:
+            settings = json.dumps({"tmp_path": str(tmp_path), "urls": [rogue, good], "times": 4})
+            script = str(Path(__file__).parent / "process.py")
+            reader = await asyncio.create_subprocess_exec(
+                sys.executable, script, "reader", settings, stdout=asyncio.subprocess.PIPE
+            )
+            async with asyncio.timeout(120):
+                return json.loads((await reader.communicate())[0])
+
+    facts = asyncio.run(run())
+    assert facts["version"] == 7
+    assert facts["grew_kib"] < 100 << 10
+    assert len(asked) <= 2, "it is asked again only where no other answers"
+
+
+def questions(answer, *, ask=lambda sources: sources.sources[0].listing(), **limits) -> tuple[Exception, int]:
+    """What asking a server for a list ends with, and the bytes of it that were read."""
+
+    async def run():
+        async with answer as url, Sources.open(access(**limits), [url]) as sources:
+            with pytest.raises(SourceError) as raised:
+                await ask(sources)
+            return raised.value, sources.received_bytes
+
+    return asyncio.run(run())
+
+
+def test_a_list_is_read_no_further_than_its_limit():
+    async def endless(path, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            writer.write(b" " * 65_536)
+            await writer.drain()
+
+    error, received_bytes = questions(talking(endless))
+    assert isinstance(error, BadData) and received_bytes < 2 * MAX_LISTING_BYTES
+
+
+def test_a_list_whose_length_is_over_the_limit_is_not_read_at_all():
+    async def long(path, writer):
+        writer.write(plain(b" " * 1_000, MAX_LISTING_BYTES + 1))
+
+    error, received_bytes = questions(talking(long))
+    assert isinstance(error, BadData) and received_bytes == 0
+
+
+def test_the_largest_list_fits():
+    full = Listing(versions=tuple(range(999_999_999, 999_989_999, -1)), path=("0123456789abcdef",) * 64)
+    assert len(full.model_dump_json()) < MAX_LISTING_BYTES - 1_500  # and a statement
+
+
+@pytest.mark.parametrize("what", ["headers", "trailers", "interim answers", "a status line", "a chunk's extension"])
+def test_what_surrounds_a_body_has_an_end(what):
+    openings = {
+        "headers": b"HTTP/1.1 200 OK\r\n",
+        "trailers": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        "interim answers": b"",
+        "a status line": b"HTTP/1.1 200 ",
+        "a chunk's extension": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;",
+    }
+    more = {"a status line": b"a" * 1_000, "a chunk's extension": b"a" * 1_000}
+    more |= {"interim answers": b"HTTP/1.1 100 Continue\r\n\r\n"}
+
+    async def endless(path, writer):
+        writer.write(openings[what])
+        number = 0
+        while True:
+            number += 1
+            writer.write(more.get(what, b"X-%d: a\r\n" % number))
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    tracemalloc.start()
+    try:
+        questions(talking(endless), answer_timeout_s=0.5)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"manifest":[1],"key":"%s","signature":"%s"}' % (b"0" * 64, b"0" * 128),
+        b'{"manifest":"a","manifest":["b"],"key":"%s","signature":"%s"}' % (b"0" * 64, b"0" * 128),
+        b'{"manifest":"\\ud800","key":"%s","signature":"%s"}' % (b"0" * 64, b"0" * 128),
+        b'{"manifest":"\xff","key":"%s","signature":"%s"}' % (b"0" * 64, b"0" * 128),
+        b'{"manifest":"","key":"%s","signature":"%s"} ' % (b"0" * 64, b"0" * 128),
+        b'{"manifest":',
+        b"",
+    ],
+)
+def test_a_manifest_in_another_form_is_malformed(body):
+    with pytest.raises(ManifestError, match="malformed"):
+        SignedManifest.parse(body)
+
+
+def test_a_manifest_takes_memory_in_proportion_before_its_signature_is_checked(tmp_path):
+    body = b'{"manifest":[%s1],"key":"%s","signature":"%s"}' % (b"[]," * 1_000_000, b"0" * 64, b"0" * 128)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ManifestError) as raised:
+            SignedManifest.parse(body)
+        assert raised.value.__context__ is None
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 500)
+    with pytest.raises(ManifestError, match="readers take at most 500"):
+        published(tmp_path, 7)
+
+
+def test_a_large_manifest_is_opened_beside_the_event_loop(tmp_path, monkeypatch):
+    store = published(tmp_path, 7).store
+    opened_by: list[int] = []
+    real = SignedManifest.open
+
+    def noting(self, *arguments, **options):
+        opened_by.append(threading.get_ident())
+        return real(self, *arguments, **options)
+
+    async def run():
+        async with serving(store) as url, Sources.open(access(), [url]) as sources:
+            for limit_bytes in (1 << 20, 100):
+                monkeypatch.setattr(source_module, "LARGE_BYTES", limit_bytes)
+                await sources.sources[0].manifest(7)
+        return threading.get_ident()
+
+    monkeypatch.setattr(SignedManifest, "open", noting)
+    loop = asyncio.run(run())
+    assert opened_by[0] == loop and opened_by[1] != loop
+
+
+def test_one_bad_manifest_ends_the_questions_to_a_server(tmp_path):
+    """Each may be as large as the largest."""
+    forged = SignedManifest.sign(published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY), OTHER_KEY).to_bytes()
+    asked: list[str] = []
+
+    async def answer(request):
+        asked.append(request.path)
+        return web.Response(body=b'{"versions":[9,8,7,6,5]}' if request.path == "/versions.json" else forged)
+
+    async def run():
+        async with serving(tmp_path / "origin") as good, answering(answer) as rogue:
+            reader = client(tmp_path, rogue, good)
+            for _ in range(5):
+                assert (await asyncio.to_thread(reader.latest)).version == 7
+
+    asyncio.run(run())
+    assert len(asked) <= 2
+
+
+def test_a_relay_asks_a_server_that_answers_badly_no_more(tmp_path):
+    published(tmp_path, 7)
+    asked: list[str] = []
+
+    async def answer(request):
+        asked.append(request.path)
+        return web.Response(body=b'{"versions":')
+
+    async def run():
+        async with (
+            serving(tmp_path / "origin") as good,
+            answering(answer) as rogue,
+            mirroring(relay(tmp_path, rogue, good)) as mirror,
+        ):
+            await until(lambda: mirror.status.versions == [7])
+            before = mirror.access.standings[good].answer_s()
+            await until(lambda: mirror.access.standings[good].answer_s() != before)
+
+    asyncio.run(run())
+    assert len(asked) == 1
+
+
+def test_a_server_that_answered_badly_is_asked_where_no_other_answers(tmp_path):
+    published(tmp_path, 7)
+    bad = iter([True])
+
+    def change(path, data):
+        return b"" if next(bad, False) else data
+
+    async def run():
+        async with serving(tmp_path / "origin") as up, between(up, change=change) as once:
+            reader = client(tmp_path, once.url)
+            with pytest.raises(FetchError, match="malformed"):
+                await asyncio.to_thread(reader.latest)
+            return await asyncio.to_thread(reader.fetch)
+
+    assert asyncio.run(run())[1].version == 7
+
+
+def test_an_honest_server_with_the_version_as_it_was_published_before_keeps_its_standing(tmp_path):
+    published(tmp_path, 7)
+
+    async def run():
+        async with serving(tmp_path / "origin") as behind:
+            reader = client(tmp_path, behind)
+            with pytest.raises(FetchError, match="expected 1111"):
+                await asyncio.to_thread(reader.fetch, 7, digest="1" * 64)
+            assert not reader.access.standings[behind].suspect()
+
+    asyncio.run(run())
+
+
+def test_no_server_sets_cookies_for_its_neighbours():
+    seen: list[str] = []
+
+    async def answer(request):
+        seen.append(request.headers.get("Cookie", ""))
+        return web.json_response({"versions": []}, headers={"Set-Cookie": "filler=" + "a" * 4_000})
+
+    async def run():
+        async with answering(answer) as one, answering(answer) as two:
+            urls = [url.replace("127.0.0.1", "localhost") for url in (one, two)]
+            async with Sources.open(access(), urls) as sources:
+                for source in sources.sources:
+                    await source.listing()
+
+    asyncio.run(run())
+    assert seen == ["", ""]
