@@ -14,6 +14,7 @@ from aiohttp import web
 
 from shoal.shardcast import FetchError, ManifestError, SignedManifest
 from shoal.shardcast.fetch import source as source_module
+from shoal.shardcast.fetch import stream as stream_module
 from shoal.shardcast.fetch.errors import BadData, SourceError
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format import manifest as manifest_module
@@ -22,15 +23,20 @@ from shoal.shardcast.format.names import MAX_LISTING_BYTES, Listing
 from .support import (
     OTHER_KEY,
     PUBLIC_KEY,
+    SHARD_BYTES,
     access,
     answering,
     between,
     client,
+    contents,
     mirroring,
+    model_folder,
+    origin,
     published,
     relay,
     serving,
     until,
+    weights_folder,
 )
 
 FLOOD_BYTES = 31 << 20
@@ -318,3 +324,150 @@ def test_no_server_sets_cookies_for_its_neighbours():
 
     asyncio.run(run())
     assert seen == ["", ""]
+
+
+# Nothing, or hardly anything
+
+
+def trickle(store: Path, how: str) -> Talk:
+    """A server of genuine lists and manifests. It sends no shard whole."""
+
+    async def talk(path, writer):
+        file = store / path.lstrip("/")
+        if not file.name.endswith(".shard"):
+            writer.write(plain(file.read_bytes()))
+            return
+        data = file.read_bytes()
+        if how == "accepts":
+            await asyncio.sleep(3_600)
+        elif how == "headers alone":
+            writer.write(plain(b"", len(data)))
+        elif how == "a header byte at a time":
+            for byte in b"HTTP/1.1 200 OK\r\n" + b"X-Padding: a\r\n" * 1_000_000:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        elif how == "a byte at a time":
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for byte in data:
+                writer.write(b"1\r\n%c\r\n" % byte)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        elif how == "nothing as if it were all":
+            writer.write(plain(b""))
+            return
+        elif how == "all but the end, again and again":
+            writer.write(plain(data[:-1], len(data)))
+            await writer.drain()
+        writer.close()
+        raise ConnectionResetError
+
+    return talk
+
+
+HOWS = [
+    "accepts",
+    "headers alone",
+    "a header byte at a time",
+    "a byte at a time",
+    "nothing as if it were all",
+    "all but the end, again and again",
+]
+QUICK = {"idle_timeout_s": 0.3, "answer_timeout_s": 0.3, "patience_s": 0.5}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_fetch_from_one_server_that_does_not_deliver_ends_and_names_it(tmp_path, how, monkeypatch):
+    monkeypatch.setattr(stream_module, "STALL_S", 1.0)
+    published(tmp_path, 7)
+
+    async def run():
+        async with talking(trickle(tmp_path / "origin", how)) as rogue:
+            reader = client(tmp_path, rogue, limits=QUICK, timeout_s=25.0)
+            with pytest.raises(FetchError) as raised:
+                await asyncio.to_thread(reader.fetch)
+            assert rogue in str(raised.value)
+            return str(raised.value)
+
+    assert "deadline" not in asyncio.run(run()), "it waited to the end of its time"
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_fetch_goes_on_at_another_server(tmp_path, how):
+    published(tmp_path, 7)
+
+    async def run():
+        async with talking(trickle(tmp_path / "origin", how)) as rogue, serving(tmp_path / "origin") as good:
+            reader = client(tmp_path, rogue, good, limits=QUICK, timeout_s=60.0)
+            return await asyncio.to_thread(reader.fetch)
+
+    assert contents(asyncio.run(run())[0]) == contents(tmp_path / "model7")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_relay_leaves_a_version_that_does_not_come_and_says_so(tmp_path, how):
+    published(tmp_path, 7)
+
+    async def run():
+        async with (
+            talking(trickle(tmp_path / "origin", how)) as rogue,
+            mirroring(relay(tmp_path, rogue, limits=QUICK, stall_s=1.0)) as mirror,
+        ):
+            ends = ("made no progress", "every server was tried")
+            await until(lambda: any(end in (mirror.status.last_error or "") for end in ends), timeout_s=30)
+
+    asyncio.run(run())
+
+
+def test_a_version_that_vanishes_while_it_is_fetched_gives_way_to_the_next(tmp_path):
+    source = published(tmp_path, 7, keep=1)
+
+    async def run():
+        async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
+            slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES
+            reader = client(tmp_path, slow.url, parallel=1, timeout_s=30.0)
+            fetching = asyncio.create_task(asyncio.to_thread(reader.fetch))
+            await until(lambda: slow.sent_bytes >= SHARD_BYTES)
+            await asyncio.to_thread(source.publish, model_folder(tmp_path / "model8", seed=8), 8)
+            slow.hold_after_bytes = float("inf")
+            return await fetching
+
+    folder, manifest = asyncio.run(run())
+    assert manifest.version == 8 and contents(folder) == contents(tmp_path / "model8")
+
+
+def test_a_version_that_vanishes_and_was_asked_for_by_number_is_named(tmp_path):
+    source = published(tmp_path, 7, keep=1)
+
+    async def run():
+        async with serving(tmp_path / "origin", wait_s=0.1) as up, between(up) as slow:
+            slow.rate_Bps, slow.hold_after_bytes = 50_000, SHARD_BYTES
+            reader = client(tmp_path, slow.url, parallel=1, timeout_s=30.0)
+            fetching = asyncio.create_task(asyncio.to_thread(reader.fetch, 7))
+            await until(lambda: slow.sent_bytes >= SHARD_BYTES)
+            await asyncio.to_thread(source.publish, model_folder(tmp_path / "model8", seed=8), 8)
+            slow.hold_after_bytes = float("inf")
+            with pytest.raises(FetchError, match="version 7 could not be fetched"):
+                await fetching
+
+    asyncio.run(run())
+
+
+def test_the_plan_of_a_fetch_ends_at_the_deadline(tmp_path):
+    """The parents of a delta are asked for one after the other."""
+    source = origin(tmp_path, anchor_every=100)
+    for version in (0, 1):
+        source.publish(weights_folder(tmp_path / f"model{version}", version), version)
+    store = tmp_path / "origin"
+
+    async def talk(path, writer):
+        if path.startswith("/v000000"):
+            await asyncio.sleep(3_600)
+        writer.write(plain((store / path.lstrip("/")).read_bytes()))
+
+    async def run():
+        async with talking(talk) as rogue:
+            with pytest.raises(FetchError, match="in time"):
+                await asyncio.to_thread(client(tmp_path, rogue, timeout_s=1.0).fetch)
+
+    asyncio.run(run())

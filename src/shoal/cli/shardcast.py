@@ -70,6 +70,13 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", type=real(0, 1e6), default=0.0, metavar="S", help="wait for a relay or a first version"
     )
+    parser.add_argument(
+        "--timeout",
+        type=real(0, 1e6),
+        default=24 * 3600.0,
+        metavar="S",
+        help="give up a version that is not complete after this long (default: a day)",
+    )
 
 
 def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
@@ -121,6 +128,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 arguments.urls,
                 arguments.out,
                 key,
+                timeout_s=arguments.timeout,
                 max_age_s=arguments.max_age,
                 tls=tls,
                 progress=bars.show,
@@ -134,6 +142,7 @@ def run_fetch(arguments: argparse.Namespace) -> None:
                 key,
                 version=arguments.version,
                 wait_s=arguments.wait,
+                timeout_s=arguments.timeout,
                 max_age_s=arguments.max_age,
                 tls=tls,
                 progress=bars.show,

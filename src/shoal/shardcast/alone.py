@@ -64,12 +64,13 @@ def fetch(
     *,
     version: int | None = None,
     wait_s: float = 0.0,
+    timeout_s: float = A_DAY_S,
     max_age_s: float | None = None,
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Path, Manifest]:
-    """Fetches a version (default: the newest) into `out`/v000007/. Raises FetchError."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=A_DAY_S, max_age_s=max_age_s)
+    """Fetches a version (default: the newest) into `out`/v000007/. Raises FetchError, at the latest after `timeout_s`."""
+    client = Client(urls, Access(public_key, tls=tls), out, wait_s=wait_s, timeout_s=timeout_s, max_age_s=max_age_s)
     return fetch_with(client, version, progress)
 
 
@@ -78,13 +79,14 @@ def watch(
     out: Path,
     public_key: str,
     *,
+    timeout_s: float = A_DAY_S,
     max_age_s: float | None = None,
     tls: ssl.SSLContext | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Yields each newest version, for ever, and never an older one after a newer. A failed fetch is reported to
-    `progress` and tried again."""
-    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=A_DAY_S, max_age_s=max_age_s)
+    """Yields each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
+    `timeout_s`, is reported to `progress` and tried again."""
+    client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=timeout_s, max_age_s=max_age_s)
     last: tuple[int, float] | None = None
     while True:
         try:

@@ -170,7 +170,20 @@ class Client:
                         self.progress.doing = f"waiting: {error}"
                     except ReplacedError:
                         continue
+                    except FetchError:
+                        if not await self._moved_on(sources, offer, version, digest, deadline_s):
+                            raise
                 await asyncio.sleep(LOOK_AGAIN_S)  # the parent or an anchor may arrive
+
+    async def _moved_on(
+        self, sources: Sources, begun: Offer, version: int | None, digest: str | None, deadline_s: float
+    ) -> bool:
+        """Whether servers offer another version by now, or publish this one anew: the one that was begun may be gone."""
+        try:
+            offer = await self._find(sources, version, digest, time.monotonic(), deadline_s)
+        except FetchError:
+            return False
+        return offer is not None and not offer[1].extends(begun[1])
 
     async def _obtain(
         self, sources: Sources, offer: Offer, digest: str | None, deadline_s: float
@@ -182,7 +195,13 @@ class Client:
                 self.progress.reused_bytes = held[1].size_bytes
                 return held
             self.cache.check_free(offer[1].version)
-            start, steps = await plan(self.cache, sources, offer)
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    start, steps = await plan(self.cache, sources, offer)
+            except TimeoutError as error:
+                raise FetchError(
+                    f"no relay gave the manifests that lead to version {offer[1].version} in time; raise timeout_s"
+                ) from error
             done = await self._follow_plan(sources, start, steps, deadline_s)
             if done is not None:
                 self.cache.retain(done[1].version)

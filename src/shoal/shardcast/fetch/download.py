@@ -5,6 +5,7 @@
 Endgame: when no shard is left to start, an idle task asks another server for the shard that has been in flight longest.
 This copy goes to memory and wins if it is complete and correct first. So one slow relay delays the end only a little. If a
 server sends nothing of a shard for a while, a client asks another one for it, too.
+A download that does not move is ended by its caller, which looks at it through `Movement`.
 Invariant: a sink's `done` is called after the shard's hash matched, and never twice.
 Called by client and relay.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from statistics import median
 from typing import Protocol
@@ -26,6 +27,8 @@ from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Part, ShardEntry
 
 LOOK_AGAIN_S = 0.05
+LEAST_BPS = 1024  # below that a download does not move
+TIMES = 4  # the bytes of a shard that count as movement, as a multiple of its size: it may come from several servers
 LATE_S = 1.0  # a shard is late after so long without a byte, or after twice the usual time
 
 
@@ -54,6 +57,25 @@ class _Running:
     source: Source | None = None
     copied: bool = False
     overtaken: bool = False
+    received: list[Incoming] = field(default_factory=list)  # `incoming` and its copies
+
+    @property
+    def moved_bytes(self) -> int:
+        return min(sum(incoming.arrived_bytes for incoming in self.received), TIMES * self.shard.size_bytes)
+
+
+class Movement:
+    """Whether a download moves: another shard, or LEAST_BPS, within each `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._shards, self._bytes, self._since_s = 0, 0, loop_time()
+
+    def stalled(self, shards: int, size_bytes: int) -> bool:
+        """Whether it has not moved for `limit_s`, now that so many shards were named or done, and bytes moved."""
+        if shards != self._shards or size_bytes >= self._bytes + LEAST_BPS * self.limit_s:
+            self._shards, self._bytes, self._since_s = shards, size_bytes, loop_time()
+        return loop_time() - self._since_s > self.limit_s
 
 
 class Download:
@@ -76,11 +98,20 @@ class Download:
         self._all_named = False
         self._running: list[_Running] = []
         self._took_s: deque[float] = deque(maxlen=50)
+        self._done_bytes = 0
+        self.named = self.done = 0  # shards
 
     def add(self, shards: Iterable[ShardEntry], *, last: bool) -> None:
         """Adds shards to fetch; `last`: there will be no more."""
+        before = len(self._queue)
         self._queue.extend(shards)
+        self.named += len(self._queue) - before
         self._all_named = last
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that came, except those of a shard that comes again and again and is never right."""
+        return self._done_bytes + sum(running.moved_bytes for running in self._running)
 
     async def run(self) -> None:
         """Returns when all shards are stored. Raises FetchError, and what a sink raises."""
@@ -120,7 +151,7 @@ class Download:
             incoming.restart()  # damaged on disk, or of another version
         task = asyncio.ensure_future(self._first(incoming, sink))
         begun_bytes, now_s = incoming.size_bytes, loop_time()
-        running = _Running(shard, sink, incoming, begun_bytes, begun_bytes, now_s, now_s, task)
+        running = _Running(shard, sink, incoming, begun_bytes, begun_bytes, now_s, now_s, task, received=[incoming])
         self._running.append(running)
         try:
             await self._hedge(running)
@@ -133,6 +164,8 @@ class Download:
             task.cancel()
             self._running.remove(running)
             sink.close()
+        self.done += 1
+        self._done_bytes += running.moved_bytes
         if begun_bytes < shard.size_bytes:
             self._took_s.append(loop_time() - running.started_s)
         self.on_shard(shard)
@@ -183,6 +216,7 @@ class Download:
         late.copied = True
         copy = _Memory(late.shard.size_bytes)
         copying_of = Incoming(late.shard, copy)
+        late.received.append(copying_of)
         copying = asyncio.ensure_future(
             self.sources.shard(
                 self.version,

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.shardcast.fetch.access import Access, Arrival
-from shoal.shardcast.fetch.download import Download
+from shoal.shardcast.fetch.download import Download, Movement
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedError, first_error
 from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Sources
@@ -258,16 +258,15 @@ class Relay:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(download.run()) for download in downloads.values()]
                 spread(last=self._held[version].complete)
-                seen, seen_s = (0, 0, 0), time.monotonic()
+                movement = Movement(self.stall_s)
                 while not all(task.done() for task in running):
                     await asyncio.sleep(self.poll_s)
                     if not self._held[version].complete:
                         await self._adopted(sources, version)
                         spread(last=self._held[version].complete)
-                    now = named, len(missing), sources.shard_bytes
-                    if now != seen:
-                        seen, seen_s = now, time.monotonic()
-                    elif time.monotonic() - seen_s > self.stall_s:
+                    each = downloads.values()
+                    done = sum(download.named + download.done for download in each)
+                    if movement.stalled(done, sum(download.moved_bytes for download in each)):
                         raise FetchError(f"version {version} made no progress for {self.stall_s} s; check upstream")
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
