@@ -1,9 +1,11 @@
 """What a program gets, how it ends, conversations, the pool."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox import TIERS, Budget, Limits, Program, Sandbox, SandboxError, best_tier, interpreter, places, problem
+from shoal.sandbox import (
+    TIERS,
+    Budget,
+    Limits,
+    Program,
+    Sandbox,
+    SandboxError,
+    Tier,
+    best_tier,
+    interpreter,
+    places,
+    problem,
+)
 from shoal.sandbox.limits import MIB
+from shoal.sandbox.process import ServerProcess
 
 
 @pytest.fixture(scope="module", params=TIERS)
@@ -364,3 +379,45 @@ def test_it_shows_the_library_behind_a_virtual_environment_and_not_the_environme
     command = [environment / "bin" / "python", "-c", read]
     shown = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == places.binds() and str(environment) not in shown
+
+
+def test_it_starts_where_only_root_may_enter_the_folder_of_temporary_files(
+    box: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(closed))
+    with Sandbox(box.tier) as own:
+        assert own.run(Program("open('x', 'w').write('fine'); print(open('x').read())")).stdout == b"fine\n"
+    assert list(closed.iterdir()) == []
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_it_starts_where_only_root_may_enter_the_folder_of_bubblewrap(
+    linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := problem("bubblewrap"):
+        pytest.skip(reason)
+    closed = tmp_path / "closed"
+    closed.mkdir(0o700)
+    shutil.copy(str(places.bwrap()), closed)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        Path(folder, "bwrap").symlink_to(closed / "bwrap")
+        monkeypatch.setenv("PATH", folder if linked else str(closed))
+        assert problem.__wrapped__("bubblewrap") == ""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_interpreter_that_only_root_may_read_is_named_with_the_remedy(
+    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := problem(tier):
+        pytest.skip(reason)
+    closed = tmp_path / "closed"
+    closed.mkdir(0o700)
+    binds = [*places.binds(), str(closed)]
+    monkeypatch.setattr(places, "binds", lambda: binds)
+    with pytest.raises(SandboxError, match=f"{closed}.*chmod -R go"):
+        ServerProcess(tier)

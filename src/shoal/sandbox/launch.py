@@ -42,7 +42,8 @@ def main(config: dict[str, Any]) -> None:
 
 def become_nobody(config: dict[str, Any]) -> None:
     """From root to a plain user for ever. Folders that only root may enter are opened in a private mount namespace."""
-    mounts.reveal([path for path in config["binds"] if not mounts.enterable(path)])
+    own = {"bubblewrap": [config["bwrap"]], "rlimits": [config["scratch"]]}.get(config["tier"], [])
+    mounts.reveal([path for path in (*config["binds"], *own) if not mounts.enterable(path)])
     os.setgroups([])
     try:
         os.setresgid(*[config["host_uid"]] * 3)
@@ -51,6 +52,9 @@ def become_nobody(config: dict[str, Any]) -> None:
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
     kernel.call_prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self would still be root's
+    for path in config["binds"]:
+        if not os.access(path, os.R_OK | os.X_OK if Path(path).is_dir() else os.R_OK):
+            sys.exit(f"only root may read {path}, and programs run as another user: chmod -R go+rX {path}")
 
 
 def bubblewrap(config: dict[str, Any]) -> list[str]:

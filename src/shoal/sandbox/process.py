@@ -52,7 +52,9 @@ class ServerProcess:
         self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
-        self._scratch = tempfile.mkdtemp(prefix="sandbox-") if tier == "rlimits" else ""  # else a mount of each program
+        self._scratch = (
+            os.path.realpath(tempfile.mkdtemp(prefix="sandbox-")) if tier == "rlimits" else ""
+        )  # else a mount of each program
         if self._scratch and os.getuid() == 0:
             os.chown(self._scratch, self._host_uid, self._host_uid)
         parent, self._errors = os.pidfd_open(os.getpid()), os.memfd_create("errors")
