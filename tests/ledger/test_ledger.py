@@ -22,6 +22,7 @@ from shoal.ledger.chain import (
 )
 from shoal.ledger.interface import Entry, Ledger, LedgerError
 from shoal.ledger.sqlite import SqliteLedger
+from shoal.ledger.table import read_lines
 from shoal.protocol.identity import Identity
 
 COORDINATOR = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))
@@ -255,6 +256,9 @@ def test_an_export_verifies_without_the_database_and_replaces_the_last_one(tmp_p
         ledger.append("accepted", {"step": step, "note": "ü\u2028\n"})
     before = list(ledger.entries())
     write_export(ledger.entries(), tmp_path / "ledger.jsonl")
+    exported = (tmp_path / "ledger.jsonl").read_bytes()
+    sent = [list(read_lines(lambda sql, given: connection.execute(sql, given).fetchall(), since)) for since in (0, 2)]
+    assert sent == [exported.splitlines(keepends=True), exported.splitlines(keepends=True)[2:]]
     connection.close()
     assert list(read_export(tmp_path / "ledger.jsonl")) == before
     verify_chain(read_export(tmp_path / "ledger.jsonl"), COORDINATOR.public)

@@ -62,19 +62,22 @@ def verify_chain(entries: Iterable[Entry], public_key: str, *, after: tuple[int,
         previous = entry.digest
 
 
-def lines(entries: Iterable[Entry]) -> Iterator[bytes]:
-    """Entries as they are exported and sent: one line of JSON each."""
-    for entry in entries:
-        yield entry.model_dump_json().encode() + b"\n"
+def line(seq: int, time_s: int, kind: str, body: str, previous: str, digest: str, signature: str) -> bytes:
+    """An entry as it is exported and sent: one line of JSON."""
+    return (
+        f'{{"seq":{seq},"time_s":{time_s},"kind":"{kind}","body":{json.dumps(body)},'
+        f'"previous":"{previous}","digest":"{digest}","signature":"{signature}"}}\n'
+    ).encode()
 
 
 def write_export(entries: Iterable[Entry], path: Path) -> None:
     """Write entries as JSON lines. Replaces `path` whole or not at all."""
     with new_file(path) as file:
         size_bytes = 0
-        for line in lines(entries):
-            file.write(size_bytes, line)
-            size_bytes += len(line)
+        for entry in entries:
+            data = entry.model_dump_json().encode() + b"\n"
+            file.write(size_bytes, data)
+            size_bytes += len(data)
         file.commit()
 
 

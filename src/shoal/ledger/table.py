@@ -2,7 +2,8 @@
 
 Invariant: an entry is appended in the caller's transaction if one is open, so the coordinator's tables and the ledger change
 together; and read page by page, so that no cursor stays open.
-Called by `sqlite` and `postgres`, which say how a statement runs and what a transaction is; `read_all` also by the audit.
+Called by `sqlite` and `postgres`, which say how a statement runs and what a transaction is; `read_all` also by the audit,
+`read_lines` by the coordinator.
 Statements use `?` for arguments. Left out: thread safety (the caller's).
 """
 
@@ -13,11 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.ledger.chain import canonical_json, check_head, check_kind, next_entry
+from shoal.ledger.chain import canonical_json, check_head, check_kind, line, next_entry
 from shoal.ledger.interface import JSON, Entry, LedgerError
 from shoal.protocol.identity import Identity
 
 PAGE_ROWS = 1000
+LINES = 100  # of a page that is sent
 BEFORE_ALL = -(2**63)  # the smallest seq that a row could be given
 COLUMNS = ", ".join(Entry.model_fields)
 MARKS = ", ".join("?" for _ in Entry.model_fields)
@@ -68,6 +70,13 @@ def read_since(rows: Rows, since: int, kind: str | None = None) -> Iterator[Entr
     while page := _page(rows, f"{where} ORDER BY seq", [since, *more]):
         yield from page
         since = page[-1].seq
+
+
+def read_lines(rows: Rows, since: int) -> Iterator[bytes]:
+    """The rows with seq > since as they are exported, one line of JSON each, without a look at them."""
+    while page := rows(f"SELECT {COLUMNS} FROM ledger WHERE seq > ? ORDER BY seq LIMIT {LINES}", [since]):
+        yield from (line(*row) for row in page)
+        since = page[-1][0]
 
 
 def _page(rows: Rows, where: str, arguments: Sequence[object]) -> list[Entry]:

@@ -1,5 +1,7 @@
 """A reader that asks with its last cursor misses nothing and gets nothing twice."""
 
+import json
+
 import pytest
 
 from shoal.coordinator.reports import history as history_module
@@ -11,6 +13,9 @@ from ..support import ALICE, VALIDATOR, Harness, verdict
 pytestmark = pytest.mark.usefixtures("every_database")
 
 SAMPLE = Sample(task="1+1", prompt="1+1=", completion="2", reward=1.0, tokens=2)
+
+
+SAMPLE_OF_A = SAMPLE.model_dump() | {"submission": "a-0", "group": 0, "worker": "a", "policy_version": 0}
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -30,13 +35,28 @@ def test_a_step_that_is_reported_again_replaces_the_earlier_report_at_the_reader
 
 
 def test_a_long_history_comes_in_pages(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "PAGE", 2)
+    two = 2 * len(json.dumps({"step": 0.0, "time_s": harness.clock.now_s, "loss": 0.0}))
+    monkeypatch.setattr(history_module, "PAGE_BYTES", two)
+    monkeypatch.setattr(history_module, "READ", 3)
     for step in range(5):
         harness.pool.learning.trained(report(step, step))
     reader, pages = RunHistory(), 0
     while reader.add(harness.pool.history.after(reader.cursor)):
         pages += 1
     assert (pages, [step["loss"] for step in reader.metrics]) == (3, [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_page_is_bounded_in_bytes_and_a_larger_entry_comes_alone(harness: Harness) -> None:
+    """A thousand entries were one answer: megabytes, for anyone who asked."""
+    size_bytes = history_module.PAGE_BYTES // 5
+    for number in range(12):
+        task = "x" * (size_bytes if number != 7 else 2 * history_module.PAGE_BYTES)
+        harness.pool.history.put("sample", f"a/{number}", json.dumps(SAMPLE_OF_A | {"completion": task}))
+    cursor, sizes = 0, []
+    while (page := json.loads(data := harness.pool.history.page(cursor)))["cursor"] != cursor:
+        cursor = page["cursor"]
+        sizes.append((len(page["samples"]), len(data) <= history_module.PAGE_BYTES + 200))
+    assert sizes == [(4, True), (3, True), (1, False), (4, True)]
 
 
 def accept_with_sample(harness: Harness) -> str:

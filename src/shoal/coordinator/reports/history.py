@@ -1,18 +1,20 @@
 """What readers of the run fetch incrementally: metrics of trained steps, evaluations, sample completions.
 
 Invariant: a reader that asks with the last cursor it got misses nothing and gets nothing twice. Only the newest samples are
-kept.
+kept. A page is made of the entries as they are stored, and bounded in bytes: anyone may ask for one.
 Called by `learning` and `submissions`, which report, and by the coordinator's open route.
 """
 
 import json
+from collections.abc import Iterator
 
 from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.history import Kind
 from shoal.protocol.history import MAX_SAMPLES
 from shoal.protocol.messages import Evaluation, History, WorkerSample
 
-PAGE = 1_000  # entries in one answer
+PAGE_BYTES = 256 << 10  # of entries in one answer; a larger entry comes alone
+READ = 32  # entries, at once
 
 
 class HistoryLog:
@@ -32,17 +34,27 @@ class HistoryLog:
             self.db.history.keep_newest("sample", MAX_SAMPLES)
 
     def after(self, cursor: int) -> History:
-        """The next entries after `cursor`, at most PAGE; 0 is before the first."""
-        rows = self.db.history.after(cursor, PAGE)
+        """The next entries after `cursor`, a page at most; 0 is before the first."""
+        return History.model_validate_json(self.page(cursor))
+
+    def page(self, cursor: int) -> bytes:
+        """Likewise, as the JSON of a `History`."""
         bodies: dict[Kind, list[str]] = {"step": [], "evaluation": [], "sample": []}
-        for _, kind, body in rows:
+        size_bytes = 0
+        for seq, kind, body in self._rows_after(cursor):
+            length = len(body.encode())
+            if size_bytes and size_bytes + length > PAGE_BYTES:
+                break
             bodies[kind].append(body)
-        return History(
-            cursor=rows[-1][0] if rows else cursor,
-            metrics=[json.loads(body) for body in bodies["step"]],
-            evaluations=[Evaluation.model_validate_json(body) for body in bodies["evaluation"]],
-            samples=[WorkerSample.model_validate_json(body) for body in bodies["sample"]],
-        )
+            size_bytes, cursor = size_bytes + length, seq
+        metrics, evaluations, samples = (",".join(bodies[kind]) for kind in ("step", "evaluation", "sample"))
+        text = f'{{"cursor":{cursor},"metrics":[{metrics}],"evaluations":[{evaluations}],"samples":[{samples}]}}'
+        return text.encode()
+
+    def _rows_after(self, cursor: int) -> Iterator[tuple[int, Kind, str]]:
+        while rows := self.db.history.after(cursor, READ):
+            yield from rows
+            cursor = rows[-1][0]
 
     def newest_step(self) -> dict[str, float] | None:
         """Metrics of the step that was reported last."""
