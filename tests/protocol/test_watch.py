@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from shoal.protocol import watch
 from shoal.protocol.address import Address, AddressError, coordinator_url, find_coordinator, server_url
 from shoal.protocol.messages import History, Status
 from shoal.protocol.watch import PoolWatch, UnreachableError
@@ -38,6 +40,24 @@ def test_a_look_fetches_the_state_and_only_new_history() -> None:
     assert (pool.history.metrics, cursors) == (STEPS, [0, 2, 4, 5])
     pool.look()
     assert cursors[4:] == [5], "what is known is not fetched again"
+
+
+def test_a_coordinator_that_asks_to_wait_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It bounds the bytes that one address reads; a long run's history, or a large pool's state, may be more."""
+    asked: list[str] = []
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: float(len(asked)), sleep=lambda _: None))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if len(asked) % 3:
+            return httpx.Response(429)
+        if request.url.path == "/v1/status":
+            return httpx.Response(200, text=STATE.model_dump_json())
+        return httpx.Response(200, text='{"cursor": 0, "metrics": [], "evaluations": [], "samples": []}')
+
+    assert watching(answer).look() == STATE and asked == 3 * ["/v1/status"] + 3 * ["/v1/history"]
+    with pytest.raises(UnreachableError):
+        watching(lambda request: asked.append("") or httpx.Response(429)).look()
 
 
 def test_a_coordinator_that_does_not_answer_is_named() -> None:

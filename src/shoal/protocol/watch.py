@@ -1,8 +1,11 @@
 """A run as anyone sees it: its state now and its history so far, fetched from the coordinator's open routes.
 
-Invariant: the history is fetched by cursor, so every look costs only what is new. Called by `shoal run` and
+Invariant: the history is fetched by cursor, so every look costs only what is new. A coordinator that asks to wait, because
+this address has read much, is asked again. Called by `shoal run` and
 `shoal status`. Left out: waiting and drawing, which the callers do.
 """
+
+import time
 
 import httpx
 from pydantic import ValidationError
@@ -11,6 +14,8 @@ from shoal.errors import ShoalError
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import History, Status
 
+BUSY = 429  # HTTP status
+PAUSE_S, PATIENCE_S = 0.5, 30.0  # between two attempts, and for all of them
 MAX_PAGES = 1000  # of history in one look: a server that invents news for ever is left to the next look
 
 
@@ -45,4 +50,9 @@ class PoolWatch:
         return History.model_validate_json(self._get("/v1/history", {"after": self.history.cursor}))
 
     def _get(self, path: str, query: dict[str, int]) -> bytes:
-        return self.client.get(f"{self.url}{path}", params=query).raise_for_status().content
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (answer := self.client.get(f"{self.url}{path}", params=query)).status_code == BUSY:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(PAUSE_S)
+        return answer.raise_for_status().content

@@ -41,7 +41,7 @@ class Admission:
         head = verify_head(request.method, request.raw_path, request.headers, audience=self.run, now_s=self.clock())
         role = self.role_of(head.key)
         if role is not None:
-            member(request)
+            member(request, head.key)
         if roles is not None and role not in roles:
             raise PoolError(f"only {' or '.join(roles)} may ask for {request.path}", 403)
         if "Content-Encoding" in request.headers:

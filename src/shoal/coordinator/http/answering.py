@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from shoal.coordinator.http.admission import Admission, read_body
-from shoal.coordinator.http.front import refusal
+from shoal.coordinator.http.front import refusal, size_bytes
 from shoal.coordinator.http.pace import Pace
 from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.tables.connection import DatabaseFullError, DatabaseLostError
@@ -55,7 +55,12 @@ class Answering:
             head = self.admission.admit(request, roles, limit_bytes)
             with self.pace.under_way(head.key):
                 body = await read_body(request.content.readany, head, limit_bytes)
-                return await handler(Request(head.key, body, dict(request.match_info)))
+                found = await handler(Request(head.key, body, dict(request.match_info)))
+                if isinstance(found, bytes | web.FileResponse):
+                    return found  # rollouts, which only trusted roles read; task data, which its handler counts
+                response = _response(found)
+                self.pace.answered(head.key, size_bytes(response))
+                return response
 
         return answering(respond)
 
@@ -81,13 +86,17 @@ def answering(respond: Callable[[web.Request], Awaitable[Answer]]) -> Route:
             return refusal(507, str(error))
         except DatabaseLostError as error:
             return refusal(503, str(error))
-        if isinstance(found, web.StreamResponse):
-            return found
-        if isinstance(found, bytes):
-            return web.Response(body=found, content_type="application/vnd.apache.parquet")
-        return web.json_response(text=found.model_dump_json())
+        return _response(found)
 
     return answer
+
+
+def _response(found: Answer) -> web.StreamResponse:
+    if isinstance(found, web.StreamResponse):
+        return found
+    if isinstance(found, bytes):
+        return web.Response(body=found, content_type="application/vnd.apache.parquet")
+    return web.json_response(text=found.model_dump_json())
 
 
 def report(model: type[M], record: Callable[[M], None]) -> Handler:

@@ -1,10 +1,11 @@
 """How much one member may ask of its run, and one address of strangers of the whole listener.
 
+Requests are counted, and the bytes of their answers, which stand for what making, signing and sending them costs.
 Invariant: what a member may ask does not depend on what others ask, nor on its address: several nodes may share one with an
-attacker. Only requests that nobody registered signed are counted by address, for all runs of a listener together, and all
-that an address loses by them is the speed of its next refusals.
-Called by `admission` (members) and `front` (strangers, refused bodies). Left out: limits on bandwidth, and on a crowd of
-addresses; a proxy in front has them, see docs/deploy.md.
+attacker. Only requests that nobody registered signed are counted by address, for all runs of a listener together. Answers
+that their readers do not take hold a bounded part of the memory.
+Called by `admission`, `answering` and `files` (members) and `front` (strangers, refused bodies, answers). Left out: the
+bandwidth of rollout files, and a crowd of addresses; a proxy in front has limits for them, see docs/deploy.md.
 """
 
 import time
@@ -21,6 +22,14 @@ MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # from one address, for what anyone may read: a view asks seven times a second
 REFUSED_RATE = 20.0  # from one address, before its refusals are held back
 AT_ONCE = 16  # requests of one member: each may hold a body of its route's limit
+# Bytes a second, likewise with a burst of 10 s.
+MEMBER_BYTES = 4 << 20  # of answers to one member
+OPEN_BYTES = 4 << 20  # of answers to one address: a view that opens late reads a long run's history at once
+FILE_WEIGHT = 1 / 4  # of a byte of task data, or of an upload that was not kept: neither is made here
+# Bytes of answers that were made and not taken yet. One answer at a time may be larger.
+LARGE_BYTES = 64 << 10  # smaller ones are not counted: a connection's own buffers hold them
+MEMBER_UNTAKEN, ADDRESS_UNTAKEN = 16 << 20, 4 << 20
+STRANGERS_UNTAKEN = 64 << 20  # of all addresses together
 DISCARD_RATE = 8 << 20  # bytes a second of all refused bodies together
 LONGEST_HOLD_S = 5.0  # of a refusal; far below the patience of an honest client
 
@@ -30,15 +39,25 @@ class Pace:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._members = Rates(MEMBER_RATE)
+        self._members, self._bytes = Rates(MEMBER_RATE), Rates(MEMBER_BYTES)
         self._under_way: Counter[str] = Counter()  # requests by member
 
     def member(self, key: str) -> None:
-        """Count a request that this member signed. Raises PoolError with status 429 if it is over its rate."""
+        """Count a request that this member signed. Raises PoolError with status 429 if it is over one of its rates."""
         now_s = self._monotonic()
         if self._members.wait_s(key, now_s) > 0:
             raise PoolError(f"more than {MEMBER_RATE:g} requests a second by this node; wait", 429)
+        if self._bytes.wait_s(key, now_s) > 0:
+            raise PoolError(f"more than {MEMBER_BYTES >> 20} MiB a second of answers to this node; wait", 429)
         self._members.charge(key, 1, now_s)
+
+    def answered(self, key: str, size_bytes: int) -> None:
+        """Count an answer that was made for this member."""
+        self._bytes.charge(key, size_bytes, self._monotonic())
+
+    def moved(self, key: str, size_bytes: int) -> None:
+        """Count bytes of task data for this member, or of an upload by it that was not kept."""
+        self.answered(key, int(size_bytes * FILE_WEIGHT))
 
     @contextmanager
     def under_way(self, key: str) -> Iterator[None]:
@@ -59,15 +78,21 @@ class Strangers:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._open, self._refused = Rates(OPEN_RATE), Rates(REFUSED_RATE)
+        self._open, self._bytes, self._refused = Rates(OPEN_RATE), Rates(OPEN_BYTES), Rates(REFUSED_RATE)
         self._discarded = Rates(DISCARD_RATE, clients=1)
 
     def reader(self, address: str) -> None:
-        """Count a request for what anyone may read. Raises PoolError with status 429 if the address is over its rate."""
+        """Count a request for what anyone may read. Raises PoolError with status 429 if the address is over a rate."""
         now_s = self._monotonic()
         if self._open.wait_s(address, now_s) > 0:
             raise PoolError(f"more than {OPEN_RATE:g} unsigned requests a second from {address}; wait", 429)
+        if self._bytes.wait_s(address, now_s) > 0:
+            raise PoolError(f"more than {OPEN_BYTES >> 20} MiB a second of answers to {address}; wait", 429)
         self._open.charge(address, 1, now_s)
+
+    def answered(self, address: str, size_bytes: int) -> None:
+        """Count an answer that was made for this address."""
+        self._bytes.charge(address, size_bytes, self._monotonic())
 
     def refusal_hold_s(self, address: str) -> float:
         """Count a refusal of a stranger; returns how long to hold it back."""
@@ -80,3 +105,35 @@ class Strangers:
         now_s = self._monotonic()
         self._discarded.charge("all", size_bytes, now_s)
         return self._discarded.wait_s("all", now_s)
+
+
+class Untaken:
+    """Answers of one listener that were made and that their readers have not taken yet. Each is in memory until then."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()  # by reader: a member's key, or an address
+        self._strangers_bytes = 0
+
+    @contextmanager
+    def answer(self, reader: str, size_bytes: int, *, member: bool) -> Iterator[None]:
+        """Around the sending of an answer. Raises PoolError with status 429 if too much is held for this reader already."""
+        if size_bytes <= LARGE_BYTES:
+            yield
+            return
+        most_bytes = MEMBER_UNTAKEN if member else ADDRESS_UNTAKEN
+        if self._bytes[reader] and self._bytes[reader] + size_bytes > most_bytes:
+            raise PoolError("earlier answers have not been taken yet; read them first", 429)
+        if not member and self._strangers_bytes and self._strangers_bytes + size_bytes > STRANGERS_UNTAKEN:
+            raise PoolError("too many unsigned requests have not taken their answers; try again in a moment", 429)
+        self._count(reader, size_bytes, member)
+        try:
+            yield
+        finally:
+            self._count(reader, -size_bytes, member)
+
+    def _count(self, reader: str, size_bytes: int, member: bool) -> None:
+        self._bytes[reader] += size_bytes
+        if not self._bytes[reader]:
+            del self._bytes[reader]
+        if not member:
+            self._strangers_bytes += size_bytes

@@ -143,7 +143,7 @@ class Coordinator:
         after = request.query.get("after", "0")
         if not CURSOR.fullmatch(after):
             return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
-        return web.json_response(text=self.pool.history.after(int(after)).model_dump_json())
+        return web.Response(body=self.pool.history.page(int(after)), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -209,6 +209,7 @@ class Coordinator:
         name = request.match["sha256"]
         if not SHA256.fullmatch(name) or not (self.tasks / name).is_file():
             raise PoolError(f"no task data {name[:64]!r} here", 404)
+        self.answering.pace.moved(request.key, (self.tasks / name).stat().st_size)
         return web.FileResponse(self.tasks / name)
 
     # --- checking and learning ---------------------------------------------------------------------------------------
