@@ -64,7 +64,10 @@ def granted(bucket: Bucket, data: bytes = DATA, kind: str = "submissions", id: s
 
 
 def kept(bucket: Bucket, data: bytes = DATA, kind: str = "submissions", id: str = ID) -> str:
-    return bucket.keep(kind, id, len(data), sha256(data).hexdigest())
+    digest = sha256(data).hexdigest()
+    name = bucket.check(kind, id, len(data), digest)
+    bucket.keep(kind, id, digest, name)
+    return name
 
 
 # --- every store -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """A bucket of immutable, content-addressed files: the store of a pool whose files outgrow one machine.
 
     grant  a URL by which one node may send one file            incoming/KIND/ID/SHA256
-    keep   the file that came is checked, and gets its name     KIND/BLAKE3.parquet
+    check  the file that came is read
+    keep   it gets its name                                     KIND/BLAKE3.parquet
     link   a URL by which one node may fetch one file
 
 Invariant: a file under its final name has that content, and no node can make or change one: a grant is bound to size and
-SHA-256, creates and never overwrites, and reaches only the grants' own names. What a bucket does not check itself, `keep`
+SHA-256, creates and never overwrites, and reaches only the grants' own names. What a bucket does not check itself, `check`
 and `get` do: they read the file. Credentials stay in this process.
 Called by the coordinator. Needs the extra `s3` (obstore). Left out: removing uploads that nobody finished: give `incoming/`
 a lifecycle rule of a day.
@@ -125,8 +126,8 @@ class Bucket:
         }
         return Grant(self._signed("PUT", self._incoming(kind, id, sha256), headers), headers)
 
-    def keep(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
-        """Give the file that was sent by this grant its name; returns its hash. Raises StoreError if it is another one."""
+    def check(self, kind: str, id: str, size_bytes: int, sha256: str) -> str:
+        """Returns the hash of the file that was sent by this grant. Raises StoreError if it is another one."""
         came, name = hashlib.sha256(), blake3()
         source = self._incoming(kind, id, sha256)
         with self._named_errors(f"the file of {id} has not come"):
@@ -137,11 +138,24 @@ class Bucket:
         if came.hexdigest() != sha256:
             obstore.delete(self.objects, source)
             raise StoreError(f"the file of {id}, {found} bytes, is not the one that was announced: send it again")
-        content_hash = name.hexdigest()
+        return name.hexdigest()
+
+    def keep(self, kind: str, id: str, sha256: str, content_hash: str) -> None:
+        """Give a file that was checked its name."""
+        source = self._incoming(kind, id, sha256)
         with self._named_errors(f"cannot keep the file of {id}"):
             obstore.copy(self.objects, source, self._name(kind, content_hash))
             obstore.delete(self.objects, source)
-        return content_hash
+
+    def drop(self, kind: str, id: str, sha256: str) -> None:
+        """Remove the file that was sent by this grant."""
+        with self._named_errors(f"cannot remove the file of {id}"):
+            obstore.delete(self.objects, self._incoming(kind, id, sha256))
+
+    def remove(self, kind: str, content_hash: str) -> None:
+        """Remove a file that nothing refers to."""
+        with self._named_errors(f"cannot remove {kind} file {content_hash[:16]}"):
+            obstore.delete(self.objects, self._name(kind, content_hash))
 
     def link(self, kind: str, content_hash: str) -> str:
         """Lets its holder fetch this one file, within GRANT_S."""

@@ -70,6 +70,11 @@ class Folder:
             raise StoreError(f"{kind} file {content_hash[:16]} in {self.root} was changed on disk")
         return data
 
+    def remove(self, kind: str, content_hash: str) -> None:
+        """Remove a file that nothing refers to; a missing one is ignored."""
+        with _named_errors(self.root):
+            self.path(kind, content_hash).unlink(missing_ok=True)
+
     def path(self, kind: str, content_hash: str) -> Path:
         if not HASH.fullmatch(content_hash):
             raise StoreError(f"{content_hash!r} is not a content hash")
@@ -92,9 +97,14 @@ class IncomingFile:
         self._size_bytes += len(piece)
         self._hash.update(piece)
 
+    @property
+    def content_hash(self) -> str:
+        """Of what was written so far."""
+        return self._hash.hexdigest()
+
     def commit(self) -> str:
         """Give the file its name, durably. Returns its hash."""
-        content_hash = self._hash.hexdigest()
+        content_hash = self.content_hash
         path = self._store.path(self._kind, content_hash)
         if not path.exists():
             self._file.path = path

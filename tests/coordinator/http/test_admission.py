@@ -108,7 +108,7 @@ async def upload(
     )
     arriving: Any = SimpleNamespace(readany=read)
     request = make_mocked_request("PUT", task.upload_path, headers, match_info={"id": task.id}, payload=arriving)
-    stored = await coordinator.files.put_submission(request)
+    stored = await coordinator.files.receive(request, coordinator.files.submissions)
     assert isinstance(stored, Stored)
     return stored
 

@@ -1,9 +1,13 @@
 """Strangers and greedy members on the coordinator's socket, and its answers' signatures."""
 
 import asyncio
+import contextlib
+import json
 import secrets
 import socket
+import sqlite3
 import time
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +16,22 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.coordinator.http import front
+from shoal.coordinator.http import front, pace
+from shoal.coordinator.http.files import UPLOADS
 from shoal.coordinator.http.pace import (
     AT_ONCE,
     DISCARD_RATE,
+    LARGE_BYTES,
     LONGEST_HOLD_S,
+    MEMBER_BYTES,
     MEMBER_RATE,
+    OPEN_BYTES,
     OPEN_RATE,
     REFUSED_RATE,
+    STRANGERS_UNTAKEN,
     Pace,
     Strangers,
+    Untaken,
 )
 from shoal.coordinator.membership.beats import RECORDS_PER_S
 from shoal.coordinator.state.database import PoolError
@@ -33,7 +43,7 @@ from shoal.shardcast.serve.rates import BURST_S
 
 from ..support import ALICE, BOB, Harness
 from .test_admission import coordinator, upload, worker_with_task
-from .test_routes import RUN, Site, site
+from .test_routes import RUN, Site, refused, served, site
 
 __all__ = ["coordinator", "site"]  # fixtures
 
@@ -183,6 +193,106 @@ def test_what_anyone_may_read_has_a_rate_by_address() -> None:
     strangers.reader("192.0.2.2")
 
 
+def test_large_answers_use_up_an_allowance_of_bytes() -> None:
+    """50 pages of 3 MB a second were within the allowance of requests."""
+    strangers, members = Strangers(clock := Clock()), Pace(clock)
+    for count, answered, most_bytes in (
+        (strangers.reader, strangers.answered, OPEN_BYTES),
+        (members.member, members.answered, MEMBER_BYTES),
+    ):
+        given_bytes = 0
+        with pytest.raises(PoolError, match="MiB a second") as caught:
+            while given_bytes < 100 * most_bytes:
+                count("ann")
+                answered("ann", 1 << 20)
+                given_bytes += 1 << 20
+        assert caught.value.status == 429 and given_bytes <= most_bytes * BURST_S + (1 << 20)
+        count("bob")
+    clock.now_s = 1.0
+    strangers.reader("ann")
+    members.member("ann")
+
+
+def test_answers_that_nobody_takes_are_bounded_by_reader_and_for_all_strangers() -> None:
+    untaken, size_bytes = Untaken(), 3 << 20
+    with contextlib.ExitStack() as held:
+        for number in range(STRANGERS_UNTAKEN // size_bytes):
+            held.enter_context(untaken.answer(f"192.0.2.{number}", size_bytes, member=False))
+        for reader in ("192.0.2.0", "198.51.100.1"):
+            with pytest.raises(PoolError, match="not .*taken"), untaken.answer(reader, size_bytes, member=False):
+                pass
+        held.enter_context(untaken.answer("198.51.100.1", LARGE_BYTES, member=False))
+        held.enter_context(untaken.answer("ann", 64 << 20, member=True))
+        with pytest.raises(PoolError, match="not been taken"), untaken.answer("ann", size_bytes, member=True):
+            pass
+    with untaken.answer("192.0.2.0", size_bytes, member=False):
+        pass
+
+
+@pytest.fixture
+def thrifty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A coordinator of its own, whose allowances of bytes are small."""
+    monkeypatch.setattr(pace, "MEMBER_BYTES", 100)
+    monkeypatch.setattr(pace, "OPEN_BYTES", 100)
+    with served(tmp_path) as url:
+        yield Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+
+
+def test_what_a_worker_reads_of_the_ledger_counts_in_bytes(thrifty: Site) -> None:
+    greedy, other = thrifty.register("greedy", "worker"), thrifty.register("other", "worker")
+    answers = [greedy.get("/v1/ledger/0") for _ in range(10)]
+    assert answers[0].status_code == 200
+    refused(answers[-1], 429, "of answers to this node")
+    assert other.get("/v1/ledger/0").status_code == 200
+
+
+def test_task_data_counts_too(thrifty: Site) -> None:
+    (thrifty.folder / "tasks").mkdir(exist_ok=True)
+    (thrifty.folder / "tasks" / ("ab" * 32)).write_bytes(bytes(100_000))
+    greedy = thrifty.register("greedy", "worker")
+    assert greedy.get(f"/v1/tasks/{'ab' * 32}").status_code == 200
+    refused(greedy.get(f"/v1/tasks/{'ab' * 32}"), 429, "of answers to this node")
+
+
+@pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/history", "/metrics", "/runs"])
+def test_what_strangers_read_counts_in_bytes_and_members_still_beat(thrifty: Site, path: str) -> None:
+    """From the same address."""
+    worker = thrifty.register("worker", "worker")
+    with sqlite3.connect(thrifty.folder / "pool.sqlite") as database:
+        database.execute(
+            "INSERT INTO history (kind, key, body) VALUES ('step', '0', ?)", (f'{{"step": 0, "loss": 1{" " * 2_000}}}',)
+        )
+    answers = [httpx.get(thrifty.url + path, timeout=60) for _ in range(20)]
+    assert answers[0].status_code == 200
+    refused(answers[-1], 429, "of answers to 127.0.0.1")
+    assert worker.post("/v1/heartbeat", json={}).status_code == 200
+
+
+def test_slow_readers_hold_a_bounded_part_of_the_memory(tmp_path: Path) -> None:
+    """Each of 250 held 2.9 MB until it was cut off."""
+    with served(tmp_path) as url, contextlib.ExitStack() as opened:
+        site = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+        with sqlite3.connect(tmp_path / "pool.sqlite") as database:
+            body = json.dumps({"step": 0, "x" * (3 << 20): 1.0})
+            database.execute("INSERT INTO history (kind, key, body) VALUES ('step', '0', ?)", (body,))
+        host, port = url.removeprefix("http://").split(":")
+        statuses, readers = [], list[socket.socket]()
+        for _ in range(4):
+            reader = opened.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.settimeout(60)
+            reader.connect((host, int(port)))
+            reader.sendall(b"GET /v1/history?after=0 HTTP/1.1\r\nhost: c\r\n\r\n")
+            statuses.append(int(reader.recv(100).split()[1]))
+            readers.append(reader)
+        assert statuses == [200, 429, 429, 429]
+        assert site.register("beside", "worker").post("/v1/heartbeat", json={}).status_code == 200
+        readers[0].close()
+        while (answer := httpx.get(f"{url}/v1/history", timeout=60)).status_code == 429:
+            time.sleep(0.05)
+        assert len(answer.content) > 3 << 20
+
+
 def test_a_client_that_leaves_in_the_middle_of_its_body_fills_no_log(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,7 +344,7 @@ def test_sixty_uploads_at_once_with_one_grant_keep_one_file(coordinator: Any) ->
                 if left:
                     return left.pop()
                 arrived += 1
-                if arrived == 15:
+                if arrived == UPLOADS:
                     everyone.set()
                 await asyncio.wait_for(everyone.wait(), 60)
                 return b""

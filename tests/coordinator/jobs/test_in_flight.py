@@ -34,12 +34,12 @@ def test_who_uploads_gets_the_next_task_and_no_third(proven: Harness) -> None:
 
 
 def test_only_the_announced_file_is_taken(proven: Harness) -> None:
-    """What it is can no longer follow from the task that came after it."""
+    """What it is can no longer follow from the task that came after it. Another one costs the task."""
     first = proven.task()
     beat(proven, first.id)
     with pytest.raises(PoolError, match="not the file that was announced"):
         proven.pool.submissions.uploaded(ALICE, first.id, "8" * 64)
-    assert proven.state(first.id) == "open"
+    assert proven.state(first.id) == "expired" and missed(proven) == 1
 
 
 def test_a_young_key_uploads_first(harness: Harness) -> None:

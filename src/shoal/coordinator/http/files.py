@@ -1,7 +1,8 @@
 """Rollout files: a worker's submissions and a validator's accepted files, sent to the coordinator or to the pool's bucket.
 
-Invariant: a file is read only from a key with the grant, while the grant is valid, up to its size; of all uploads for one
-grant at most one is kept. Called by `routes`.
+Invariant: a file is read only from a key with the grant, while the grant is valid, up to its size. It gets its name only
+once the pool takes it, so of all uploads for one grant at most one is kept, and what is refused leaves nothing. What an
+upload sent in vain counts against its sender. Called by `routes`.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ from aiohttp import web
 from shoal.config import Config
 from shoal.coordinator.http.admission import body_pieces
 from shoal.coordinator.http.answering import Answer, Answering, Request, answering
-from shoal.coordinator.http.transfers import Kind, Transfers
+from shoal.coordinator.http.transfers import FileKind, Transfers
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol import messages
-from shoal.protocol.messages import Role
 from shoal.store.folder import Folder
+
+UPLOADS = 2  # for one grant at once: the newest, and one whose client lost its connection
 
 
 class FileRoutes:
@@ -27,129 +29,125 @@ class FileRoutes:
     ) -> None:
         """`transfers`: None: this process takes and gives the files itself."""
         self.config = config
-        self.pool = pool
         self.store = store
         self.transfers = transfers
         self.admission, self.pace, self._signed = answering.admission, answering.pace, answering.signed
-        self._uploads: dict[tuple[str, str], object] = {}  # kind and submission id -> the upload in progress
+        self._uploads: dict[tuple[str, str], list[asyncio.Event]] = {}  # by kind and submission: set once replaced
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
-
-    def routes(self) -> list[web.RouteDef]:
-        return self._transfer_routes(self.transfers) if self.transfers else self._file_routes()
-
-    async def put_submission(self, request: web.Request) -> Answer:
-        submissions = self.pool.submissions
-        return await self._receive(request, "worker", "submissions", submissions.may_upload, submissions.uploaded)
-
-    async def put_accepted(self, request: web.Request) -> Answer:
-        submissions = self.pool.submissions
-        return await self._receive(
-            request, "validator", "accepted", submissions.may_store_accepted, submissions.accepted_stored
+        pooled = pool.submissions
+        self.submissions = FileKind(
+            "submissions",
+            sender="worker",
+            reader="validator",
+            may_store=pooled.may_upload,
+            stored=pooled.uploaded,
+            hash_of=lambda id: pooled.hashes(id)[0],
+            is_used=lambda content_hash: pool.db.submissions.has_file("submissions", content_hash),
+        )
+        self.accepted = FileKind(
+            "accepted",
+            sender="validator",
+            reader="learner",
+            may_store=pooled.may_store_accepted,
+            stored=pooled.accepted_stored,
+            hash_of=lambda id: pooled.hashes(id)[1],
+            is_used=lambda content_hash: pool.db.submissions.has_file("accepted", content_hash),
         )
 
-    async def _receive(
-        self,
-        request: web.Request,
-        role: Role,
-        kind: str,
-        check_grant: Callable[[str, str], None],
-        stored: Callable[[str, str, str], None],
-    ) -> Answer:
+    def routes(self) -> list[web.RouteDef]:
+        found: list[web.RouteDef] = []
+        for kind in (self.submissions, self.accepted):
+            found += self._transfer_routes(self.transfers, kind) if self.transfers else self._file_routes(kind)
+        return found
+
+    async def receive(self, request: web.Request, kind: FileKind) -> Answer:
         """Stream a file into the store. Only a key with the grant is read from, while the grant is valid, up to its size."""
         limit_bytes, id = self.config.coordinator.max_submission_bytes, request.match_info["id"]
-        head = self.admission.admit(request, [role], limit_bytes)
-        check_grant(head.key, id)
-        with self.pace.under_way(head.key), self._latest(kind, id) as check_latest, self.store.receive(kind) as file:
-            size_bytes = 0
+        head = self.admission.admit(request, [kind.sender], limit_bytes)
+        kind.may_store(head.key, id, "")
+        with (
+            self.pace.under_way(head.key),
+            self._upload(kind, id) as check_newest,
+            self._counted(head.key) as received,
+            self.store.receive(kind.name) as file,
+        ):
             async for piece in body_pieces(request.content.readany, head, limit_bytes):
-                check_latest()  # the client lost its connection and sends again
-                check_grant(head.key, id)  # a slow upload ends with its grant, and frees its space
+                check_newest()  # the client lost its connection and sends again
+                kind.may_store(head.key, id, "")  # a slow upload ends with its grant, and frees its space
+                received.append(len(piece))
                 await asyncio.to_thread(file.write, piece)
-                size_bytes += len(piece)
             async with self._storing:  # else the files of all uploads that end together would be kept
-                check_latest()
-                check_grant(head.key, id)  # also after the last piece: without a grant nothing is kept
+                check_newest()
+                kind.may_store(
+                    head.key, id, file.content_hash
+                )  # before it has its name: what is refused leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
-                stored(head.key, id, content_hash)
-        return messages.Stored(size_bytes=size_bytes, hash=content_hash)
+                await kind.record(head.key, id, content_hash, self.store.remove)
+        return messages.Stored(size_bytes=sum(received), hash=content_hash)
 
     @contextmanager
-    def _latest(self, kind: str, id: str) -> Iterator[Callable[[], None]]:
-        """Around an upload. Yields what raises PoolError once another upload for the same grant has started."""
-        upload = self._uploads[kind, id] = object()
+    def _upload(self, kind: FileKind, id: str) -> Iterator[Callable[[], None]]:
+        """Around an upload. Yields what raises PoolError once another upload for the same grant has started.
+
+        Raises PoolError with status 429 if there are UPLOADS: each may hold a file until its sender's next piece.
+        """
+        uploads, replaced = self._uploads.setdefault((kind.name, id), []), asyncio.Event()
+        if len(uploads) >= UPLOADS:
+            raise PoolError(f"{UPLOADS} uploads of {id} are under way; send it again", 429)
+        for earlier in uploads:
+            earlier.set()
+        uploads.append(replaced)
 
         def check() -> None:
-            if self._uploads.get((kind, id)) is not upload:
+            if replaced.is_set():
                 raise PoolError(f"another upload of {id} has started")
 
         try:
             yield check
         finally:
-            if self._uploads.get((kind, id)) is upload:
-                del self._uploads[kind, id]
+            uploads.remove(replaced)
+            if not uploads:
+                del self._uploads[kind.name, id]
 
-    def _file_routes(self) -> list[web.RouteDef]:
+    @contextmanager
+    def _counted(self, key: str) -> Iterator[list[int]]:
+        """Around an upload, whose pieces' sizes are added to what this yields: they count against its sender if it fails."""
+        received: list[int] = []
+        try:
+            yield received
+        except BaseException:
+            self.pace.moved(key, sum(received))
+            raise
+
+    def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
         """Where files are in the folder: they are sent and fetched here."""
-        return [
-            web.put("/v1/submissions/{id}", answering(self.put_submission)),
-            web.get("/v1/submissions/{id}", self._signed(self._get_submission, ["validator"])),
-            web.put("/v1/accepted/{id}", answering(self.put_accepted)),
-            web.get("/v1/accepted/{id}", self._signed(self._get_accepted, ["learner"])),
-        ]
 
-    def _transfer_routes(self, transfers: Transfers) -> list[web.RouteDef]:
+        async def get(request: Request) -> Answer:
+            return await asyncio.to_thread(self.store.get, kind.name, kind.hash_of(request.match["id"]))
+
+        async def put(request: web.Request) -> Answer:
+            return await self.receive(request, kind)
+
+        path = f"/v1/{kind.name}/{{id}}"
+        return [web.put(path, answering(put)), web.get(path, self._signed(get, [kind.reader]))]
+
+    def _transfer_routes(self, transfers: Transfers, kind: FileKind) -> list[web.RouteDef]:
         """Where files are in a bucket: what stands in the place of sending and fetching them here."""
-        submissions = self.pool.submissions
 
-        def routes(
-            kind: Kind,
-            sender: Role,
-            reader: Role,
-            right: Callable[[str, str], None],
-            record: Callable[[str, str, str], None],
-            hash_of: Callable[[str], str],
-        ) -> list[web.RouteDef]:
-            async def grant(request: Request) -> Answer:
-                file = messages.Announced.model_validate_json(request.body)
-                return transfers.grant(request.key, kind, request.match["id"], file, right)
+        async def grant(request: Request) -> Answer:
+            file = messages.Announced.model_validate_json(request.body)
+            return transfers.grant(request.key, kind, request.match["id"], file)
 
-            async def stored(request: Request) -> Answer:
-                file = messages.Announced.model_validate_json(request.body)
-                return await transfers.stored(request.key, kind, request.match["id"], file, right, record)
+        async def stored(request: Request) -> Answer:
+            file = messages.Announced.model_validate_json(request.body)
+            return await transfers.stored(request.key, kind, request.match["id"], file)
 
-            async def link(request: Request) -> Answer:
-                return transfers.link(kind, hash_of(request.match["id"]), request.match["id"])
+        async def link(request: Request) -> Answer:
+            return transfers.link(kind, request.match["id"])
 
-            path = f"/v1/{kind}/{{id}}"
-            return [
-                web.post(f"{path}/grant", self._signed(grant, [sender])),
-                web.post(f"{path}/stored", self._signed(stored, [sender])),
-                web.get(f"{path}/link", self._signed(link, [reader])),
-            ]
-
+        path = f"/v1/{kind.name}/{{id}}"
         return [
-            *routes(
-                "submissions",
-                "worker",
-                "validator",
-                submissions.may_upload,
-                submissions.uploaded,
-                lambda id: submissions.hashes(id)[0],
-            ),
-            *routes(
-                "accepted",
-                "validator",
-                "learner",
-                submissions.may_store_accepted,
-                submissions.accepted_stored,
-                lambda id: submissions.hashes(id)[1],
-            ),
+            web.post(f"{path}/grant", self._signed(grant, [kind.sender])),
+            web.post(f"{path}/stored", self._signed(stored, [kind.sender])),
+            web.get(f"{path}/link", self._signed(link, [kind.reader])),
         ]
-
-    async def _get_submission(self, request: Request) -> Answer:
-        content_hash, _ = self.pool.submissions.hashes(request.match["id"])
-        return await asyncio.to_thread(self.store.get, "submissions", content_hash)
-
-    async def _get_accepted(self, request: Request) -> Answer:
-        _, content_hash = self.pool.submissions.hashes(request.match["id"])
-        return await asyncio.to_thread(self.store.get, "accepted", content_hash)

@@ -56,11 +56,12 @@ class Submissions:
 
     # --- the worker's side -------------------------------------------------------------------------------------------
 
-    def may_upload(self, worker: str, id: str) -> None:
-        """Raise PoolError unless this worker's grant for this submission is valid.
+    def may_upload(self, worker: str, id: str, content_hash: str = "") -> None:
+        """Raise PoolError unless this worker's grant for this submission, and for the file with this hash, is valid.
 
         It is valid while it is the worker's oldest, until no batch can take the version, or the worker takes another task.
-        A late upload is not penalised: its task becomes stale here.
+        A late upload is not penalised: its task becomes stale here. Another file than the announced one ends the task as
+        missed: the worker signed both.
         """
         found = self._get(id)
         if found.worker != worker:
@@ -73,11 +74,16 @@ class Submissions:
             raise PoolError(f"{id} is of version {found.version}, older than {oldest}; take a new task")
         if (first := self.db.submissions.held_by(worker)[0]).id != id:
             raise PoolError(f"{id} comes after {first.id}, which has to be uploaded first")
+        if content_hash and found.announced not in ("", content_hash):
+            with self.db.transaction():
+                self.assignments.arrivals.missed([found])
+            log.info("%s: %s sent another file than it had announced", id, self._name(worker))
+            raise PoolError(f"{id} is not the file that was announced, {found.announced[:16]}; take a new task")
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        self.may_upload(worker, id)  # outside the transaction, which an error would undo with what it records
-        if (announced := self._get(id).announced) and announced != content_hash:
-            raise PoolError(f"{id} is not the file that was announced, {announced[:16]}")
+        self.may_upload(
+            worker, id, content_hash
+        )  # outside the transaction, which an error would undo with what it records
         self.db.submissions.set_uploaded(id, content_hash, self.db.clock())
         log.info("%s uploaded by %s", id, self._name(worker))
 
@@ -152,7 +158,7 @@ class Submissions:
         found = self._get(id)
         return found.file_hash or "", found.accepted_hash or ""
 
-    def may_store_accepted(self, validator: str, id: str) -> None:
+    def may_store_accepted(self, validator: str, id: str, content_hash: str = "") -> None:
         """Raise PoolError unless this validator holds the claim."""
         self._claimed(validator, id)
 

@@ -1,7 +1,8 @@
 """The table of submissions: each task that was assigned, and what became of it.
 
     open -> uploaded -> validating -> accepted | rejected
-    open -> expired                     missed: its worker asked for work again, and this task is no longer offered
+    open -> expired                     missed: its worker asked for work again, and this task is no longer offered; or it
+                                        uploaded another file than it had announced
     open -> stale                       its worker came to upload it when no batch could take its version any more
     uploaded, validating -> expired     no validator can get its version any more, or its worker was slashed
 
@@ -25,6 +26,8 @@ SCHEMA = [
     "CREATE INDEX IF NOT EXISTS submissions_state ON submissions (state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_worker ON submissions (worker, state, seq)",
     "CREATE INDEX IF NOT EXISTS submissions_content ON submissions (content)",
+    "CREATE INDEX IF NOT EXISTS submissions_file ON submissions (file_hash)",
+    "CREATE INDEX IF NOT EXISTS submissions_accepted ON submissions (accepted_hash)",
 ]
 
 State = Literal["open", "uploaded", "validating", "accepted", "rejected", "expired", "stale"]
@@ -273,6 +276,11 @@ class Submissions:
         return self.connection.rows(
             "SELECT id, file_hash, accepted_hash FROM submissions WHERE file_hash IS NOT NULL ORDER BY seq"
         )
+
+    def has_file(self, kind: Literal["submissions", "accepted"], content_hash: str) -> bool:
+        """Whether a submission has this uploaded, or this accepted, file."""
+        column = "file_hash" if kind == "submissions" else "accepted_hash"
+        return self.connection.row(f"SELECT 1 FROM submissions WHERE {column} = ?", content_hash) is not None
 
     def groups_too_late(self) -> int:
         """Groups in what came to be uploaded when no batch could take its version any more."""

@@ -1,0 +1,237 @@
+"""What a member can make the coordinator's disk hold: over real loopback HTTP, with one file for each grant."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from blake3 import blake3
+
+from shoal.coordinator.http.pace import LARGE_BYTES, MEMBER_BYTES, Pace
+from shoal.coordinator.http.transfers import Transfers
+from shoal.coordinator.state.database import PoolError
+from shoal.coordinator.tables.connection import DatabaseFullError
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
+from shoal.shardcast.serve.rates import BURST_S
+from shoal.store.folder import StoreError
+
+from .test_admission import coordinator, pieces, upload, worker_with_task
+from .test_front import Clock
+from .test_routes import Site, refused, served, task_of
+
+__all__ = ["coordinator"]  # a fixture
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with served(tmp_path) as url:
+        found = Site(url, tmp_path, Identity.load(tmp_path / "identity.pem"), {})
+        found.clients = {role: found.register(role, role) for role in ("worker", "validator", "origin")}
+        found.clients["origin"].post("/v1/policies", json={"version": 0, "digest": "d" * 64, "size_bytes": 1})
+        yield found
+
+
+def held(site: Site, kind: str = "submissions") -> set[str]:
+    """The files of a kind, with or without their final names."""
+    folder = site.folder / "store" / kind
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def announce(client: httpx.Client, id: str, content_hash: str) -> None:
+    beat = Heartbeat(policy_version=0, finished=Finished(submission=id, hash=content_hash))
+    client.post("/v1/heartbeat", content=beat.model_dump_json()).raise_for_status()
+
+
+def worker_status(site: Site) -> dict[str, Any]:
+    nodes = httpx.get(f"{site.url}/v1/status", timeout=60).json()["nodes"]
+    return next(node for node in nodes if node["name"] == "worker")
+
+
+def test_files_that_were_not_announced_are_not_kept_and_cost_their_task(site: Site) -> None:
+    """One announced hash and a hundred other bodies filled the disk, and cost nothing."""
+    worker = site.clients["worker"]
+    task = task_of(worker)
+    announce(worker, task["id"], "0" * 64)
+    answers = [worker.put(task["upload_path"], content=secrets.token_bytes(4_000)) for _ in range(10)]
+    refused(answers[0], 409, "not the file that was announced")
+    for answer in answers[1:]:
+        refused(answer, 409, "expired, not open")
+    assert held(site) == set()
+    assert worker_status(site)["missed"] == 1
+
+
+def test_a_worker_that_goes_on_is_suspended(coordinator: Any) -> None:
+    worker, task = worker_with_task(coordinator)
+    db, members = coordinator.pool.db, coordinator.pool.members
+    now_s, states = db.clock(), list[str]()
+    db.clock = lambda: now_s
+    while len(states) < 10 and "suspended" not in states:
+        announced = Finished(submission=task.id, hash="0" * 64)
+        members.heartbeat(worker.public, Heartbeat(policy_version=0, finished=announced))
+        with pytest.raises(PoolError, match="not the file that was announced"):
+            asyncio.run(upload(coordinator, worker, task, b"x", pieces(b"x")))
+        states.append(db.nodes.get(worker.public).state)
+        now_s += 3600
+        task = members.heartbeat(worker.public, Heartbeat(policy_version=0, wants_task=True)).assignment or task
+    assert states[-1] == "suspended" and len(states) <= 4
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+
+
+def test_the_announced_file_is_kept(site: Site) -> None:
+    worker = site.clients["worker"]
+    task = task_of(worker)
+    announce(worker, task["id"], blake3(b"rollouts").hexdigest())
+    assert worker.put(task["upload_path"], content=b"rollouts").status_code == 200
+    assert len(held(site)) == 1 and worker_status(site)["missed"] == 0
+
+
+def test_a_validator_that_stores_its_accepted_file_again_holds_one(site: Site) -> None:
+    """It may have been restarted; but each file that it sends took its place beside the others."""
+    worker, validator = site.clients["worker"], site.clients["validator"]
+    task = task_of(worker)
+    worker.put(task["upload_path"], content=b"rollouts").raise_for_status()
+    validator.post("/v1/claims", json={"most": 1}).raise_for_status()
+    for number in range(5):
+        stored = validator.put(f"/v1/accepted/{task['id']}", content=b"%d" % number).raise_for_status().json()
+        assert held(site, "accepted") == {f"{stored['hash']}.parquet"}
+    again = validator.put(f"/v1/accepted/{task['id']}", content=b"4").raise_for_status().json()
+    assert again == stored and held(site, "accepted") == {f"{stored['hash']}.parquet"}
+
+
+def test_a_file_that_is_refused_after_it_was_written_is_removed(
+    coordinator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, task = worker_with_task(coordinator)
+
+    def full(*_: object) -> None:
+        raise DatabaseFullError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(coordinator.pool.db.submissions, "set_uploaded", full)
+        with pytest.raises(DatabaseFullError):
+            asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
+    assert list((coordinator.store.root / "submissions").iterdir()) == []
+    asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
+    other, its_task = worker_with_task(coordinator, "other")
+    with monkeypatch.context() as patched:
+        patched.setattr(coordinator.pool.db.submissions, "set_uploaded", full)
+        with pytest.raises(DatabaseFullError):
+            asyncio.run(upload(coordinator, other, its_task, b"rollouts", pieces(b"rollouts")))
+    assert len(list((coordinator.store.root / "submissions").iterdir())) == 1, "another submission has the same file"
+
+
+def test_one_grant_holds_two_unfinished_files_at_most(coordinator: Any) -> None:
+    """The newest upload replaces the others, but each of those holds its file until its sender's next piece."""
+    worker, task = worker_with_task(coordinator)
+
+    async def many() -> list[Any]:
+        ended = asyncio.Event()
+
+        async def held_up() -> bytes:
+            await ended.wait()
+            return b""
+
+        sent = [asyncio.create_task(upload(coordinator, worker, task, b"", held_up)) for _ in range(5)]
+        done, _ = await asyncio.wait(sent, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 3:
+            await asyncio.sleep(0)
+            done = {one for one in sent if one.done()}
+        unfinished = len(list((coordinator.store.root / "submissions").iterdir()))
+        ended.set()
+        return [unfinished, *await asyncio.gather(*sent, return_exceptions=True)]
+
+    unfinished, *outcomes = asyncio.run(many())
+    busy = [one for one in outcomes if isinstance(one, PoolError) and one.status == 429]
+    assert unfinished == 2 and len(busy) == 3, "429: its node sends it again"
+
+
+def test_uploads_that_are_not_kept_count_against_their_sender() -> None:
+    pace = Pace(clock := Clock())
+    wasted = 0
+    with pytest.raises(PoolError) as caught:
+        while True:
+            pace.member("ann")
+            pace.moved("ann", LARGE_BYTES)
+            wasted += LARGE_BYTES
+    assert caught.value.status == 429 and wasted <= 4 * MEMBER_BYTES * (BURST_S + 1)
+    pace.member("bob")
+    clock.now_s = BURST_S
+    pace.member("ann")
+
+
+def test_an_upload_that_breaks_off_is_counted(coordinator: Any) -> None:
+    worker, task = worker_with_task(coordinator)
+    wasted: list[int] = []
+    coordinator.files.pace.moved = lambda key, size_bytes: wasted.append(size_bytes)
+
+    left = [bytes(1_000)]
+
+    async def read() -> bytes:
+        if not left:
+            raise ConnectionResetError
+        return left.pop()
+
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(upload(coordinator, worker, task, bytes(2_000), read))
+    asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
+    assert wasted == [1_000]
+
+
+# --- in a bucket -----------------------------------------------------------------------------------------------------
+
+
+class FakeBucket:
+    """Objects in memory. What a grant lets a node send is there once it was granted."""
+
+    def __init__(self) -> None:
+        self.incoming: dict[str, bytes] = {}
+        self.kept: set[tuple[str, str]] = set()
+
+    def check(self, kind: str, id: str, size_bytes: int, digest: str) -> str:
+        if digest not in self.incoming:
+            raise StoreError("it has not come")
+        return blake3(self.incoming[digest]).hexdigest()
+
+    def keep(self, kind: str, id: str, digest: str, content_hash: str) -> None:
+        self.kept.add((kind, content_hash))
+        del self.incoming[digest]
+
+    def drop(self, kind: str, id: str, digest: str) -> None:
+        self.incoming.pop(digest, None)
+
+    def remove(self, kind: str, content_hash: str) -> None:
+        self.kept.discard((kind, content_hash))
+
+    def grant(self, kind: str, id: str, size_bytes: int, digest: str) -> Any:
+        class Made:
+            url, headers = "http://bucket", dict[str, str]()
+
+        return Made
+
+
+def test_in_a_bucket_too_only_the_announced_file_gets_a_name(coordinator: Any) -> None:
+    coordinator.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=1))
+    bucket = FakeBucket()
+    transfers, kind = Transfers(bucket, 1 << 20), coordinator.files.submissions  # type: ignore[arg-type]
+    worker, task = worker_with_task(coordinator)
+    announced = Finished(submission=task.id, hash=blake3(b"rollouts").hexdigest())
+    coordinator.pool.members.heartbeat(worker.public, Heartbeat(policy_version=0, finished=announced))
+
+    def send(data: bytes) -> None:
+        file = Announced(size_bytes=len(data), sha256=sha256(data).hexdigest())
+        transfers.grant(worker.public, kind, task.id, file)
+        bucket.incoming[file.sha256] = data
+        asyncio.run(transfers.stored(worker.public, kind, task.id, file))
+
+    with pytest.raises(PoolError, match="not the file that was announced"):
+        send(b"another")
+    assert not bucket.kept and not bucket.incoming
+    with pytest.raises(PoolError, match="expired, not open"):
+        send(b"rollouts")
+    node = coordinator.pool.db.nodes.get(worker.public)
+    assert node.missed_in_a_row == 1
