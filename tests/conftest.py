@@ -16,7 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from shoal.model.load import load_model, load_tokenizer, save_model
 from shoal.model.sources import SMOLLM2, resolve
 
+from .skipped import pytest_terminal_summary
 from .turns import make_talkative, register
+
+__all__ = ["pytest_terminal_summary"]
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: one thread each, as small models want
     torch.set_num_threads(1)

@@ -50,8 +50,8 @@ def test_an_entry_that_the_accounts_forbid_is_named(tmp_path: Path, kind: str, b
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A run whose ledger is settled in a contract."""
-    pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
-    pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
     chain = RevmChain()
     contract = EvmStakes(chain, deploy(chain))
     monkeypatch.setattr(opening, "Web3Chain", lambda url, private_key="": chain)

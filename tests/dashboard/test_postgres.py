@@ -27,7 +27,7 @@ LEDGER = (
 @pytest.fixture(scope="module")
 def moved(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The finished run with its tables in PostgreSQL: a folder of the config and the stored files."""
-    pytest.importorskip("psycopg", reason="needs the extra `postgres`")
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'shoal[postgres]'")
     from shoal.coordinator.tables.postgres import open_postgres
 
     with postgres_server() as url:

@@ -150,7 +150,7 @@ def has_code() -> bool:
 
 
 def test_an_instruction_is_graded_by_the_library(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="needs the extra `evals`")
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'shoal[evals]'")
     path = write(tmp_path, "IFEval")
     assert grade("IFEval", path, "Fish swim.").score == 1
     assert grade("IFEval", path, "Fish, they swim.").score == 0

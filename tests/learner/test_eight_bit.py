@@ -16,7 +16,9 @@ from .support import N_TOKENS, batches, equal, make_policy, masters, state
 from .test_ranks import torchrun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-installed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the extra 8bit")
+installed = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install 'shoal[8bit]'"
+)
 SETTINGS = {"optimizer": "adamw_8bit", "weight_decay": 0.1}
 
 

@@ -69,8 +69,8 @@ class RevmChain:
 
 @contextmanager
 def on_pyrevm() -> Iterator[Backend]:
-    pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
-    pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
     from pyrevm import BlockEnv
 
     chain, now_s = RevmChain(), [START_S]
@@ -84,8 +84,9 @@ def on_pyrevm() -> Iterator[Backend]:
 
 
 def anvil_binary() -> str | None:
-    """`anvil` on the path, or where $SHOAL_ANVIL names it (npm's @foundry-rs/anvil carries the binary)."""
-    return os.environ.get("SHOAL_ANVIL") or shutil.which("anvil")
+    """`anvil` where $SHOAL_ANVIL names it, on the path, or where `make evm` puts it."""
+    here = next((Path(__file__).parents[2] / ".evm" / "node_modules").glob("@foundry-rs/anvil-*/bin/anvil"), None)
+    return os.environ.get("SHOAL_ANVIL") or shutil.which("anvil") or (str(here) if here else None)
 
 
 @contextmanager
@@ -93,9 +94,9 @@ def anvil_node() -> Iterator[str]:
     """A chain for one test; yields the URL of its node. Skips the test if there is no anvil."""
     binary = anvil_binary()
     if binary is None or not Path(binary).exists():
-        pytest.skip("no anvil: npm install @foundry-rs/anvil, and name its binary in SHOAL_ANVIL")
+        pytest.skip("anvil is not installed: make evm")
     if find_spec("web3") is None:  # not imported here: it changes the process's limit of recursion
-        pytest.skip("web3.py is not installed: pip install 'shoal[evm]'")
+        pytest.skip("web3.py is not installed: make evm")
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ A = "a1" * 32
 
 
 def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
-    vyper = pytest.importorskip("vyper", reason="the compiler is not installed: pip install 'shoal[evm]'")
+    vyper = pytest.importorskip("vyper", reason="the compiler is not installed: make evm")
     found = artifact()
     assert vyper.__version__.startswith(found["vyper"]), "compile the contract again with this compiler"
     source = files("shoal.ledger.evm").joinpath("stakes.vy").read_text()
@@ -21,8 +21,8 @@ def test_the_committed_bytecode_is_what_the_source_compiles_to() -> None:
 
 
 def test_nobody_but_the_operator_and_the_payer_moves_anything() -> None:
-    pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
-    pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
     chain = RevmChain()
     address = deploy(chain)
     stakes = EvmStakes(chain, address)

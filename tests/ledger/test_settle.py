@@ -17,8 +17,8 @@ PAYER = "0x" + "11" * 20
 
 @pytest.fixture
 def contract() -> Iterator[EvmStakes]:
-    pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
-    pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+    pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+    pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
     chain = RevmChain()
     yield EvmStakes(chain, deploy(chain))
 

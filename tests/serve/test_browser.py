@@ -14,10 +14,10 @@ import pytest
 
 from .support import CHEAP, Running, serving
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="make browser installs Playwright")
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: make browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
-    pytest.skip("Chromium is not installed; make browser installs it", allow_module_level=True)
+    pytest.skip("Chromium is not installed: make browser", allow_module_level=True)
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 PASSWORD = "correct horse battery"
 DEADLINE_MS = 60_000
@@ -268,7 +268,7 @@ def test_on_a_phone_nothing_is_cut_off_and_the_list_is_a_drawer(browser: Any, ru
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser: Any, run: Running, scheme: str) -> None:
     if not AXE.exists():
-        pytest.skip("make browser installs axe-core")
+        pytest.skip("axe-core is not installed: make browser")
     visit = Visit(browser, run, color_scheme=scheme)
     visit.page.goto("/")
     visit.page.get_by_role("heading", name="Welcome back").wait_for()

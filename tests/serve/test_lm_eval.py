@@ -12,7 +12,7 @@ from shoal.model.load import load_model, load_tokenizer
 from .support import KEY, Running
 
 pytestmark = pytest.mark.slow
-WHY = "needs the extra `evals`"
+WHY = "lm_eval is not installed: pip install 'shoal[evals]'"
 TASK = """
 task: shoal_letters
 dataset_path: json

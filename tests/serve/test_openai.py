@@ -30,7 +30,7 @@ def streamed(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_the_public_client_lists_chats_streams_and_completes(api: Running) -> None:
-    openai = pytest.importorskip("openai", reason="pip install openai")
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
     with openai.OpenAI(base_url=f"{api.url}/v1", api_key=KEY, max_retries=0) as client:
         assert [model.id for model in client.models.list()] == [api.model]
         whole = client.chat.completions.create(model=api.model, messages=ASKED, seed=3, max_tokens=12, n=2)

@@ -169,7 +169,7 @@ def test_what_is_no_whole_call_of_an_offered_function_stays_text(inside: str) ->
 
 
 def test_the_public_client_calls_a_tool_and_gives_its_result_back(caller: Running, writes: Any) -> None:
-    openai = pytest.importorskip("openai", reason="pip install openai")
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
     writes(f"I look.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{OSLO}\n</tool_call>")
     with openai.OpenAI(base_url=f"{caller.url}/v1", api_key=KEY, max_retries=0) as client:
         asked = {"model": caller.model, "messages": ASKED, "tools": [WEATHER]}

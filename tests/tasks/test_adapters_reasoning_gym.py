@@ -17,7 +17,7 @@ from shoal.tasks.adapters import reasoning_gym
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 
 if importlib.util.find_spec("reasoning_gym") is None:
-    pytest.skip("needs the extra reasoning-gym", allow_module_level=True)
+    pytest.skip("reasoning-gym is not installed: pip install 'shoal[reasoning-gym]'", allow_module_level=True)
 
 SWEEP = Path(__file__).with_name("sweep_reasoning_gym.py")
 EVALUATED = {

@@ -21,7 +21,10 @@ from shoal.tasks.task import Grade, Task
 
 INTERPRETER = os.environ.get(verifiers.PYTHON) or sys.executable
 if subprocess.run([INTERPRETER, "-P", "-c", "import verifiers.v1"], capture_output=True).returncode:
-    pytest.skip("needs the extra verifiers, here or in SHOAL_VERIFIERS_PYTHON", allow_module_level=True)
+    pytest.skip(
+        "verifiers is not installed, nor named by SHOAL_VERIFIERS_PYTHON: pip install 'shoal[verifiers]'",
+        allow_module_level=True,
+    )
 
 PARTS = {
     "head": "import verifiers.v1 as vf\n__all__ = ['Sums']",

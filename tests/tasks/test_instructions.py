@@ -23,7 +23,7 @@ KEYWORD = ("keywords:existence", {"keywords": ["shoal"]})
 
 
 def grade(one: Task, completion: str) -> Grade:
-    pytest.importorskip("lm_eval", reason="needs the extra `evals`")
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'shoal[evals]'")
     return graded([one], [completion])[0]
 
 

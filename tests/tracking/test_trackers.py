@@ -72,7 +72,7 @@ def test_trackio_gets_samples_as_a_table(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_tensorboard_gets_samples_as_text(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install 'shoal[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = open_tracker("mine", tmp_path, config("tensorboard"))
@@ -117,7 +117,7 @@ def test_trackio_gets_config_and_values_by_version(tmp_path: Path, monkeypatch: 
 
 
 def test_tensorboard_can_read_what_was_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install 'shoal[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'shoal[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = open_tracker("mine", tmp_path, config("tensorboard"))

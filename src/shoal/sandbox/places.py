@@ -41,5 +41,5 @@ def links() -> list[tuple[str, str]]:
 def bwrap() -> str | None:
     """The real program, or None."""
     beside = Path(sys.prefix) / "bin" / "bwrap"  # where pip puts it
-    path = shutil.which("bwrap") or (beside if beside.exists() else None)
+    path = shutil.which("bwrap") or (str(beside) if beside.exists() else None)
     return path and os.path.realpath(path)

@@ -86,8 +86,8 @@ def test_work_accepted_after_the_last_step_is_paid_at_once(harness: Harness) -> 
 
 def test_an_escrow_that_lies_would_outrun_is_refused() -> None:
     with pytest.raises(ConfigError, match="escrow_checks"):
-        parse({"validator": {"check_floor": 0.05}})
-    parse({"validator": {"check_floor": 0.05, "escrow_checks": 20}})
+        parse({"validator": {"check_floor": 0.05, "escrow_checks": 19}})
+    assert parse({"validator": {"check_floor": 0.05}}).validator.escrow_checks == 20
 
 
 def test_a_batch_takes_few_unchecked_groups_and_then_all_are_checked(harness: Harness) -> None:

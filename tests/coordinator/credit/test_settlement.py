@@ -19,8 +19,8 @@ from shoal.ledger.interface import LedgerError
 from ...ledger.stakes_support import ACCOUNT, RevmChain
 from ..support import ALICE, BOB, Harness, open_pool, payload
 
-pytest.importorskip("pyrevm", reason="pyrevm is not installed: pip install pyrevm")
-pytest.importorskip("eth_abi", reason="web3.py is not installed: pip install 'shoal[evm]'")
+pytest.importorskip("pyrevm", reason="pyrevm is not installed: make evm")
+pytest.importorskip("eth_abi", reason="web3.py is not installed: make evm")
 
 
 class Away(RevmChain):
