@@ -12,7 +12,7 @@ from shoal.engine.torch_engine import TorchEngine
 from shoal.model import numerics
 from shoal.serve.decoding.generation import Ask, Generation
 from shoal.serve.decoding.scheduler import BusyError, Limits, Scheduler, TooLargeError
-from shoal.serve.decoding.text import Text, text_of
+from shoal.serve.decoding.text import Text, replay
 from shoal.serve.sources import Offer
 from shoal.serve.versions import Held, load
 
@@ -25,7 +25,7 @@ def held(folder: Path, kind: Any = "fast") -> Held:
 
 def generation(of: Held, prompt: range, seed: int, max_tokens: int, **more: Any) -> Generation:
     ask = Ask(tuple(prompt), seed, 1.0, max_tokens, **more)
-    return Generation(ask, of, Text(of.tokenizer), asyncio.get_running_loop())
+    return Generation(ask, of, asyncio.get_running_loop())
 
 
 async def finished(generations: list[Generation]) -> None:
@@ -153,5 +153,5 @@ def test_nothing_of_a_stop_string_is_ever_shown() -> None:
     tokens = list(map(ord, "one STO two STOP three"))
     text = Text(Letters(), ["STOP"])
     pieces = [text.add(token) for token in tokens]
-    assert "".join(pieces) == "one STO two " and text.stopped
-    assert text_of(Letters(), tokens, ["absent"]) == "one STO two STOP three"
+    assert "".join(pieces) == "one STO two " and text.stopped == "STOP"
+    assert replay(Text(Letters(), ["absent"]), tokens) == "one STO two STOP three"

@@ -11,11 +11,6 @@ import httpx
 import pytest
 
 from shoal.serve.chat.accounts import IDLE_S, SESSION_S, Accounts
-from shoal.serve.chat.conversations import (
-    CONVERSATION_CHARACTERS,
-    MESSAGE_CHARACTERS,
-    Conversations,
-)
 from shoal.serve.chat.database import connect
 from shoal.serve.keys import KeyFileError, Keys
 from shoal.web.guard import RefusedError
@@ -265,21 +260,6 @@ def test_the_page_is_light(page: Running) -> None:
     from shoal.web.files import SHARED, Files
 
     assert sum(Files([SHARED, STATIC]).sizes_bytes.values()) < 110_000
-
-
-def test_one_user_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    db = connect(tmp_path / "db")
-    opened = asyncio.run(Accounts(db, hasher=CHEAP).register("ada", "correct horse battery", "here"))
-    tree, user, text = Conversations(db), opened.session.user, "x" * MESSAGE_CHARACTERS
-    id = tree.create(user)
-    for _ in range(CONVERSATION_CHARACTERS // MESSAGE_CHARACTERS):
-        tree.add(user, id, None, "user", text)
-    with pytest.raises(RefusedError, match="full"):
-        tree.add(user, id, None, "user", text)
-    tree.create(user)
-    monkeypatch.setattr("shoal.serve.chat.conversations.USER_CHARACTERS", CONVERSATION_CHARACTERS)
-    with pytest.raises(RefusedError, match="space"):
-        tree.create(user)
 
 
 def test_many_verifications_are_slowed(page: Running, eve: Person) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 from shoal.cli.arguments import Commands, UsageError, port, say, takes_threads, whole
@@ -88,7 +90,9 @@ def serve(arguments: argparse.Namespace) -> None:
             cache_bytes=arguments.cache_gib * GIB,
         ),
     )
-    serve_forever(source, settings, stop, say)
+    if not serve_forever(source, settings, stop, say):
+        sys.stdout.flush()
+        os._exit(0)  # not after a forward pass that nobody waits for
 
 
 def verify_reply(arguments: argparse.Namespace) -> int:

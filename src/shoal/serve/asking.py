@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.errors import ShoalError
+from shoal.serve.versions import Held
 from shoal.tasks.budget import instruction
 
 Message = Mapping[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
@@ -18,12 +19,40 @@ class PromptError(ShoalError):
     """Messages that the model's template cannot write."""
 
 
-def encode(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
-    """The prompt's tokens, up to where the assistant begins. Raises PromptError."""
-    tokens = tuple(_rendered(tokenizer, messages, tools, add_generation_prompt=True, return_dict=True)["input_ids"])
-    if not tokens:
+class TooLongError(PromptError):
+    """A prompt that exceeds the model's positions."""
+
+
+def encode(held: Held, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
+    """The prompt's tokens, up to where the assistant begins. Raises PromptError.
+
+    Seconds for a text of megabytes: not for the event loop. What cannot fit is refused before it is read.
+    """
+    check_length(held, characters([*messages, *tools]))
+    rendered = _rendered(held.tokenizer, messages, tools, add_generation_prompt=True, return_dict=True)
+    if not (tokens := tuple(rendered["input_ids"])):
         raise PromptError("the model's chat template makes nothing of these messages")
     return tokens
+
+
+def check_length(held: Held, count: int) -> None:
+    """Raises TooLongError for a text of `count` characters that no tokens of this model could hold."""
+    if count > held.characters:
+        raise TooLongError(
+            f"This model's maximum context length is {held.positions} tokens; the prompt has {count} characters, and "
+            f"{held.characters} are the most that could fit."
+        )
+
+
+def characters(value: Any) -> int:
+    """Of all texts in a JSON value, its keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(characters(key) + characters(one) for key, one in value.items())
+    if isinstance(value, Sequence):
+        return sum(map(characters, value))
+    return 1
 
 
 def written(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:

@@ -12,7 +12,7 @@ Called by `chat` and `openai` (build), by the page's button and `shoal verify-re
 Left out: a signature (who served a reply is not what is verified).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import (
     Annotated,
@@ -33,8 +33,9 @@ from shoal.model.sampling import replay_margins
 from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.serve.asking import PromptError, encode
 from shoal.serve.decoding.generation import Generation
-from shoal.serve.decoding.text import text_of
+from shoal.serve.decoding.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
 from shoal.serve.versions import Held
+from shoal.web.guard import json_fault
 
 CHUNK_TOKENS = 32
 LARGEST_BYTES = 16 << 20
@@ -51,18 +52,30 @@ CLOSE = (
 )
 REFUSED = "This is not what these weights, this prompt and this seed give."
 
+ENDINGS = {
+    "stop": "the model ended it",
+    "length": "it was cut at its limit of {limit} tokens",
+    "cancelled": "it was stopped before its end",
+}
+
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+# Without `fail_fast` a list of a million wrong values makes a million errors.
+Tokens = Annotated[tuple[Token, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
 
 
 class ReplyError(ShoalError):
     """A file that is not a reply, or a generation that yields none."""
 
 
+class StoppedError(ShoalError):
+    """Whoever asked does not wait for the verdict any more."""
+
+
 class Said(TypedDict, total=False):
     """A message as the template reads it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    role: Required[Annotated[str, Field(max_length=40)]]
+    role: Required[Literal["system", "user", "assistant", "tool"]]
     content: Required[str]
     name: str
     tool_calls: list[dict[str, JsonValue]]
@@ -77,23 +90,27 @@ class Reply(BaseModel):
     model: Annotated[str, Field(max_length=300)]
     version: int | None
     weights: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # BLAKE3 of the version's files
-    messages: tuple[Said, ...] = Field(max_length=10_000)
-    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=128)
-    prompt: tuple[Token, ...] = Field(min_length=1, max_length=MOST_TOKENS)
+    messages: tuple[Said, ...] = Field(max_length=10_000, fail_fast=True)
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=128, fail_fast=True)
+    prompt: Tokens
     seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # as text: JSON numbers lose digits in a browser
     temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-    stops: tuple[str, ...] = Field(default=(), max_length=16)
-    tokens: tuple[Token, ...] = Field(min_length=1, max_length=MOST_TOKENS)
-    finish: Literal["stop", "length", "cancelled"]
+    stops: tuple[Annotated[str, Field(max_length=STOP_CHARACTERS)], ...] = Field(default=(), max_length=STOPS)
+    tokens: Tokens
+    finish: Finish
     text: str
-    proofs: tuple[Annotated[str, Field(max_length=400)], ...]
+    proofs: tuple[Annotated[str, Field(max_length=400)], ...] = Field(
+        max_length=MOST_TOKENS // CHUNK_TOKENS, fail_fast=True
+    )
 
     @classmethod
     def read(cls, data: bytes) -> "Reply":
         """Raises ReplyError."""
         if len(data) > LARGEST_BYTES:
             raise ReplyError(f"{len(data)} bytes are more than a reply has ({LARGEST_BYTES})")
+        if fault := json_fault(data):
+            raise ReplyError(f"this is not a reply file: {fault}")
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -113,6 +130,7 @@ class Finding:
 class Verdict:
     findings: tuple[Finding, ...]
     exact: bool  # everything is equal to the last bit
+    ending: str = ""  # how the text ends, as its tokens show
 
     @property
     def passed(self) -> bool:
@@ -121,7 +139,9 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """What was verified, and what was not."""
-        return REFUSED if not self.passed else EXACT if self.exact else CLOSE
+        if not self.passed:
+            return REFUSED
+        return f"{EXACT if self.exact else CLOSE} How it ends: {self.ending}."
 
     def lines(self) -> list[str]:
         found = [
@@ -158,20 +178,38 @@ def build(generation: Generation, finish: str, text: str, messages: Sequence[Any
     )
 
 
-def verify(reply: Reply, held: Held, config: Config | None = None) -> Verdict:
-    """Recompute everything. Costs one forward pass over prompt and reply. `config`: of the run, for its limits."""
+def verify(
+    reply: Reply, held: Held, config: Config | None = None, unwanted: Callable[[], bool] = lambda: False
+) -> Verdict:
+    """Recompute everything. Costs one forward pass over prompt and reply, and is not for the event loop.
+
+    `config`: of the run, for its limits. `unwanted`: whether nobody waits any more; it then raises StoppedError.
+    """
+
+    def check() -> None:
+        if unwanted():
+            raise StoppedError("nobody waits for this verdict")
+
     cheap = [_weights(reply, held), _bounds(reply, held)]
     if not all(finding.passed for finding in cheap):
         return Verdict(tuple(cheap), exact=False)
-    cheap += [_prompt(reply, held), _text(reply, held), _ending(reply, held)]
-    tokens, proofs, exact = _recomputed(reply, held, config or Config())
-    return Verdict((*cheap, tokens, proofs), exact)
+    check()
+    cheap.append(_prompt(reply, held))
+    text, ending = _ending(reply, held, check)
+    cheap += [text, ending]
+    if not all(finding.passed for finding in cheap):  # no forward pass for what is refused already
+        return Verdict(tuple(cheap), exact=False)
+    tokens, proofs, exact = _recomputed(reply, held, config or Config(), check)
+    return Verdict((*cheap, tokens, proofs), exact, ending.detail)
 
 
 def _weights(reply: Reply, held: Held) -> Finding:
-    same = reply.weights == held.digest
-    detail = "" if same else f"the file names {reply.weights[:16]}, this machine holds {held.digest[:16]}"
-    return Finding("Are these the weights that the file names?", same, detail)
+    own, detail = held.offer.version, ""
+    if reply.weights != held.digest:
+        detail = f"the file names {reply.weights[:16]}, this machine holds {held.digest[:16]}"
+    elif own is not None and reply.version != own:
+        detail = f"the file names version {reply.version}, and these weights are version {own}"
+    return Finding("Are these the weights that the file names?", not detail, detail)
 
 
 def _bounds(reply: Reply, held: Held) -> Finding:
@@ -190,40 +228,38 @@ def _bounds(reply: Reply, held: Held) -> Finding:
 
 def _prompt(reply: Reply, held: Held) -> Finding:
     try:
-        same = encode(held.tokenizer, reply.messages, reply.tools) == reply.prompt
+        same = encode(held, reply.messages, reply.tools) == reply.prompt
         detail = "" if same else "the messages give other tokens"
     except PromptError as error:
         same, detail = False, str(error)
     return Finding("Do the messages give this prompt?", same, detail)
 
 
-def _text(reply: Reply, held: Held) -> Finding:
-    tokens = reply.tokens[:-1] if reply.tokens[-1] in held.eos_ids else reply.tokens
-    same = text_of(held.tokenizer, tokens, reply.stops) == reply.text
-    return Finding("Do the tokens give this text?", same, "" if same else "the text was changed")
-
-
-def _ending(reply: Reply, held: Held) -> Finding:
-    ended = reply.tokens[-1] in held.eos_ids
-    early = any(token in held.eos_ids for token in reply.tokens[:-1])
-    stopped = any(reply.stops) and reply.finish == "stop"
-    fits = {
-        "stop": ended or stopped,
-        "length": len(reply.tokens) == reply.max_tokens and not ended,
-        "cancelled": not ended,
-    }[reply.finish]
-    detail = "" if fits and not early else f"the file says that it ended by {reply.finish!r}"
-    return Finding("Does it end where it says?", not detail, detail)
+def _ending(reply: Reply, held: Held, check: Callable[[], None]) -> tuple[Finding, Finding]:
+    """The tokens are read as the server read them: they say what the text is, and where and why it ends."""
+    row = Text(held.tokenizer, reply.stops, held.eos_ids, reply.max_tokens)
+    same = replay(row, reply.tokens, check) == reply.text
+    text = Finding("Do the tokens give this text?", same, "" if same else "the text was changed")
+    finish = row.finish or "cancelled"
+    fits = (finish, row.count) == (reply.finish, len(reply.tokens))
+    detail = ENDINGS[finish].format(limit=reply.max_tokens)
+    if row.stopped is not None and finish == "stop":
+        detail = f"it was cut before {row.stopped!r}, one of its stop strings"
+    if not fits:
+        detail = f"the file says {reply.finish!r} after {len(reply.tokens)} tokens; after {row.count}, {detail}"
+    return text, Finding("Does it end where it says?", fits, detail)
 
 
 @torch.inference_mode()
-def _recomputed(reply: Reply, held: Held, config: Config) -> tuple[Finding, Finding, bool]:
+def _recomputed(reply: Reply, held: Held, config: Config, check: Callable[[], None]) -> tuple[Finding, Finding, bool]:
+    check()
     model, limits = held.engine.model, config.validator
     packed = pack([Tree(reply.prompt, [reply.tokens])]).to(model.device)
     hidden_NH = forward_hidden(model, packed)
     tokens_N = torch.tensor(reply.tokens, device=hidden_NH.device)
     seeds, margins = [int(reply.seed)] * len(reply.tokens), []
     for start in range(0, len(tokens_N), VOCABULARY_ROWS):
+        check()
         span = slice(start, start + VOCABULARY_ROWS)
         own_C = tokens_N[span]
         scaled_CV = head.logits(model, hidden_NH[span]).float() / (reply.temperature or 1.0)

@@ -10,6 +10,7 @@ Called by `cli`. Left out: TLS (put a proxy in front, see docs/deploy.md), sever
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from argon2 import PasswordHasher
 from shoal.engine.torch_engine import TorchEngine
 from shoal.model import dtype, numerics
 from shoal.serve.chat.accounts import Accounts
-from shoal.serve.chat.conversations import Conversations
+from shoal.serve.chat.conversations import Conversations, Stored
 from shoal.serve.chat.database import connect
 from shoal.serve.chat.replies import Replies
 from shoal.serve.chat.routes import Chat
@@ -30,6 +31,7 @@ from shoal.serve.keys import Keys
 from shoal.serve.metrics import Metrics
 from shoal.serve.openai.routes import OpenAI
 from shoal.serve.sources import Source
+from shoal.serve.threads import Places, Threads
 from shoal.serve.versions import Versions
 from shoal.shardcast.serve.connections import LISTENER, Listener, Patience, started
 from shoal.web.headers import secure
@@ -37,6 +39,7 @@ from shoal.web.headers import secure
 PATIENCE = Patience(slowest_Bps=1.0)  # a reply is slow text: only a reader who takes nothing is cut
 PER_ADDRESS, CONNECTIONS = 256, 2000
 POLL_S = 0.2
+THREADS_S = 1.0  # for threads to end in
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 log = logging.getLogger("serve")
@@ -76,7 +79,10 @@ class Service:
         self.versions = Versions(source, new_engine, settings.versions)
         self.scheduler = Scheduler(settings.limits, self.metrics.timings.observe)
         self.metrics.watch(self.scheduler, self.versions)
+        self.threads = Threads("prepare", 2)  # what tokenizes, renders and makes proofs
+        self.bodies = Places(16, per_caller=2)  # large ones, at most 4 MiB or, of a reply file, 16
         self.replies: Replies | None = None
+        self._closing: list[Callable[[], None]] = [self.threads.close]
         self._following: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
@@ -89,7 +95,8 @@ class Service:
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)
         keys = Keys(None) if settings.open else self._keys()
-        OpenAI(self.versions, self.scheduler, keys, self.source.config).attach(application)
+        api = OpenAI(self.versions, self.scheduler, keys, self.source.config, self.threads, self.bodies)
+        api.attach(application)
         if settings.chat:
             self._chat().attach(application)
         return application
@@ -117,22 +124,30 @@ class Service:
         await asyncio.to_thread(self.scheduler.stop)
         if self.replies:
             await self.replies.close()
-        await asyncio.to_thread(self.versions.close)
+        for close in self._closing:
+            close()
+        self.versions.close()
 
     def _chat(self) -> Chat:
         settings = self.settings
-        db = connect(settings.folder / "chat.sqlite")
-        conversations = Conversations(db)
-        self.replies = Replies(self.versions, self.scheduler, conversations, self.source.config)
-        return Chat(
-            Accounts(db, hasher=settings.hasher),
+        path = settings.folder / "chat.sqlite"
+        db = connect(path)
+        conversations, stored = Conversations(db), Stored(connect(path))
+        accounts = Accounts(db, hasher=settings.hasher)
+        self.replies = Replies(self.versions, self.scheduler, conversations, stored, self.source.config, self.threads)
+        chat = Chat(
+            accounts,
             conversations,
+            stored,
             self.replies,
             self.versions,
+            self.bodies,
             is_open=settings.open,
             registration=settings.registration,
             secure_cookies=settings.secure_cookies,
         )
+        self._closing += [stored.close, accounts.hashing.close, chat.verifying.close]
+        return chat
 
     def _keys(self) -> Keys:
         given = self.settings.keys
@@ -148,10 +163,19 @@ async def _asked(request: web.Request, handler: Any) -> web.StreamResponse:
     return response
 
 
-def serve_forever(source: Source, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> None:
-    """Serve until `stop` is set. Raises what failed; OSError if the port is taken."""
+def serve_forever(source: Source, settings: Settings, stop: threading.Event, say: Callable[[str], None]) -> bool:
+    """Serve until `stop` is set. Raises what failed; OSError if the port is taken.
+
+    Returns whether all its threads have ended. A forward pass cannot be interrupted; all that must last is stored then.
+    """
+    before = set(threading.enumerate())
     service = Service(source, settings, engine_of(source))
     asyncio.run(_serve(service, stop, say))
+    deadline_s = time.monotonic() + THREADS_S
+    own = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in own:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in own)
 
 
 async def _serve(service: Service, stop: threading.Event, say: Callable[[str], None]) -> None:

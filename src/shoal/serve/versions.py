@@ -48,13 +48,22 @@ class Held:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     positions: int
+    characters: int  # of the longest text that may fit the positions
     token_bytes: int  # of keys and values
     users: int = 0
     used: int = 0  # when it was last taken, as a count
+    _texts: dict[int, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
         return self.offer.id
+
+    def text(self, token: int) -> str:
+        """Of a token that stands alone."""
+        found = self._texts.get(token)
+        if found is None:
+            found = self._texts[token] = str(self.tokenizer.decode([token]))
+        return found
 
 
 @dataclass
@@ -156,19 +165,23 @@ class Versions:
             self._spare.append(oldest.engine)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        """A load under way is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def load(offer: Offer, engine: TorchEngine) -> Held:
     """Read a version into an engine, all of it. Raises OSError."""
     engine.forget()
     engine.load(offer.folder)
+    tokenizer = load_tokenizer(offer.folder)
+    places = positions(read_config(str(offer.folder.resolve()), fetch=False)) or UNSTATED
     return Held(
         offer=offer,
         engine=engine,
         digest=digest(offer.folder),
-        tokenizer=load_tokenizer(offer.folder),
+        tokenizer=tokenizer,
         eos_ids=eos_ids(offer.folder),
-        positions=positions(read_config(str(offer.folder.resolve()), fetch=False)) or UNSTATED,
+        positions=places,
+        characters=places * max(map(len, tokenizer.get_vocab())),
         token_bytes=token_bytes(engine.model),
     )

@@ -8,7 +8,6 @@ a browser where the user has logged in before: that browser holds a device token
 Called by `routes`. Left out: mail, password recovery, second factors.
 """
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -21,12 +20,15 @@ from dataclasses import dataclass
 from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
 
+from shoal.serve.chat.database import check_room
+from shoal.serve.threads import Threads
 from shoal.web.guard import Allowance, RefusedError
 
 NAME = re.compile(r"[\w.@+-]{2,64}", re.ASCII)
 SHORTEST, LONGEST = 10, 256  # characters of a password
 SESSION_S, IDLE_S = 14 * 86_400.0, 3 * 86_400.0
 SEEN_EVERY_S = 60.0
+BROWSERS = 50  # of one user: sessions, and browsers that are known
 LOCAL = "local"  # the user of `--open`, without a password
 WRONG = "name or password is wrong"
 
@@ -59,7 +61,7 @@ class Accounts:
         self.db, self.clock = db, clock
         self.hasher = hasher or PasswordHasher()
         self._nobody = self.hasher.hash(secrets.token_hex(16))  # so that an unknown name takes as long as a known one
-        self._hashing = asyncio.Semaphore(2)  # each costs 64 MiB and a tenth of a second of a core
+        self.hashing = Threads("passwords", 2)  # each costs 64 MiB and a tenth of a second of a core
         self._of_address = Allowance(20, 600, monotonic)
         self._of_name = Allowance(30, 3600, monotonic)
         self._of_device = Allowance(10, 600, monotonic)
@@ -71,9 +73,9 @@ class Accounts:
             raise RefusedError(400, "a name has 2 to 64 characters: letters, digits and . _ - + @")
         if not SHORTEST <= len(password) <= LONGEST:
             raise RefusedError(400, f"a password has {SHORTEST} to {LONGEST} characters")
+        check_room(self.db)
         self._registered.take(address, "new accounts from this address")
-        async with self._hashing:
-            hashed = await asyncio.to_thread(self.hasher.hash, password)
+        hashed = await self.hashing.run(address, lambda: self.hasher.hash(password))
         try:
             found = self.db.execute(
                 "INSERT INTO user(name, password, created_s) VALUES(?, ?, ?)", (name, hashed, self.clock())
@@ -98,8 +100,9 @@ class Accounts:
         for counter, key in counters:  # counted before the password is checked: many at once get no free guesses
             counter.take(key, "attempts")
         hashed = row["password"] if row else self._nobody
-        async with self._hashing:
-            right = await asyncio.to_thread(self._matches, hashed, password)
+        right = await self.hashing.run(
+            f"device {device}" if known else address, lambda: self._matches(hashed, password)
+        )
         if not right or row is None:
             raise RefusedError(401, WRONG)
         for counter, key in counters:
@@ -136,9 +139,8 @@ class Accounts:
         """The user and all that is theirs. Raises RefusedError."""
         self._of_address.take(address, "attempts")
         row = self.db.execute("SELECT password FROM user WHERE id = ?", (session.user,)).fetchone()
-        async with self._hashing:
-            if not row or not await asyncio.to_thread(self._matches, row["password"], password):
-                raise RefusedError(401, "the password is wrong")
+        if not row or not await self.hashing.run(address, lambda: self._matches(row["password"], password)):
+            raise RefusedError(401, "the password is wrong")
         self.db.execute("DELETE FROM user WHERE id = ?", (session.user,))
 
     def _open(self, user: int, name: str) -> Opened:
@@ -147,11 +149,12 @@ class Accounts:
         self.db.execute("DELETE FROM session WHERE created_s < ?", (now_s - SESSION_S,))
         self.db.execute("INSERT INTO session VALUES(?, ?, ?, ?, ?)", (_digest(token), user, csrf, now_s, now_s))
         self.db.execute("INSERT INTO device VALUES(?, ?, ?)", (_digest(device), user, now_s))
-        self.db.execute(
-            "DELETE FROM device WHERE user = ? AND token NOT IN "
-            "(SELECT token FROM device WHERE user = ? ORDER BY created_s DESC LIMIT 50)",
-            (user, user),
-        )
+        for table in ("session", "device"):
+            self.db.execute(
+                f"DELETE FROM {table} WHERE user = ?1 AND token NOT IN "
+                f"(SELECT token FROM {table} WHERE user = ?1 ORDER BY created_s DESC, rowid DESC LIMIT ?2)",
+                (user, BROWSERS),
+            )
         return Opened(token, device, Session(user, name, csrf))
 
     def _matches(self, hashed: str, password: str) -> bool:

@@ -1,8 +1,8 @@
 """Conversations as trees of messages: editing or regenerating adds a sibling, so nothing said is lost.
 
-Invariant: every method takes the user whose conversation it must be; of another's it finds nothing. Sizes are bounded, so
-one user cannot fill the disk.
-Called by `routes` and `replies`.
+Invariant: every method takes the user whose conversation it must be; of another's it finds nothing. A conversation's row
+holds the size of all its messages, which each addition is charged to first, so one user cannot fill the disk.
+Called by `routes` and `replies`; what reads much, by a thread (`Stored`).
 """
 
 import json
@@ -10,17 +10,21 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from shoal.serve.chat.database import check_room
+from shoal.serve.threads import Threads
 from shoal.web.guard import RefusedError
 
 MOST_CONVERSATIONS, MOST_MESSAGES = 2000, 2000
 MESSAGE_CHARACTERS = 100_000
-CONVERSATION_CHARACTERS, USER_CHARACTERS = 4_000_000, 64_000_000  # texts and proofs
-SIZE = "sum(length(content) + coalesce(length(proof), 0))"
+CONVERSATION_BYTES, USER_BYTES = 4_000_000, 64_000_000  # texts, facts and proofs
+ROW_BYTES = 300  # of a message or conversation, beside these
 TITLE_CHARACTERS = 80
 FOUND = 200
 ABSENT = "there is no such conversation"
+
+Result = TypeVar("Result")
 
 
 class Conversations:
@@ -32,12 +36,17 @@ class Conversations:
         count = self.db.execute("SELECT count(*) FROM conversation WHERE user = ?", (user,)).fetchone()[0]
         if count >= MOST_CONVERSATIONS:
             raise RefusedError(409, f"there are {count} conversations; delete some first")
-        own = f"SELECT {SIZE} FROM message JOIN conversation c ON c.id = conversation WHERE user = ?"
-        if (self.db.execute(own, (user,)).fetchone()[0] or 0) >= USER_CHARACTERS:
-            raise RefusedError(409, "your conversations fill their space; delete some first")
+        self.check_space(user)
         id, now_s = secrets.token_hex(12), self.clock()
-        self.db.execute("INSERT INTO conversation VALUES(?, ?, '', NULL, ?, ?)", (id, user, now_s, now_s))
+        self.db.execute("INSERT INTO conversation VALUES(?, ?, '', NULL, ?, ?, ?)", (id, user, now_s, now_s, ROW_BYTES))
         return id
+
+    def check_space(self, user: int, size_bytes: int = ROW_BYTES) -> None:
+        """Raises RefusedError if the user has no space for so much."""
+        check_room(self.db)
+        used = self.db.execute("SELECT sum(size_bytes) FROM conversation WHERE user = ?", (user,)).fetchone()[0] or 0
+        if used + size_bytes > USER_BYTES:
+            raise RefusedError(409, "your conversations fill their space; delete some first")
 
     def listed(self, user: int, search: str = "") -> list[dict[str, Any]]:
         """Newest first; with `search`, those whose title or text has it."""
@@ -61,16 +70,23 @@ class Conversations:
         messages = [dict(row) | {"facts": json.loads(row["facts"]), "proven": bool(row["proven"])} for row in rows]
         return {"id": id, "title": own["title"], "leaf": own["leaf"], "messages": messages}
 
-    def path(self, user: int, id: str, leaf: str | None) -> list[dict[str, Any]]:
-        """The messages from the first to `leaf`. Raises RefusedError."""
-        by_id = {message["id"]: message for message in self.read(user, id)["messages"]}
-        found: list[dict[str, Any]] = []
-        while leaf is not None:
-            if leaf not in by_id:
-                raise RefusedError(404, "there is no such message")
-            found.append(by_id[leaf])
-            leaf = by_id[leaf]["parent"]
-        return found[::-1]
+    def check(self, user: int, id: str, message: str) -> None:
+        """Raises RefusedError if the conversation has no such message."""
+        self._own(user, id)
+        if not self.db.execute("SELECT 1 FROM message WHERE conversation = ? AND id = ?", (id, message)).fetchone():
+            raise RefusedError(404, "there is no such message")
+
+    def path(self, user: int, id: str, leaf: str) -> list[dict[str, Any]]:
+        """Role and content of the messages from the first to `leaf`. Raises RefusedError."""
+        self.check(user, id, leaf)
+        rows = self.db.execute(
+            "WITH RECURSIVE path(id, parent, role, content, depth) AS ("
+            "SELECT id, parent, role, content, 0 FROM message WHERE conversation = ?1 AND id = ?2 "
+            "UNION ALL SELECT m.id, m.parent, m.role, m.content, depth + 1 FROM message m JOIN path ON m.id = path.parent "
+            "WHERE m.conversation = ?1) SELECT role, content FROM path ORDER BY depth DESC",
+            (id, leaf),
+        )
+        return [dict(row) for row in rows]
 
     def add(
         self,
@@ -82,23 +98,28 @@ class Conversations:
         facts: dict[str, Any] | None = None,
         proof: str | None = None,
     ) -> str:
-        """A new message's id; it becomes the leaf. Raises RefusedError."""
+        """A new message's id; it becomes the leaf. Raises RefusedError, and then nothing is stored."""
         own = self._own(user, id)
         if len(content) > MESSAGE_CHARACTERS and role == "user":
             raise RefusedError(413, f"a message has at most {MESSAGE_CHARACTERS} characters")
-        sizes = f"SELECT count(*), {SIZE} FROM message WHERE conversation = ?"
-        count, size = self.db.execute(sizes, (id,)).fetchone()
-        if count >= MOST_MESSAGES or (size or 0) + len(content) > CONVERSATION_CHARACTERS:
+        noted = json.dumps(facts or {})
+        size_bytes = ROW_BYTES + sum(len(one.encode()) for one in (content, noted, proof or ""))
+        [count] = self.db.execute("SELECT count(*) FROM message WHERE conversation = ?", (id,)).fetchone()
+        if count >= MOST_MESSAGES or own["size_bytes"] + size_bytes > CONVERSATION_BYTES:
             raise RefusedError(409, f"this conversation is full ({count} messages); begin another")
+        self.check_space(user, size_bytes)
         new, now_s = secrets.token_hex(12), self.clock()
         title = own["title"] or " ".join(content.split())[:TITLE_CHARACTERS]
-        self.db.execute(
-            "INSERT INTO message VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
-            (new, id, parent, role, content, json.dumps(facts or {}), proof, now_s),
-        )
-        self.db.execute(
-            "UPDATE conversation SET leaf = ?, title = ?, changed_s = ? WHERE id = ?", (new, title, now_s, id)
-        )
+        with self.db:
+            self.db.execute("BEGIN")
+            self.db.execute(
+                "UPDATE conversation SET leaf = ?, title = ?, changed_s = ?, size_bytes = size_bytes + ? WHERE id = ?",
+                (new, title, now_s, size_bytes, id),
+            )
+            self.db.execute(
+                "INSERT INTO message VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+                (new, id, parent, role, content, noted, proof, now_s),
+            )
         return new
 
     def change(self, user: int, id: str, *, title: str | None = None, leaf: str | None = None) -> None:
@@ -107,7 +128,7 @@ class Conversations:
         if title is not None:
             self.db.execute("UPDATE conversation SET title = ? WHERE id = ?", (title[:TITLE_CHARACTERS], id))
         if leaf is not None:
-            self.path(user, id, leaf)
+            self.check(user, id, leaf)
             self.db.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, id))
 
     def proof(self, user: int, id: str, message: str) -> str:
@@ -125,8 +146,22 @@ class Conversations:
 
     def _own(self, user: int, id: str) -> sqlite3.Row:
         row: sqlite3.Row | None = self.db.execute(
-            "SELECT title, leaf FROM conversation WHERE id = ? AND user = ?", (id, user)
+            "SELECT title, leaf, size_bytes FROM conversation WHERE id = ? AND user = ?", (id, user)
         ).fetchone()
         if row is None:
             raise RefusedError(404, ABSENT)
         return row
+
+
+class Stored:
+    """Conversations as a thread reads them, with a connection of its own: megabytes would stop the event loop."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._conversations, self._threads = Conversations(db), Threads("stored", 1)
+
+    async def run(self, user: int, question: Callable[[Conversations], Result]) -> Result:
+        """The answer to a question that changes nothing. Raises RefusedError, BusyError."""
+        return await self._threads.run(f"user {user}", lambda: question(self._conversations))
+
+    def close(self) -> None:
+        self._threads.close()

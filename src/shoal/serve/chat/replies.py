@@ -12,16 +12,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shoal.config import Config
 from shoal.serve import proof
 from shoal.serve.asking import as_trained, encode
-from shoal.serve.chat.conversations import Conversations
+from shoal.serve.chat.conversations import Conversations, Stored
 from shoal.serve.decoding.generation import Ask, Generation
-from shoal.serve.decoding.scheduler import Scheduler
-from shoal.serve.decoding.text import Text
+from shoal.serve.decoding.scheduler import BusyError, Scheduler
 from shoal.serve.openai.routes import new_seed, tokens_left
+from shoal.serve.threads import Threads
 from shoal.serve.versions import Held, Versions
 from shoal.web.guard import RefusedError
 
@@ -54,10 +55,16 @@ class Writing:
 
 class Replies:
     def __init__(
-        self, versions: Versions, scheduler: Scheduler, conversations: Conversations, config: Config | None
+        self,
+        versions: Versions,
+        scheduler: Scheduler,
+        conversations: Conversations,
+        stored: Stored,
+        config: Config | None,
+        threads: Threads,
     ) -> None:
-        self.versions, self.scheduler = versions, scheduler
-        self.conversations, self.config = conversations, config
+        self.versions, self.scheduler, self.threads = versions, scheduler, threads
+        self.conversations, self.stored, self.config = conversations, stored, config
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def write(self, user: int, id: str, parent: str, wanted: Wanted) -> AsyncIterator[dict[str, Any]]:
@@ -65,7 +72,8 @@ class Replies:
 
         Raises RefusedError, RequestError, PromptError, BusyError, NoPlaceError, UnknownVersionError before the first one.
         """
-        said = [{"role": m["role"], "content": m["content"]} for m in self.conversations.path(user, id, parent)]
+        self.conversations.check_space(user)
+        said = await self.stored.run(user, lambda stored: stored.path(user, id, parent))
         if not said or said[-1]["role"] != "user":
             raise RefusedError(400, "a reply needs a message of the user before it")
         messages = as_trained(self.config, said, wanted.target) if wanted.as_trained and self.config else said
@@ -75,7 +83,9 @@ class Replies:
             writings = []
             for lane, model in enumerate(wanted.models):
                 held = await stack.enter_async_context(self.versions.take(model))
-                writings.append(Writing(lane, self._generation(user, held, messages, wanted), messages, news, pair))
+                prompt = await self.threads.run(f"user {user}", partial(encode, held, messages), held)
+                generation = self._generation(user, held, prompt, wanted)
+                writings.append(Writing(lane, generation, messages, news, pair))
             self.scheduler.submit([one.generation for one in writings])
             keep = stack.pop_all()
         task = asyncio.create_task(self._finish(user, id, parent, wanted, writings, keep))
@@ -95,8 +105,7 @@ class Replies:
         """Wait until what is being written is saved; the scheduler has cancelled it."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _generation(self, user: int, held: Held, messages: Sequence[Any], wanted: Wanted) -> Generation:
-        prompt = encode(held.tokenizer, messages)
+    def _generation(self, user: int, held: Held, prompt: tuple[int, ...], wanted: Wanted) -> Generation:
         ask = Ask(
             prompt=prompt,
             seed=new_seed() if wanted.seed is None else wanted.seed,
@@ -105,7 +114,7 @@ class Replies:
             proof=True,
             caller=f"user {user}",
         )
-        return Generation(ask, held, Text(held.tokenizer), asyncio.get_running_loop())
+        return Generation(ask, held, asyncio.get_running_loop())
 
     async def _finish(
         self, user: int, id: str, parent: str, wanted: Wanted, writings: Sequence[Writing], keep: AsyncExitStack
@@ -140,14 +149,20 @@ class Replies:
         file = None
         if generation.tokens:
             try:
-                file = (
-                    await asyncio.to_thread(proof.build, generation, one.finish, text, one.messages)
-                ).model_dump_json()
-            except proof.ReplyError as error:
+                file = await self.threads.run(
+                    ask.caller, lambda: proof.build(generation, one.finish, text, one.messages).model_dump_json()
+                )
+            except (proof.ReplyError, BusyError) as error:
                 facts["unproven"] = str(error)
         try:
-            message = self.conversations.add(user, id, parent, "assistant", text, facts, file)
-        except RefusedError as error:  # the conversation was deleted meanwhile
+            try:
+                message = self.conversations.add(user, id, parent, "assistant", text, facts, file)
+            except RefusedError as error:
+                if file is None:
+                    raise
+                file, facts["unproven"] = None, str(error)  # the text may have space without its proof
+                message = self.conversations.add(user, id, parent, "assistant", text, facts)
+        except RefusedError as error:  # no space even for the text, or the conversation was deleted meanwhile
             return {"event": "failed", "lane": one.lane, "error": str(error)}
         return {
             "event": "done",

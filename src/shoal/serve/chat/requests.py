@@ -40,7 +40,11 @@ class Change(Strict):
 
 async def body(request: web.Request, kind: type[Kind], most_bytes: int) -> Kind:
     """Raises RefusedError."""
-    data = await json_body(request, most_bytes)
+    return parsed(await json_body(request, most_bytes), kind)
+
+
+def parsed(data: bytes, kind: type[Kind]) -> Kind:
+    """Raises RefusedError."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

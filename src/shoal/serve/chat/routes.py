@@ -7,6 +7,7 @@ Attached by `service`. Left out: mail, teams, files.
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,22 @@ from aiohttp import web
 from shoal.serve import proof
 from shoal.serve.asking import PromptError
 from shoal.serve.chat.accounts import Accounts, Opened, Session, same
-from shoal.serve.chat.conversations import Conversations
+from shoal.serve.chat.conversations import Conversations, Stored
 from shoal.serve.chat.replies import Replies, Wanted
-from shoal.serve.chat.requests import LARGE_BYTES, SMALL_BYTES, Asked, Change, Credentials, Strict, body
+from shoal.serve.chat.requests import LARGE_BYTES, SMALL_BYTES, Asked, Change, Credentials, Strict, body, parsed
 from shoal.serve.decoding.scheduler import BusyError, TooLargeError
 from shoal.serve.openai.requests import RequestError
+from shoal.serve.threads import Places, Threads, received
 from shoal.serve.versions import NoPlaceError, UnknownVersionError, Versions
 from shoal.shardcast.serve.connections import network
 from shoal.web.files import SHARED, Files
-from shoal.web.guard import Allowance, RefusedError, from_own_page, json_body
+from shoal.web.guard import Allowance, RefusedError, from_own_page
 
 STATIC = Path(__file__).parent / "static"
 SESSION, DEVICE = "shoal_session", "shoal_device"
 DEVICE_S = 180 * 86_400
 SESSION_S = 14 * 86_400
+VERIFY_S, VERIFY_RETRY_S = 120.0, 30
 OWN = web.RequestKey("own", Session)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -39,18 +42,20 @@ class Chat:
         self,
         accounts: Accounts,
         conversations: Conversations,
+        stored: Stored,
         replies: Replies,
         versions: Versions,
+        bodies: Places,
         *,
         is_open: bool,
         registration: bool,
         secure_cookies: bool,
     ) -> None:
-        self.accounts, self.conversations = accounts, conversations
-        self.replies, self.versions = replies, versions
+        self.accounts, self.conversations, self.stored = accounts, conversations, stored
+        self.replies, self.versions, self.bodies = replies, versions, bodies
         self.is_open, self.registration, self.secure_cookies = is_open, registration, secure_cookies
         self.files = Files([SHARED, STATIC])
-        self._verifying = asyncio.Semaphore(1)  # a verification costs a forward pass
+        self.verifying = Threads("verify", 1)  # a verification costs a forward pass
         self._verified = Allowance(30, 60)
         self._searched = Allowance(60, 60)  # a search reads all that a user has
 
@@ -192,17 +197,25 @@ class Chat:
         )
 
     async def listed(self, request: web.Request) -> web.Response:
-        search = request.query.get("search", "")
-        if search:
-            self._searched.take(str(request[OWN].user), "searches")
-        return web.json_response(self.conversations.listed(request[OWN].user, search))
+        search, user = request.query.get("search", ""), request[OWN].user
+        if not search:
+            return web.json_response(self.conversations.listed(user))
+        self._searched.take(str(user), "searches")
+        return web.json_response(await self.stored.run(user, lambda stored: stored.listed(user, search)))
 
     async def create(self, request: web.Request) -> web.Response:
         await body(request, Strict, SMALL_BYTES)
         return web.json_response({"id": self.conversations.create(request[OWN].user)})
 
     async def read(self, request: web.Request) -> web.Response:
-        return web.json_response(self.conversations.read(request[OWN].user, request.match_info["id"]))
+        text = await self._read(request)
+        return web.Response(text=text, content_type="application/json")
+
+    async def _read(self, request: web.Request, indent: int | None = None) -> str:
+        user, id = request[OWN].user, request.match_info["id"]
+        return await self.stored.run(
+            user, lambda stored: json.dumps(stored.read(user, id), ensure_ascii=False, indent=indent)
+        )
 
     async def change(self, request: web.Request) -> web.Response:
         asked = await body(request, Change, SMALL_BYTES)
@@ -216,18 +229,19 @@ class Chat:
 
     async def export(self, request: web.Request) -> web.Response:
         """The whole tree, as JSON to download."""
-        found = self.conversations.read(request[OWN].user, request.match_info["id"])
-        return _download(json.dumps(found, ensure_ascii=False, indent=1), f"conversation-{found['id']}.json")
+        text = await self._read(request, indent=1)
+        return _download(text, f"conversation-{request.match_info['id']}.json")
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
     async def reply(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events until all lanes are done. Closing the connection stops and saves them."""
-        asked = await body(request, Asked, LARGE_BYTES)
+        async with received(self.bodies, request, _caller(request), LARGE_BYTES) as data:
+            asked = parsed(data, Asked)
         user, id, parent = request[OWN].user, request.match_info["id"], asked.parent
         if asked.content is not None:
             if parent is not None:
-                self.conversations.path(user, id, parent)
+                self.conversations.check(user, id, parent)
             parent = self.conversations.add(user, id, parent, "user", asked.content, {"target": asked.target})
         if parent is None:
             raise RefusedError(400, "there is no message to reply to")
@@ -247,28 +261,46 @@ class Chat:
         return response
 
     async def proof(self, request: web.Request) -> web.Response:
-        found = request.match_info
-        return _download(self.conversations.proof(request[OWN].user, found["id"], found["message"]), "reply.json")
+        return _download(await self._proof(request), "reply.json")
+
+    async def _proof(self, request: web.Request) -> str:
+        user, found = request[OWN].user, request.match_info
+        return await self.stored.run(user, lambda stored: stored.proof(user, found["id"], found["message"]))
 
     async def verify(self, request: web.Request) -> web.Response:
         await body(request, Strict, SMALL_BYTES)
-        found = request.match_info
-        text = self.conversations.proof(request[OWN].user, found["id"], found["message"])
-        return await self._verdict(request, text.encode())
+        self._verified.take(str(request[OWN].user), "verifications")
+        return await self._verdict(request, (await self._proof(request)).encode())
 
     async def verify_file(self, request: web.Request) -> web.Response:
         """Any reply file of a version that is here."""
-        return await self._verdict(request, await json_body(request, proof.LARGEST_BYTES))
+        self._verified.take(str(request[OWN].user), "verifications")
+        async with received(self.bodies, request, _caller(request), proof.LARGEST_BYTES) as data:
+            return await self._verdict(request, data)
 
     async def _verdict(self, request: web.Request, data: bytes) -> web.Response:
-        self._verified.take(str(request[OWN].user), "verifications")
-        reply = proof.Reply.read(data)
-        async with self._verifying, self.versions.take(reply.model) as held:
-            verdict = await asyncio.to_thread(proof.verify, reply, held, self.versions.source.config)
+        """Of a reply file, within a deadline; it ends where its client leaves. Raises ReplyError, BusyError."""
+        caller, left = _caller(request), threading.Event()
+        try:
+            async with asyncio.timeout(VERIFY_S):
+                reply = await self.verifying.run(caller, lambda: proof.Reply.read(data))
+                async with self.versions.take(reply.model) as held:
+                    config = self.versions.source.config
+                    verdict = await self.verifying.run(
+                        caller, lambda: proof.verify(reply, held, config, left.is_set), held
+                    )
+        except TimeoutError:
+            raise BusyError(f"not recomputed within {VERIFY_S:g} s", VERIFY_RETRY_S) from None
+        finally:
+            left.set()
         findings = [vars(finding) for finding in verdict.findings]
         return web.json_response(
             {"passed": verdict.passed, "exact": verdict.exact, "sentence": verdict.sentence, "findings": findings}
         )
+
+
+def _caller(request: web.Request) -> str:
+    return f"user {request[OWN].user}"
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

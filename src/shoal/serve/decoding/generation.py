@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from torch import Tensor
 from shoal.engine import batch
 from shoal.model import head
 from shoal.model.logprobs import token_logprobs
-from shoal.serve.decoding.text import Text
+from shoal.serve.decoding.text import Finish, Text
 from shoal.serve.versions import Held
 
-Finish = Literal["stop", "length", "cancelled"]
 ECHOED = 256  # positions of a prompt whose logits are in memory at once
 
 
@@ -55,8 +54,8 @@ class Ask(batch.Ask):
 class Generation:
     ask: Ask
     held: Held
-    text: Text
     loop: asyncio.AbstractEventLoop
+    text: Text = field(init=False)
     made: Piece | None = None  # by the last step, until it is handed over
     cancelled: bool = False
     asked_s: float = field(default_factory=time.monotonic)
@@ -65,6 +64,9 @@ class Generation:
     states: list[Tensor] = field(default_factory=list)  # bfloat16: the hidden state that each token was sampled from
     echoed: list[Likely] = field(default_factory=list)  # the prompt's tokens from the second on
     _pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.text = Text(self.held.tokenizer, self.ask.stops, self.held.eos_ids, self.ask.max_tokens)
 
     @property
     def model(self) -> Any:
@@ -82,21 +84,12 @@ class Generation:
 
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """Make the piece of this step."""
+        if self.cancelled:
+            return None
         self.tokens.append(token)
         if self.ask.proof:
             self.states.append(state_H.clone())  # it is a view of the whole batch's
-        finish: Finish | None = None
-        text = ""
-        if token in self.held.eos_ids:
-            finish = "stop"
-        else:
-            text = self.text.add(token)
-            if self.text.stopped:
-                finish = "stop"
-            elif len(self.tokens) >= self.ask.max_tokens:
-                finish = "length"
-        if finish:
-            text += self.text.end()
+        text, finish = self.text.add(token), self.text.finish
         likely = () if self.ask.top is None else tuple(scored(logits_1V, (token,), self.ask.top))
         self.made = Piece(text, likely, finish)
         return None if finish else token
@@ -105,6 +98,11 @@ class Generation:
         """What the last step made; the end if it was cancelled before."""
         made, self.made = self.made, None
         return made or Piece(self.text.end(), finish="cancelled")
+
+    def cut(self) -> Piece:
+        """The last piece, if no step follows: what the last one made and what is left."""
+        made, self.made = self.made or Piece(""), None
+        return Piece(made.text + self.text.end(), made.tokens, made.finish or "cancelled")
 
     def hand_over(self, piece: Piece) -> None:
         """In the event loop's thread."""

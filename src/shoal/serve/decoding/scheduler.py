@@ -19,6 +19,7 @@ from shoal.errors import ShoalError
 from shoal.serve.decoding.generation import Generation, Piece
 
 IDLE_S = 0.5
+STOP_S = 1.0
 LONGEST_RETRY_S = 60
 
 
@@ -65,6 +66,7 @@ class Scheduler:
         self.error: Exception | None = None  # what ended the loop
         self._engine = engine.Scheduler(limits)
         self._new: list[Generation] = []  # not in the engine's queue yet
+        self._open: dict[int, Generation] = {}  # whose last piece was not handed out, by `id`
         self._callers: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._stopping = False
@@ -75,12 +77,13 @@ class Scheduler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel everything and end the loop."""
+        """Cancel everything and end the loop. A step that takes long, of a long prompt, is not waited for."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_S)
+        self._cancel_all()
 
     @property
     def waiting(self) -> int:
@@ -98,17 +101,20 @@ class Scheduler:
             if self._stopping or self.error:
                 raise BusyError("the server is stopping", 5)
             caller = generations[0].ask.caller
-            if self._callers[caller] + len(generations) > self.limits.per_caller:
-                self.counts.refused += len(generations)
-                raise BusyError(
-                    f"at most {self.limits.per_caller} completions of one caller at a time", self._retry_s()
-                )
+            self.check_caller(caller, len(generations))
             if self.waiting + len(generations) > self.limits.waiting + self._free():
                 self.counts.refused += len(generations)
                 raise BusyError(f"{self.waiting} completions are waiting already", self._retry_s())
             self._callers[caller] += len(generations)
             self._new.extend(generations)
+            self._open |= {id(one): one for one in generations}
             self._changed.notify()
+
+    def check_caller(self, caller: str, count: int) -> None:
+        """Raises BusyError if the caller has no places for so many completions."""
+        if self._callers[caller] + count > self.limits.per_caller:
+            self.counts.refused += count
+            raise BusyError(f"at most {self.limits.per_caller} completions of one caller at a time", self._retry_s())
 
     def _free(self) -> int:
         return max(0, self.limits.rows - self.live)
@@ -156,17 +162,20 @@ class Scheduler:
     def _cancel_all(self) -> None:
         with self._changed:
             self._stopping = True
-            everyone = [*self._new, *(one for one in self._engine.everyone() if isinstance(one, Generation))]
-            self._new, self._engine = [], engine.Scheduler(self.limits)
-        self._hand_out([(one, Piece("", finish="cancelled")) for one in everyone])
+            everyone, self._new = list(self._open.values()), []
+        for one in everyone:
+            one.cancel()
+        self._hand_out([(one, one.cut()) for one in everyone])
 
     def _hand_out(self, out: Sequence[tuple[Generation, Piece]]) -> None:
         now_s = time.monotonic()
         with self._changed:
+            out = [(generation, piece) for generation, piece in out if id(generation) in self._open]
             for generation, piece in out:
                 self._observe(generation, piece)
                 generation.last_s = now_s
                 if piece.finish:
+                    del self._open[id(generation)]
                     self._row_s += 0.1 * (now_s - generation.asked_s - self._row_s)
                     self._callers[generation.ask.caller] -= 1
                     if not self._callers[generation.ask.caller]:

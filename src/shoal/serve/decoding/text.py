@@ -1,30 +1,76 @@
-"""The text of a row while its tokens arrive: whole characters only, and nothing of a stop string.
+"""The text of a row while its tokens arrive: whole characters only, nothing of a stop string, and why it ends.
 
-Invariant: the pieces together are the row's text up to its first stop string, whatever the tokens' borders are.
+Invariant: the pieces together are the row's text up to the first stop string that is whole in it, whatever the tokens'
+borders are. Text and ending follow from the tokens and what was asked. The time is linear in the tokens.
 Called by the scheduler, and by `proof` to read a reply's tokens again.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
+Finish = Literal["stop", "length", "cancelled"]
+STOPS, STOP_CHARACTERS = 8, 400  # of one request
 UNFINISHED = "\ufffd"  # how tokenizers decode the first bytes of a character
+HELD_TOKENS = 16  # a character has fewer: tokens that make none by then are no character's
+NO_LIMIT = 1 << 62
+
+
+class Stop:
+    """A stop string, and how much of it the text ends with (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # characters of `text` that the text ends with
+        self._shorter = [0]  # by characters matched: the next shorter beginning that the text ends with, too
+        for character in text[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], character))
+
+    def _longer(self, matched: int, character: str) -> int:
+        while matched and self.text[matched] != character:
+            matched = self._shorter[matched - 1]
+        return matched + (self.text[matched] == character)
+
+    def add(self, character: str) -> bool:
+        """Whether the stop string is whole now; nothing may be added then."""
+        self.matched = self._longer(self.matched, character)
+        return self.matched == len(self.text)
 
 
 class Text:
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.stops = [stop for stop in stops if stop]
-        self.stopped = False
+    """`finish` is set when no token may follow: an end token, a stop string, or the limit."""
+
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), eos_ids: Collection[int] = (), max_tokens: int = NO_LIMIT
+    ) -> None:
+        self.tokenizer, self.eos_ids, self.max_tokens = tokenizer, eos_ids, max_tokens
+        self.stops = [Stop(stop) for stop in stops if stop]
+        self.finish: Finish | None = None
+        self.count = 0  # tokens
+        self.stopped: str | None = None  # the stop string that was met
         self._tokens: list[int] = []  # a window: tokenizers need what stands before to place spaces
         self._shown = 0  # tokens of the window whose text was taken
         self._held = ""  # text that may begin a stop string
 
     def add(self, token: int) -> str:
         """The text that is certain now."""
+        self.count += 1
+        if token in self.eos_ids:
+            self.finish = "stop"
+            return self.end()
+        text = self._add(token)
+        if self.stopped is not None:
+            self.finish = "stop"
+        elif self.count >= self.max_tokens:
+            self.finish = "length"
+            text += self.end()
+        return text
+
+    def _add(self, token: int) -> str:
         self._tokens.append(token)
         before = self._decode(self._tokens[: self._shown])
         now = self._decode(self._tokens)
-        if len(now) <= len(before) or now.endswith(UNFINISHED):
+        whole = len(now) > len(before) and not now.endswith(UNFINISHED)
+        if not whole and len(self._tokens) - self._shown < HELD_TOKENS:
             return ""
         self._tokens, self._shown = self._tokens[self._shown :], len(self._tokens) - self._shown
         return self._released(now[len(before) :])
@@ -35,36 +81,36 @@ class Text:
         self._tokens, self._shown = [], 0
         released = self._released(rest)
         held, self._held = self._held, ""
-        return released if self.stopped else released + held
+        return released + held
 
     def _released(self, text: str) -> str:
         """`text` behind what was held, without what may begin a stop string."""
-        if self.stopped:
+        if self.stopped is not None:
             return ""
+        if not self.stops:
+            return text
+        for at, character in enumerate(text, 1):
+            met = [stop.text for stop in self.stops if stop.add(character)]
+            if met:
+                self.stopped = max(met, key=len)
+                text, self._held = self._held + text[:at], ""
+                return text[: len(text) - len(self.stopped)]
         text = self._held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        held = max((overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        sure = len(text) - max(stop.matched for stop in self.stops)
+        self._held = text[sure:]
+        return text[:sure]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True) if tokens else ""
         return text
 
 
-def text_of(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
-    """The text that a row with these tokens shows."""
-    text = Text(tokenizer, stops)
-    return "".join([*(text.add(token) for token in tokens), text.end()])
-
-
-def overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`.
-
-    >>> overlap("one STO", "STOP"), overlap("one", "STOP")
-    (3, 0)
-    """
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+def replay(text: Text, tokens: Sequence[int], check: Callable[[], None] = lambda: None) -> str:
+    """The text that a row with these tokens shows, up to its end or to the last of them. `check` may raise."""
+    parts = []
+    for token in tokens:
+        check()
+        parts.append(text.add(token))
+        if text.finish:
+            return "".join(parts)
+    return "".join([*parts, text.end()])

@@ -5,10 +5,12 @@ Called by `routes`.
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +21,7 @@ from shoal.serve.decoding.scheduler import Scheduler
 from shoal.serve.openai import answers
 from shoal.serve.openai.requests import Common, CompletionRequest
 from shoal.serve.openai.tools import Call, Form, Reading
+from shoal.serve.threads import Threads
 from shoal.serve.versions import Held
 
 
@@ -33,17 +36,22 @@ class Answer:
     messages: Sequence[Any] = ()
     tools: Sequence[Any] = ()
     form: Form | None = None  # how the model writes calls of these
+    _echoes: dict[tuple[int, ...], str] = field(default_factory=dict)  # the texts of prompts
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.chat else "cmpl"
         self.frame = answers.Frame(f"{prefix}-{secrets.token_hex(12)}", self.held.id, self.chat)
 
-    async def respond(self, request: web.Request, scheduler: Scheduler) -> web.StreamResponse:
+    async def respond(self, request: web.Request, scheduler: Scheduler, threads: Threads) -> web.StreamResponse:
         async with submitted(scheduler, self.generations):
-            return await (self._stream(request) if self.asked.stream else self._whole())
+            if self.asked.stream:
+                return await self._stream(request, threads)
+            pieces = await asyncio.gather(*(_all(generation) for generation in self.generations))
+        caller = self.generations[0].ask.caller
+        text = await threads.run(caller, lambda: json.dumps(self._whole(pieces)))
+        return web.Response(text=text, content_type="application/json")
 
-    async def _whole(self) -> web.Response:
-        pieces = await asyncio.gather(*(_all(generation) for generation in self.generations))
+    def _whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         choices, replies = [], []
         for index, (generation, own) in enumerate(zip(self.generations, pieces, strict=True)):
             text, finish = "".join(piece.text for piece in own), own[-1].finish
@@ -56,14 +64,14 @@ class Answer:
             logprobs = self._logprobs(generation, likely)
             choices.append(answers.choice(self.chat, index, shown, reason, logprobs, calls=calls))
             if generation.ask.proof:
-                made = await asyncio.to_thread(proof.build, generation, finish or "", text, self.messages, self.tools)
+                made = proof.build(generation, finish or "", text, self.messages, self.tools)
                 replies.append(made.model_dump(mode="json"))
         more: dict[str, Any] = {"seeds": [str(one.ask.seed) for one in self.generations], "weights": self.held.digest}
         if replies:
             more["replies"] = replies
-        return web.json_response(self.frame.body(choices, chunk=False, usage=self._usage(), shoal=more))
+        return self.frame.body(choices, chunk=False, usage=self._usage(), shoal=more)
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, threads: Threads) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)
         if self.chat:
@@ -77,7 +85,13 @@ class Answer:
             text = "".join(part for part in parts if isinstance(part, str))
             if not self.chat and not offsets[index]:
                 text = self._prompt_text(generation) + text
-            logprobs = self._logprobs(generation, piece.tokens, offset=offsets[index]) if piece.tokens else None
+            logprobs = None
+            if piece.tokens and generation.ask.echo and not offsets[index]:  # of the whole prompt
+                logprobs = await threads.run(
+                    generation.ask.caller, partial(self._logprobs, generation, piece.tokens), generation.held
+                )
+            elif piece.tokens:
+                logprobs = self._logprobs(generation, piece.tokens, offset=offsets[index])
             offsets[index] += len(text)
             for choice in self._chunks(index, text, parts, _reason(reading, piece), logprobs, reading):
                 await response.write(answers.event(self.frame.body([choice], chunk=True)))
@@ -110,17 +124,22 @@ class Answer:
 
     def _prompt_text(self, generation: Generation) -> str:
         echoes = isinstance(self.asked, CompletionRequest) and self.asked.echo
-        return str(self.held.tokenizer.decode(list(generation.ask.prompt))) if echoes else ""
+        if not echoes:
+            return ""
+        prompt = generation.ask.prompt
+        if prompt not in self._echoes:
+            self._echoes[prompt] = str(self.held.tokenizer.decode(list(prompt)))
+        return self._echoes[prompt]
 
     def _logprobs(self, generation: Generation, likely: Sequence[Any], offset: int = 0) -> dict[str, Any] | None:
         if generation.ask.top is None:
             return None
         if self.chat:
-            return answers.chat_logprobs(self.held.tokenizer, likely)
+            return answers.chat_logprobs(self.held.text, likely)
         if generation.ask.echo and not offset:
             tokens = [*generation.echoed, *likely]
-            return answers.text_logprobs(self.held.tokenizer, tokens, first=generation.ask.prompt[0])
-        return answers.text_logprobs(self.held.tokenizer, likely, offset=offset)
+            return answers.text_logprobs(self.held.text, tokens, first=generation.ask.prompt[0])
+        return answers.text_logprobs(self.held.text, likely, offset=offset)
 
     def _usage(self) -> dict[str, int]:
         prompts = {id(one.ask.prompt): len(one.ask.prompt) for one in self.generations}

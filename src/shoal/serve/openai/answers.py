@@ -5,12 +5,14 @@ Called by `routes`.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.serve.decoding.generation import Likely
 from shoal.serve.openai.tools import Call
+
+TextOf = Callable[[int], str]  # of one token
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ def call_chunk(index: int, number: int, call: Call) -> dict[str, Any]:
     return {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
 
 
-def chat_logprobs(tokenizer: Any, tokens: Sequence[Likely]) -> dict[str, Any]:
+def chat_logprobs(text_of: TextOf, tokens: Sequence[Likely]) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
+        text = text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     content = [
@@ -93,16 +95,16 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[Likely]) -> dict[str, Any]:
 
 
 def text_logprobs(
-    tokenizer: Any, tokens: Sequence[Likely], *, offset: int = 0, first: int | None = None
+    text_of: TextOf, tokens: Sequence[Likely], *, offset: int = 0, first: int | None = None
 ) -> dict[str, Any]:
     """`first`: an echoed prompt's first token, which has no logprob."""
-    words = [tokenizer.decode([one.token]) for one in tokens]
+    words = [text_of(one.token) for one in tokens]
     values: list[float | None] = [one.logprob for one in tokens]
     tops: list[dict[str, float] | None] = [
-        {tokenizer.decode([token]): value for token, value in one.top} if one.top else None for one in tokens
+        {text_of(token): value for token, value in one.top} if one.top else None for one in tokens
     ]
     if first is not None:
-        words, values, tops = [tokenizer.decode([first]), *words], [None, *values], [None, *tops]
+        words, values, tops = [text_of(first), *words], [None, *values], [None, *tops]
     offsets = []
     for word in words:
         offsets.append(offset)

@@ -11,9 +11,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shoal.errors import ShoalError
+from shoal.serve.decoding.text import STOP_CHARACTERS, STOPS
 
 Words = Annotated[str, Field(max_length=400_000)]
-STOPS = 8
+StopString = Annotated[str, Field(max_length=STOP_CHARACTERS)]
+# Without `fail_fast` a list of a million wrong values makes a million errors.
+Tokens = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
@@ -58,9 +61,9 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Words | Annotated[list[Part], Field(max_length=256)] | None = None
+    content: Words | Annotated[list[Part], Field(max_length=256, fail_fast=True)] | None = None
     name: str | None = Field(default=None, max_length=100)
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=100)
 
     @model_validator(mode="after")
@@ -118,7 +121,7 @@ class Common(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    stop: Words | Annotated[list[Annotated[str, Field(max_length=400)]], Field(max_length=STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_p: float | None = None
@@ -150,12 +153,12 @@ class Common(BaseModel):
 
 
 class ChatRequest(Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2000, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     # Of Shoal: the run's system prompt and template, a length target, and the reply file in the answer.
@@ -175,9 +178,9 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     prompt: (
         Words
-        | Annotated[list[int], Field(max_length=1 << 20)]
-        | Annotated[list[Words], Field(max_length=64)]
-        | Annotated[list[Annotated[list[int], Field(max_length=1 << 20)]], Field(max_length=64)]
+        | Tokens
+        | Annotated[list[Words], Field(max_length=64, fail_fast=True)]
+        | Annotated[list[Tokens], Field(max_length=64, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -1,6 +1,7 @@
 """GET /v1/models, POST /v1/chat/completions, POST /v1/completions.
 
-    read and check -> take the version -> submit n completions -> JSON at the end, or server-sent events as they come
+    read and check -> take the version -> tokenize in a thread -> submit n completions
+    -> JSON at the end, or server-sent events as they come
 
 Invariant: a client that leaves early frees its rows; refusals have OpenAI's shape; a 429 or 503 says when to try again.
 Attached by `service`.
@@ -10,26 +11,28 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from shoal.config import Config
-from shoal.serve.asking import PromptError, as_trained, encode
+from shoal.serve.asking import PromptError, TooLongError, as_trained, check_length, encode
 from shoal.serve.decoding.generation import Ask, Generation
 from shoal.serve.decoding.scheduler import BusyError, Scheduler, TooLargeError
-from shoal.serve.decoding.text import Text
 from shoal.serve.keys import Keys
 from shoal.serve.openai import answers
 from shoal.serve.openai.answering import Answer
-from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, RequestError, read
+from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, RequestError, read
 from shoal.serve.openai.tools import form_of, offered
+from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
 from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
-from shoal.web.guard import RefusedError, json_body
+from shoal.web.guard import RefusedError
 
 BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # of a chat reply that states no limit; fewer where the model has no room
+MOST_LOGPROBS = 1 << 17  # in one answer that is not streamed: tens of MiB
 RETRY_S = 2
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -65,6 +68,8 @@ class OpenAI:
     scheduler: Scheduler
     keys: Keys
     config: Config | None  # of the run that is served
+    threads: Threads
+    bodies: Places
 
     def attach(self, application: web.Application) -> None:
         application.router.add_get("/v1/models", self._guarded(self.models))
@@ -88,6 +93,8 @@ class OpenAI:
                 return _refusal(error.status, str(error))
             except UnknownVersionError as error:
                 return _refusal(404, str(error), param="model", code="model_not_found")
+            except TooLongError as error:
+                return _refusal(400, str(error), code="context_length_exceeded")
             except (PromptError, TooLargeError) as error:
                 return _refusal(400, str(error))
             except BusyError as error:
@@ -114,33 +121,46 @@ class OpenAI:
         return [{"id": id, "object": "model", "created": 0, "owned_by": "shoal"} for id in ids]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        asked = read(ChatRequest, await json_body(request, BODY_BYTES))
-        tools = offered(asked)
-        messages: list[Any] = [message.said() for message in asked.messages]
-        if asked.as_trained or asked.target_length:
-            if self.config is None:
-                raise RequestError(
-                    "as_trained and target_length need a run; this server holds a model", param="as_trained"
+        async with AsyncExitStack() as stack:
+            async with received(self.bodies, request, request[CALLER], BODY_BYTES) as data:
+                asked = await self._read(request, ChatRequest, data)
+                held = await stack.enter_async_context(self.versions.take(asked.model))
+                tools, messages = offered(asked), self._messages(asked)
+                form, prompt = await self.threads.run(
+                    request[CALLER],
+                    lambda: (form_of(held.tokenizer) if tools else None, encode(held, messages, tools)),
+                    held,
                 )
-            if asked.target_length and not self.config.tasks.targets:
-                raise RequestError("this run was not trained with target lengths", param="target_length")
-            messages = as_trained(self.config, messages, asked.target_length or 0)
-        async with self.versions.take(asked.model) as held:
-            form = form_of(held.tokenizer) if tools else None
-            prompt = encode(held.tokenizer, messages, tools)
             generations = self._generations(request, held, asked, [prompt], asked.top, asked.most, proof=asked.proof)
             answer = Answer(asked, held, generations, chat=True, messages=messages, tools=tools, form=form)
-            return await answer.respond(request, self.scheduler)
+            return await answer.respond(request, self.scheduler, self.threads)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        asked = read(CompletionRequest, await json_body(request, BODY_BYTES))
-        async with self.versions.take(asked.model) as held:
-            prompts = _prompts(asked, held)
+        async with AsyncExitStack() as stack:
+            async with received(self.bodies, request, request[CALLER], BODY_BYTES) as data:
+                asked = await self._read(request, CompletionRequest, data)
+                held = await stack.enter_async_context(self.versions.take(asked.model))
+                prompts = await self.threads.run(request[CALLER], lambda: _prompts(asked, held), held)
             generations = self._generations(
                 request, held, asked, prompts, asked.logprobs, asked.max_tokens, echo=bool(asked.echo)
             )
             answer = Answer(asked, held, generations, chat=False)
-            return await answer.respond(request, self.scheduler)
+            return await answer.respond(request, self.scheduler, self.threads)
+
+    async def _read(self, request: web.Request, kind: type[Kind], data: bytes) -> Kind:
+        if len(data) <= SMALL_BYTES:
+            return read(kind, data)
+        return await self.threads.run(request[CALLER], lambda: read(kind, data))
+
+    def _messages(self, asked: ChatRequest) -> list[Any]:
+        messages: list[Any] = [message.said() for message in asked.messages]
+        if not asked.as_trained and not asked.target_length:
+            return messages
+        if self.config is None:
+            raise RequestError("as_trained and target_length need a run; this server holds a model", param="as_trained")
+        if asked.target_length and not self.config.tasks.targets:
+            raise RequestError("this run was not trained with target lengths", param="target_length")
+        return as_trained(self.config, messages, asked.target_length or 0)
 
     def _generations(
         self,
@@ -155,33 +175,44 @@ class OpenAI:
         proof: bool = False,
     ) -> list[Generation]:
         loop = asyncio.get_running_loop()
+        n = asked.n or 1
+        self.scheduler.check_caller(request[CALLER], n * len(prompts))
+        most_tokens = [tokens_left(held, prompt, most) for prompt in prompts]
+        if top is not None:
+            length = sum(0 if asked.stream else one for one in most_tokens) + sum(map(len, prompts)) * echo
+            if n * length * (1 + top) > MOST_LOGPROBS:
+                raise RequestError(
+                    f"{n * length * (1 + top)} logprobs exceed the {MOST_LOGPROBS} of one answer; ask for fewer "
+                    "completions, tokens or top logprobs, or for a stream",
+                    param="logprobs",
+                )
         found = []
-        for prompt in prompts:
-            most_tokens = tokens_left(held, prompt, most)
+        for prompt, limit in zip(prompts, most_tokens, strict=True):
             seed = new_seed() if asked.seed is None else asked.seed
-            for index in range(asked.n or 1):
+            for index in range(n):
                 ask = Ask(
                     prompt=prompt,
                     seed=seed_of(seed, index),
                     temperature=1.0 if asked.temperature is None else asked.temperature,
-                    max_tokens=most_tokens,
+                    max_tokens=limit,
                     stops=asked.stops,
                     top=top,
                     echo=echo and top is not None,
                     proof=proof,
                     caller=request[CALLER],
                 )
-                found.append(Generation(ask, held, Text(held.tokenizer, asked.stops), loop))
+                found.append(Generation(ask, held, loop))
         return found
 
 
 def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
-    """Every prompt as tokens. Raises RequestError."""
+    """Every prompt as tokens. Raises RequestError, TooLongError."""
     given = asked.prompt
     many: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     vocabulary = held.engine.model.config.vocab_size
     found = []
     for one in many:
+        check_length(held, len(one))
         tokens = tuple(held.tokenizer(one)["input_ids"]) if isinstance(one, str) else tuple(one)
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
             raise RequestError("prompt: empty, or a token id outside of the vocabulary", param="prompt")

@@ -4,7 +4,8 @@
     Reading    the text of a reply, piece by piece -> text and calls
 
 Invariant: nothing that the model wrote is lost. Text that is not a complete call of an offered function stays text.
-A streamed reply gives the same result as one that is not streamed.
+A streamed reply gives the same result as one that is not streamed. Of a call, each
+character is read once.
 Called by `routes` (form_of) and `answering` (Reading). Left out: choosing for the model (`required`, or one function), which
 would not be the full distribution; templates that write calls as anything but JSON, or mark them with control tokens.
 """
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.serve.asking import written
-from shoal.serve.decoding.text import overlap
 from shoal.serve.openai.requests import ChatRequest, RequestError
 
+SPACES = 1000  # that are held because a call may follow
 NAME, ARGUMENTS = "probefunction", {"probekey": "probevalue"}
 ASKED, SAID = {"role": "user", "content": "probequestion"}, "probeanswer"
 PROBE = {
@@ -116,6 +117,8 @@ class Reading:
         self.names: Collection[str] = {tool["function"]["name"] for tool in tools}
         self.calls: list[Call] = []
         self._rest = ""  # not read yet
+        self._bounds = Bounds()  # of the call that `_rest` begins with
+        self._value: tuple[Any, int] | None = None  # that call and where it ends, once it is whole
         self._inside = False  # behind `form.before`
         self._begun = False  # something was given
 
@@ -141,6 +144,7 @@ class Reading:
             if found is None:
                 return
             self._inside, self._begun = False, True
+            self._bounds, self._value = Bounds(), None
             if isinstance(found, str) and found:
                 yield found
             elif not isinstance(found, str):
@@ -162,14 +166,20 @@ class Reading:
             return ("" if self.calls and not rest.strip() else rest), False
         held = overlap(rest, mark)
         sure = rest[: len(rest) - held].rstrip()
+        if len(rest) - held - len(sure) > SPACES:
+            sure = rest[: len(rest) - held]
         self._rest = rest[len(sure) :]
         return sure, False
 
     def _call(self, last: bool) -> list[Call] | str | None:
         """The calls behind the mark, the mark itself as text if there are none, None if more has to come."""
-        value, end = _decoded(self._rest)
+        if self._value is None:
+            if not last and not self._bounds.whole(self._rest):
+                return None
+            self._value = _decoded(self._rest)
+        value, end = self._value
         if value is None:
-            return self.form.before if last else None
+            return self.form.before
         tail = self._rest[end:].lstrip()
         closed = tail.startswith(self.form.after)
         if not closed and not last and self.form.after.startswith(tail):
@@ -190,6 +200,39 @@ class Reading:
                 return None
             found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
         return found or None
+
+
+class Bounds:
+    """Where a JSON list or object ends, in a text that grows."""
+
+    def __init__(self) -> None:
+        self._depth = self._at = 0
+        self._in_string = self._escaped = False
+
+    def whole(self, text: str) -> bool:
+        """Whether the text holds all of it, or begins with neither. `text`: the one of before, and more."""
+        for character in text[self._at :]:
+            self._at += 1
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = self._in_string
+            elif character == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += (character in "[{") - (character in "]}")
+            if self._depth <= 0 and not character.isspace():
+                return True
+        return False
+
+
+def overlap(text: str, mark: str) -> int:
+    """The longest end of `text` that begins `mark`, which is short.
+
+    >>> overlap("one <to", "<tool>"), overlap("one", "<tool>")
+    (3, 0)
+    """
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
 def _no_number(text: str) -> None:

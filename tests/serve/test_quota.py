@@ -1,0 +1,149 @@
+"""What one user may store: every addition is charged before it is stored, proofs and facts included."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from shoal.serve.chat import conversations as module
+from shoal.serve.chat import database
+from shoal.serve.chat.accounts import BROWSERS, Accounts
+from shoal.serve.chat.conversations import MESSAGE_CHARACTERS, ROW_BYTES, Conversations
+from shoal.web.guard import RefusedError
+
+from .people import Person
+from .support import CHEAP, Running, serving
+
+TEXT = "x" * MESSAGE_CHARACTERS
+LIMIT = 10 * (MESSAGE_CHARACTERS + ROW_BYTES)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> sqlite3.Connection:
+    return database.connect(tmp_path / "db")
+
+
+@pytest.fixture
+def user(db: sqlite3.Connection) -> int:
+    return asyncio.run(Accounts(db, hasher=CHEAP).register("ada", "correct horse battery", "here")).session.user
+
+
+def stored_bytes(db: sqlite3.Connection) -> int:
+    sizes = "length(CAST(content AS BLOB)) + length(facts) + coalesce(length(proof), 0)"
+    return int(db.execute(f"SELECT coalesce(sum({sizes}), 0) FROM message").fetchone()[0])
+
+
+def fill(tree: Conversations, user: int, ids: list[str], *, content: str = TEXT, proof: str | None = None) -> None:
+    """Add to each of them in turn until nothing more is taken."""
+    for _ in range(1000):
+        for id in ids:
+            tree.add(user, id, None, "assistant", content, proof=proof)
+
+
+def test_conversations_made_first_and_filled_later_stay_within_the_users_space(
+    db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "USER_BYTES", LIMIT)
+    tree = Conversations(db)
+    ids = [tree.create(user) for _ in range(20)]
+    with pytest.raises(RefusedError, match="fill their space"):
+        fill(tree, user, ids)
+    assert LIMIT - 2 * len(TEXT) < stored_bytes(db) <= LIMIT
+    with pytest.raises(RefusedError, match="fill their space"):
+        tree.add(user, ids[0], None, "user", TEXT)
+    tree.delete(user, ids[0])
+    tree.add(user, ids[1], None, "user", TEXT)  # what is deleted is free again
+
+
+@pytest.mark.parametrize(("content", "proof"), [("x", TEXT), ("\U0001f600" * 25_000, None)])
+def test_proofs_and_the_bytes_of_characters_are_charged(
+    db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch, content: str, proof: str | None
+) -> None:
+    monkeypatch.setattr(module, "USER_BYTES", LIMIT)
+    tree = Conversations(db)
+    with pytest.raises(RefusedError, match="fill their space"):
+        fill(tree, user, [tree.create(user)], content=content, proof=proof)
+    assert stored_bytes(db) <= LIMIT
+
+
+def test_one_conversation_has_an_end_and_proofs_count(db: sqlite3.Connection, user: int) -> None:
+    tree = Conversations(db)
+    with pytest.raises(RefusedError, match="this conversation is full"):
+        fill(tree, user, [tree.create(user)], content="x", proof="y" * 500_000)
+    assert stored_bytes(db) <= module.CONVERSATION_BYTES
+
+
+def test_many_empty_messages_are_charged_for_their_rows(
+    db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "USER_BYTES", 100 * ROW_BYTES)
+    tree = Conversations(db)
+    with pytest.raises(RefusedError, match="fill their space"):
+        fill(tree, user, [tree.create(user)], content="x")
+    assert db.execute("SELECT count(*) FROM message").fetchone()[0] < 100
+
+
+def test_another_users_space_is_their_own(db: sqlite3.Connection, user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "USER_BYTES", LIMIT)
+    other = asyncio.run(Accounts(db, hasher=CHEAP).register("bob", "correct horse battery", "here")).session.user
+    tree = Conversations(db)
+    with pytest.raises(RefusedError, match="fill their space"):
+        fill(tree, user, [tree.create(user)])
+    tree.add(other, tree.create(other), None, "user", TEXT)
+
+
+def test_a_reply_without_space_for_its_proof_is_kept_without_it(
+    page: Running, ada: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = ada.begin()
+    monkeypatch.setattr(module, "CONVERSATION_BYTES", 4 * ROW_BYTES + 400)
+    done = ada.say(id, "one", max_tokens=4)[-1]
+    assert done["event"] == "done" and not done["message"]["proven"]
+    assert "full" in done["message"]["facts"]["unproven"]
+    assert ada.read(id)["messages"][-1]["content"] == done["message"]["content"]
+
+
+def test_a_full_user_is_refused_before_anything_is_generated(
+    page: Running, ada: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = ada.begin()
+    question = ada.say(id)[0]["message"]
+    monkeypatch.setattr(module, "USER_BYTES", 0)
+    before = page.service.scheduler.counts.started
+    answer = ada.post(f"conversations/{id}/replies", {"parent": question, "models": [page.model]})
+    assert answer.status_code == 409 and page.service.scheduler.counts.started == before
+
+
+def test_logging_in_again_and_again_keeps_few_sessions(db: sqlite3.Connection) -> None:
+    accounts = Accounts(db, hasher=CHEAP)
+    asyncio.run(accounts.register("ada", "correct horse battery", "here"))
+    for _ in range(BROWSERS + 5):
+        newest = asyncio.run(accounts.log_in("ada", "correct horse battery", "here"))
+    for table in ("session", "device"):
+        assert db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == BROWSERS
+    assert accounts.session(newest.token)
+
+
+def test_nothing_is_stored_where_little_of_the_disk_is_left(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tiny_folder, tmp_path, hasher=CHEAP) as running:
+        person = Person(running)
+        person.enter()
+        id = person.begin()
+        monkeypatch.setattr(database, "RESERVE_BYTES", 1 << 62)
+        asked = {"content": "one", "models": [running.model]}
+        refused = [
+            person.post("conversations"),
+            person.post(f"conversations/{id}/replies", asked),
+            Person(running, "bob").enter(),
+        ]
+        assert [one.status_code for one in refused] == [507] * 3
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "db") as old:
+        old.execute("CREATE TABLE user(id INTEGER PRIMARY KEY)")
+    with pytest.raises(database.FormatError, match="move it away"):
+        database.connect(tmp_path / "db")
