@@ -81,12 +81,13 @@ def test_a_site_that_may_not_join_does_not_say_which_data_the_run_has(tmp_path: 
         meeting.join("b", Greeting(about=ABOUT | {"data": "other"}, round=None, digests=[]))
 
 
-def test_a_site_that_joins_and_never_offers_is_counted_on_less_and_less_often(tmp_path: Path) -> None:
+@pytest.mark.parametrize("returns", ["join", "heal"])
+def test_a_site_that_returns_and_never_offers_is_counted_on_less_and_less_often(returns: str, tmp_path: Path) -> None:
     clock = Clock()
     meeting = found(tmp_path, terms(sites=2, wait_s=10.0), clock)
     a, b = together(meeting, "ab")
     for _ in range(24):
-        b.join()  # again and again
+        b.join() if returns == "join" else b.heal("it is late")  # again and again
         assert a.exchange.deal(meeting.round)
         a.offer()
         if meeting.waiting_for():

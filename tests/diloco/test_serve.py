@@ -152,6 +152,41 @@ def test_sites_agree_over_http_through_a_killed_and_restarted_meeting(tmp_path: 
         assert not host.thread.is_alive()
 
 
+def test_a_site_that_was_late_once_counts_again_although_it_is_no_faster_than_the_others(tmp_path: Path) -> None:
+    with served(tmp_path / "meet", terms(sites=2, wait_s=60.0)) as host:
+        a, b = (Trainee(host, name, tmp_path) for name in ("site-a", "site-b"))
+        for each in (a, b):
+            each.join()
+        at_once(lambda: a.rounds(1), lambda: b.rounds(1))
+
+        def passes_without_b() -> None:
+            while "site-a" not in host.meeting.offers:
+                time.sleep(0.01)
+            host.meeting.clock = lambda: time.monotonic() + 60.0
+
+        at_once(lambda: a.rounds(1), passes_without_b)
+        host.meeting.clock = time.monotonic
+        assert host.meeting.outcomes[1].missing == ["site-b"]
+
+        with pytest.raises(ClosedError, match="round 1 is over; round 2 is open"):
+            b.rounds(1)
+        b.site.adopt(b.tensors, *b.remote.state("its round was over"))
+        a.rounds(1)  # the round that was open when b came back waits for nobody
+        with pytest.raises(ClosedError, match="round 2 is over; round 3 is open"):
+            b.rounds(1)
+        b.site.adopt(b.tensors, *b.remote.state("its round was over"))
+
+        def after_a() -> None:
+            while not host.meeting.offers and host.meeting.round == 3:
+                time.sleep(0.01)
+            b.rounds(1)
+
+        at_once(lambda: a.rounds(1), after_a)
+        assert host.meeting.outcomes[3].kept == ["site-a", "site-b"]
+        restarted = Meeting(tmp_path / "meet", host.terms, ABOUT, RUN, lambda: Agreed([], []))
+        assert restarted.members["site-b"].expected
+
+
 def test_who_has_no_invite_of_this_meeting_is_told_so(tmp_path: Path) -> None:
     greeting = Greeting(about=ABOUT, round=0, digests=[])
     with served(tmp_path / "meet", terms()) as host:

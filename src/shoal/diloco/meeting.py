@@ -136,10 +136,12 @@ class Meeting:
         self._save()
 
     def heal(self, name: str, why: str) -> None:
-        """Note that a site takes over the state, and why: once a round."""
+        """Note that a site takes over the state, and why, once a round. The next round waits for the site."""
+        self.members.expect(name, self.round)
         if name not in self.healed:
             self.healed[name] = "".join(each if each.isprintable() else " " for each in why)
             log.warning("%s is healed in round %d: %s", name, self.round, self.healed[name])
+        self._save()
 
     # --- rounds ----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Member:
-    expected: bool = True  # rounds wait for it
+    expected: bool = False  # rounds wait for it
     since: int = 0  # the first round that waits for it
     failed: int = 0  # rounds in a row that waited for it in vain
     share: int | None = None  # of the data, which it reads
@@ -40,15 +40,19 @@ class Members:
 
     def join(self, name: str, greeting: Greeting, round: int) -> Member:
         """A site comes, or comes back, while `round` is open. The next one waits for it."""
-        member = self.named.get(name)
-        if member is None or not member.expected:
-            log.info("%s %s in round %d", name, "joins" if member is None else "is back", round)
-            member = self.named.setdefault(name, Member())
-            member.expected, member.since = True, max(member.since, round + (round > 0))
+        member = self.named.setdefault(name, Member())
+        self.expect(name, round)
         if greeting.round is None and member.share is not None:
             log.warning("%s lost its place in the data: what was left of share %d is lost", name, member.share)
             self.lost_shares, member.share = self.lost_shares + 1, None
         return member
+
+    def expect(self, name: str, round: int) -> None:
+        """Wait for this site from the round after `round` on, or later if it failed lately."""
+        member = self[name]
+        if not member.expected:
+            log.info("%s is here in round %d", name, round)
+            member.expected, member.since = True, max(member.since, round + (round > 0))
 
     def fail(self, name: str, round: int) -> None:
         """This round waited for it in vain."""

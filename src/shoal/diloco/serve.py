@@ -176,7 +176,7 @@ class Server:
         return web.Response(body=await self._alone(partial(self.meeting.average, int(request.match_info["round"]))))
 
     async def _describe(self, request: web.Request, name: str, body: bytes) -> web.Response:
-        self.meeting.heal(name, Why.model_validate_json(body).why)
+        await self._alone(partial(self.meeting.heal, name, Why.model_validate_json(body).why))
         described, _ = await self._alone(self.meeting.state)
         return _answer(Signed.make(self.identity, described.model_dump_json(), domain=STATE_DOMAIN))
 
