@@ -8,17 +8,16 @@ Signed by the coordinator (`coordinator/http/front`), checked by `node`. Left ou
 an answer that does not come.
 """
 
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 
 from cryptography.exceptions import InvalidSignature
 
 from shoal.protocol.identity import Identity, public_key
-from shoal.protocol.signing import CREATED, SIGNATURE, digest_header
+from shoal.protocol.signing import SIGNATURE, digest_header, read_input
 
 COVERED = '("@status" "content-digest" "signature";req;key="shoal")'
-INPUT = re.compile(f'shoal={re.escape(COVERED)};created=({CREATED.pattern});keyid="([0-9a-f]{{64}})";alg="ed25519"')
+PARAMETERS = {"created", "keyid", "alg"}
 
 
 class UnsignedAnswerError(ValueError):
@@ -33,7 +32,7 @@ def sign_answer(
     if not SIGNATURE.fullmatch(asked):
         return {}
     digest = digest_header(body_sha256)
-    parameters = _parameters(identity.public, created_s)
+    parameters = f'{COVERED};created={created_s};keyid="{identity.public}";alg="ed25519"'
     signature = identity.private_key.sign(_base(status, digest, asked, parameters))
     return {
         "content-digest": digest,
@@ -46,22 +45,22 @@ def check_answer(
     key: str, request_headers: Mapping[str, str], headers: Mapping[str, str], *, status: int, body_sha256: bytes
 ) -> int:
     """When `key` gave this answer to the request, by its clock. Raises UnsignedAnswerError unless it gave it."""
-    stated = INPUT.fullmatch(headers.get("signature-input", ""))
+    header = headers.get("signature-input", "")
+    stated = read_input(header, COVERED, PARAMETERS)
     signature = SIGNATURE.fullmatch(headers.get("signature", ""))
     digest = headers.get("content-digest", "")
     if stated is None or signature is None:
         raise UnsignedAnswerError("it is not signed")
-    created_s, signer = int(stated[1]), stated[2]
-    if signer != key:
-        raise UnsignedAnswerError(f"it is signed by {signer}")
+    if stated["keyid"] != key:
+        raise UnsignedAnswerError(f"it is signed by {stated['keyid']}")
     if digest != digest_header(body_sha256):
         raise UnsignedAnswerError("its body is not the one that was signed")
-    base = _base(status, digest, request_headers["signature"], _parameters(key, created_s))
+    base = _base(status, digest, request_headers["signature"], header.removeprefix("shoal="))
     try:
         public_key(key).verify(b64decode(signature[1]), base)
     except InvalidSignature as error:
         raise UnsignedAnswerError("its signature is not over this answer to this request") from error
-    return created_s
+    return int(stated["created"])
 
 
 def _base(status: int, digest: str, asked: str, parameters: str) -> bytes:
@@ -73,7 +72,3 @@ def _base(status: int, digest: str, asked: str, parameters: str) -> bytes:
         f'"@signature-params": {parameters}',
     )
     return "\n".join(lines).encode("ascii")
-
-
-def _parameters(key: str, created_s: int) -> str:
-    return f'{COVERED};created={created_s};keyid="{key}";alg="ed25519"'

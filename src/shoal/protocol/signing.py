@@ -7,8 +7,8 @@ A server verifies in three parts. `verify_head` needs the headers only, so a str
 `SignedHead.spend` refuses a head that was served before. `SignedHead.check_body` compares the body's hash with the signed
 digest.
 
-The signature covers the bare RFC 9421 base, so other implementations can make it. The base begins with `"@method"` and all
-other signatures of the pool begin with `shoal/`, so neither can be used as the other.
+The signature covers the bare RFC 9421 base, so other implementations can make it, with its parameters in any order. The base
+begins with `"@method"` and all other signatures of the pool begin with `shoal/`, so neither can be used as the other.
 
 `SignedAuth` signs for every httpx client of the pool. Servers call `verify_head`.
 Left out: answers (`answers`), headers other than ours (a server must not base a decision on an uncovered header, such as
@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, Protocol
@@ -40,10 +40,12 @@ CREATED = re.compile("0|[1-9][0-9]{0,11}")
 NONCE = re.compile("[A-Za-z0-9_-]{16,64}")
 DIGEST = re.compile("sha-256=:[A-Za-z0-9+/]{43}=:")
 SIGNATURE = re.compile("shoal=:([A-Za-z0-9+/]{86}==):")
-SIGNATURE_INPUT = re.compile(
-    f"shoal={re.escape(COVERED)};created=({CREATED.pattern});"
-    f'nonce="({NONCE.pattern})";keyid="([0-9a-f]{{64}})";alg="ed25519"'
-)
+PARAMETERS = {  # of a signature, by name, as RFC 8941 writes their values
+    "created": CREATED,
+    "nonce": re.compile(f'"{NONCE.pattern}"'),
+    "keyid": re.compile('"[0-9a-f]{64}"'),
+    "alg": re.compile('"ed25519"'),
+}
 
 Reason = Literal[
     "unsigned", "malformed", "wrong audience", "stale", "future", "body changed", "bad signature", "replayed"
@@ -73,9 +75,7 @@ class _Parameters:
     created_s: int
     nonce: str
     key: str
-
-    def __str__(self) -> str:
-        return f'{COVERED};created={self.created_s};nonce="{self.nonce}";keyid="{self.key}";alg="ed25519"'
+    text: str  # with the covered components, as the signer wrote them
 
 
 def sign_request(
@@ -103,8 +103,8 @@ def sign_request(
     ):
         if not pattern.fullmatch(text):
             raise ValueError(f"cannot sign a request with {text!r}: it must match {pattern.pattern}")
-    parameters = _Parameters(created_s, nonce, identity.public)
-    base = signature_base(method, path, query, content_digest(body), audience, str(parameters))
+    parameters = f'{COVERED};created={created_s};nonce="{nonce}";keyid="{identity.public}";alg="ed25519"'
+    base = signature_base(method, path, query, content_digest(body), audience, parameters)
     return {
         "content-digest": content_digest(body),
         "shoal-audience": audience,
@@ -151,7 +151,7 @@ def verify_head(method: str, target: str, headers: Mapping[str, str], *, audienc
         raise SignatureError("malformed", "content-digest must hold exactly one sha-256 digest")
     _check_audience(claimed_audience, audience)
     _check_time(parameters.created_s, now_s)
-    base = signature_base(method, path, query, digest, claimed_audience, str(parameters))
+    base = signature_base(method, path, query, digest, claimed_audience, parameters.text)
     _check_signature(parameters.key, base, signature)
     return SignedHead(parameters.key, digest, parameters.nonce, parameters.created_s)
 
@@ -196,16 +196,35 @@ def _our_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return ours
 
 
+def read_input(header: str, covered: str, names: Set[str]) -> dict[str, str] | None:
+    """The values of exactly these parameters in a `signature-input` header, each once and in any order.
+
+    None for any other header. It has one signature, labelled `shoal`, which covers `covered`, in the one way in which
+    RFC 8941 serializes it: so the signature base may take it as it came.
+    """
+    label = f"shoal={covered};"
+    if not header.startswith(label):
+        return None
+    stated = [parameter.partition("=")[::2] for parameter in header.removeprefix(label).split(";")]
+    if len(stated) != len(names) or {name for name, _ in stated} != names:
+        return None
+    valid = all(PARAMETERS[name].fullmatch(value) for name, value in stated)
+    return {name: value.strip('"') for name, value in stated} if valid else None
+
+
 def _parse_signature(ours: Mapping[str, str]) -> tuple[_Parameters, bytes]:
-    """Parse exactly the form that `sign_request` writes. RFC 9421 allows more forms; we need none of them."""
-    stated = SIGNATURE_INPUT.fullmatch(ours["signature-input"])
+    header = ours["signature-input"]
+    stated = read_input(header, COVERED, PARAMETERS.keys())
     signature = SIGNATURE.fullmatch(ours["signature"])
     if stated is None:
-        raise SignatureError("malformed", f"signature-input must cover exactly {COVERED}, once, in our form")
+        raise SignatureError(
+            "malformed",
+            f"signature-input must be shoal={COVERED} with {', '.join(PARAMETERS)}, each once and nothing else",
+        )
     if signature is None:
-        raise SignatureError("malformed", "signature must hold exactly one ed25519 signature")
-    created, nonce, key = stated.groups()
-    return _Parameters(int(created), nonce, key), b64decode(signature[1])
+        raise SignatureError("malformed", "signature must hold exactly one ed25519 signature, labelled shoal")
+    text = header.removeprefix("shoal=")
+    return _Parameters(int(stated["created"]), stated["nonce"], stated["keyid"], text), b64decode(signature[1])
 
 
 def _check_audience(claimed: str, audience: str) -> None:
