@@ -128,7 +128,7 @@ def measured(arguments: argparse.Namespace, *, lies: bool) -> dict[str, Any]:
                 with (home / "log").open("wb") as log:
                     workers.append(subprocess.Popen(command, stdout=log, stderr=log))
             begun = all if not lies else any  # the window begins with the first lie, or when all have left
-            wait("lie", run, lambda: begun((home / "begun").exists() for home in homes))
+            wait("lie", run, lambda: begun((home / "worker" / "begun").exists() for home in homes))
             began_s = time.time()
             time.sleep(arguments.seconds)
             steps = sum(began_s <= ended_s < began_s + arguments.seconds for ended_s in times(out / "metrics.jsonl"))
