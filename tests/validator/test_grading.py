@@ -1,6 +1,7 @@
 """Programs of a submission that take long: made up by its worker, or written by the run's own model."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_programs_that_end_in_time_cost_no_prefill(
     sizes = prefilled(validator.judge, monkeypatch)
     verdict, accepted = checked(validator, claim(full=False), signed(worker, ASKED, honest))
     assert verdict.reason is None and accepted is not None and sizes == [2]
+    assert validator.judge.budget.left_s == math.inf, "what is graded later has limits of its own"
 
 
 def slow_model(judge: Judge, monkeypatch: pytest.MonkeyPatch, groups: set[int]) -> None:
