@@ -7,12 +7,16 @@ folder. Every room that stores files uses this module; it imports nothing of Sho
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
 
 CHUNK_BYTES = 1 << 20
 
@@ -96,6 +100,13 @@ def write_pieces(
         file.commit()
 
 
+def keep_lines(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Keep those lines of JSON that `keep` accepts. An incomplete last line goes; a missing file is ignored."""
+    if path.exists():
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_file(path, "".join(line for line in whole if keep(json.loads(line))).encode())
+
+
 def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
     view = memoryview(data)
     while view:
@@ -119,6 +130,11 @@ def commit_folder(temporary: Path, final: Path) -> None:
     fsync(temporary)
     temporary.rename(final)
     fsync(final.parent)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The BLAKE3 of each file in this folder, by name. On one thread: a pool of threads would hang in a forked process."""
+    return {path.name: blake3().update_mmap(path).hexdigest() for path in folder.iterdir()}
 
 
 def copy_tree(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from shoal.config import Config, parse
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.seal import seal, start
 from shoal.coordinator.tables.connection import open_sqlite
-from shoal.files import copy_tree
+from shoal.files import copy_tree, digests
 from shoal.launch.task_data import build_tasks
 from shoal.learner.groups import gather
 from shoal.learner.record import sign_folder, signed_record
@@ -204,7 +204,7 @@ class Recorded:
         checkpoint.mkdir(parents=True)
         save_file({"model.w": torch.arange(500.0) + step}, checkpoint / "shard-00001-model-00001-of-00001.safetensors")
         (checkpoint / "progress.json").write_text(json.dumps({"step": step + 1}))
-        sign_folder(node, checkpoint, step + 1)
+        sign_folder(node, checkpoint, step + 1, digests(checkpoint))
         names = [group.submission for group in fetched.groups]
         self.pool.learning.trained(StepReport(step=step, metrics={"loss": 0.5 + step}, trained=names, record=record))
         return after

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -293,12 +294,27 @@ def test_a_meeting_that_is_killed_at_any_write_goes_on_as_if_it_was_not(
             for each in trainees:
                 each.finish()
             assert digests(trainees) == {"".join(meeting.agreed.digests)}
+        lines = (folder / "rounds.jsonl").read_text().splitlines()
+        assert [json.loads(line)["round"] for line in lines] == [0, 1], "each round is on record once"
         return digests(trainees).pop(), writes
 
     expected, writes = run(tmp_path / "whole", None)
     assert writes == 2 * WRITES
     for die_at in range(1, writes + 1):
         assert run(tmp_path / str(die_at), die_at)[0] == expected, f"killed at write {die_at}"
+
+
+def test_a_half_written_line_of_the_record_is_dropped(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=1))
+    trainees = together(meeting, "a")
+    rounds(trainees, 2)
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 2, "kep')
+    meeting = found(tmp_path, meeting.terms)
+    trainees[0].reach(meeting)
+    rounds(trainees, 1)
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
 
 
 def test_an_outcome_that_was_not_fetched_yet_survives_a_restart(tmp_path: Path) -> None:
@@ -468,8 +484,43 @@ def test_the_momentum_rises_over_the_first_rounds_of_each_fragment(tmp_path: Pat
     assert digests([a]) == {"".join(meeting.agreed.digests)}
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+def flip(path: Path, at: int) -> None:
+    """Flip one bit of byte `at`, counted from the end if negative."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["state-000002.safetensors", "rounding-000002.safetensors", "meeting.json"])
+def test_a_meeting_with_one_flipped_bit_is_not_opened(name: str, tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2, fragments=2, momentum=0.9))
+    rounds(together(meeting, "ab"), 2)
+    whole = (tmp_path / name).read_bytes()
+    for at in (0, 9, len(whole) // 4, len(whole) // 2, -len(whole) // 4, -3):  # header, each fragment, velocity
+        (tmp_path / name).write_bytes(whole)
+        flip(tmp_path / name, at)
+        with pytest.raises(StateError, match=rf"{name} is damaged: .* Restore the meeting's folder from a backup"):
+            found(tmp_path, meeting.terms)
+    (tmp_path / name).write_bytes(whole)
+    assert found(tmp_path, meeting.terms).agreed.digests == meeting.agreed.digests
+
+
+def test_a_site_whose_average_was_damaged_takes_over_the_state(tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(sites=2))
+    a, b = together(meeting, "ab")
+    a.offer()
+    b.offer()
+    a.finish()
+    flip(meeting.archive.path("average", 0), -1)
+    with pytest.raises(ClosedError, match=r"average of round 0 is lost: .*average-000000.safetensors is damaged"):
+        b.finish()
+    b.heal("the average is lost")
+    assert digests([a, b]) == {"".join(meeting.agreed.digests)}
+
+
+def test_a_state_that_changed_on_disk_is_not_what_the_meeting_describes(tmp_path: Path) -> None:
     meeting = found(tmp_path, terms())
-    meeting.archive.path("state", 0).write_bytes(b"\x08")
-    with pytest.raises(StateError, match=r"state-000000.safetensors is damaged .*: restore"):
-        found(tmp_path, terms())
+    described, path = meeting.state()
+    assert described.sha256 == sha256(path.read_bytes()).hexdigest()
+    flip(path, -1)
+    assert meeting.state()[0] == described

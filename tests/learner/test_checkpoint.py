@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import hf_storage
 
 from shoal.learner.batch import micro_batches
-from shoal.learner.checkpoint import Checkpoints, Progress
+from shoal.learner.checkpoint import CheckpointError, Checkpoints, Progress
 from shoal.learner.groups import Group
 from shoal.learner.policy import Policy
 
@@ -191,6 +191,27 @@ def test_a_half_written_checkpoint_is_passed_over_with_a_word_and_written_again(
     resumed = fresh(tiny_folder)
     assert Checkpoints(tmp_path, resumed).restore().step == 2
     assert equal(state(resumed), state(policy))
+
+
+def test_a_checkpoint_with_one_flipped_bit_is_refused_and_an_older_one_is_resumed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    policy = fresh(tiny_folder)
+    for step in (1, 2):
+        train(policy, step)
+        save(policy, step, tmp_path)
+    newest = tmp_path / "step-000002"
+    for path in newest.iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        with pytest.raises(CheckpointError, match=rf"damaged: remove {newest} to go on from an older checkpoint"):
+            Checkpoints(tmp_path, fresh(tiny_folder)).restore()
+        path.write_bytes(whole)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Checkpoints(tmp_path, fresh(tiny_folder)).restore()
+    shutil.rmtree(newest)
+    assert Checkpoints(tmp_path, fresh(tiny_folder)).restore().step == 1
 
 
 def test_a_kill_before_the_rename_leaves_the_last_checkpoint(

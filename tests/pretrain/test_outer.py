@@ -12,7 +12,7 @@ from shoal.config import ConfigError, parse
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.direct import Direct
 from shoal.diloco.meeting import Meeting
-from shoal.pretrain.checkpoint import Progress, read, write
+from shoal.pretrain.checkpoint import CheckpointError, Progress, read, write
 from shoal.pretrain.outer import Outer, terms_of
 
 LOCK = threading.Lock()
@@ -174,6 +174,18 @@ def test_a_site_that_slept_through_a_round_is_healed_and_said_so(tmp_path: Path)
     assert b.train(0, 4) == 12
     assert list(meeting.healed) == ["site-b"] and "round 0 is over" in meeting.healed["site-b"]
     assert b.outer.site.agreed.digests == a.outer.site.agreed.digests
+
+
+def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> None:
+    held = tensors() | {"count": torch.tensor(3), "half": torch.ones(3, dtype=torch.bfloat16)}
+    path = write(tmp_path, Progress(step=5, updates=7, place={"share": 1}, tensors=held))
+    whole = path.read_bytes()
+    found = read(tmp_path)
+    assert found is not None and found.updates == 7 and torch.equal(found.tensors["embed"], held["embed"])
+    for at in (8, whole.index(b'"updates') + 12, whole.index(b"embed"), len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"step-00000005\.safetensors is damaged .*go on from an older one"):
+            read(tmp_path)
 
 
 def test_steps_that_would_reach_nobody_are_refused() -> None:

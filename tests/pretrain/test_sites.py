@@ -67,6 +67,25 @@ def test_sites_and_meeting_are_killed_and_stopped_and_every_round_leaves_all_wit
     assert held[-1] < held[0]
 
 
+def test_a_meeting_whose_state_has_a_flipped_bit_ends_and_changes_no_site(run: Run) -> None:
+    run.config.write_text(
+        run.config.read_text().replace("steps = 300", "steps = 100_000_000").replace("sites = 3", "sites = 1")
+    )
+    for name in ("meet", "site-0"):
+        run.start(name)
+    run.until_together("site-0")
+    run.signal("meet", signal.SIGKILL)
+    named = json.loads((run.folder / "meet" / "meeting.json").read_text())["round"]
+    state = run.folder / "meet" / f"state-{named:06d}.safetensors"
+    data = bytearray(state.read_bytes())
+    data[len(data) // 3] ^= 64
+    state.write_bytes(data)
+    since = len(run.rounds())
+    run.start("meet")
+    assert run.end("meet") != 0
+    assert f"{state.name} is damaged" in run.log("meet") and len(run.rounds()) == since
+
+
 def heldout(run: Run, name: str) -> list[dict[str, Any]]:
     return [each for each in run.figures(name) if "heldout_loss" in each]
 

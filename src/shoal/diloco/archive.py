@@ -4,24 +4,24 @@
     average-000006.safetensors    the result of round 6                        rounds.jsonl one line per round, for people
 
 Invariant: a file is whole under its name (`files`), and `meeting.json`, written last, names only rounds whose files are
-there. The newest KEPT rounds stay. Called by `meeting`.
+there, with the SHA-256 of each and of itself. What is read back is what was written, or StateError. The newest KEPT rounds
+stay. Called by `meeting`.
 """
 
 import json
-from hashlib import file_digest
+from collections.abc import Iterable, Iterator
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.codec import ErrorFeedback
 from shoal.diloco.fragments import Fragments
 from shoal.diloco.messages import StateDescriptor
 from shoal.diloco.vectors import pieces
-from shoal.files import remove_leftovers, write_file, write_pieces
+from shoal.files import keep_lines, remove_leftovers, write_file, write_pieces
 
 KEPT = 2  # rounds whose state and average stay
 
@@ -31,59 +31,91 @@ class Archive:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        self._described: StateDescriptor | None = None
+        self.records = folder / "rounds.jsonl"
+        self.sums: dict[str, str] = {}  # SHA-256 of the rounds' files, by name
 
     def held(self) -> dict[str, Any] | None:
-        """What `hold` wrote; None in a new folder."""
+        """What `hold` wrote; None in a new folder. Raises StateError."""
         path = self.folder / "meeting.json"
-        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+            whole = found.pop("sha256", None) == _checksum(found)
+        except ValueError:
+            whole = False
+        if not whole:
+            raise _damaged(path)
+        self.sums = found["files"]
         return found
 
     def hold(self, held: dict[str, Any]) -> None:
-        write_file(self.folder / "meeting.json", (json.dumps(held, indent=1) + "\n").encode())
+        held = held | {"files": self.sums}
+        text = json.dumps(held | {"sha256": _checksum(held)}, indent=1)
+        write_file(self.folder / "meeting.json", (text + "\n").encode())
+
+    def drop_records(self, round: int) -> None:
+        """Drop the lines of `round` and later ones, which are not over, and an incomplete last line."""
+        keep_lines(self.records, lambda line: line["round"] < round)
 
     def record(self, figures: dict[str, Any]) -> None:
-        with (self.folder / "rounds.jsonl").open("a") as file:
+        with self.records.open("a") as file:
             file.write(json.dumps(figures) + "\n")
 
     def average(self, round: int) -> bytes:
-        return self.path("average", round).read_bytes()
+        """What `write_average` wrote. Raises StateError."""
+        return self._checked("average", round).read_bytes()
 
     def write_average(self, round: int, data: bytes) -> None:
-        write_file(self.path("average", round), data)
+        self._write("average", round, [data])
 
     def state(self, round: int, fragments: Fragments) -> tuple[Agreed, list[ErrorFeedback]]:
         """What `write_state` wrote. Raises StateError."""
-        agreed = Agreed.take(_vectors(self.path("state", round)), fragments)
-        left = _vectors(self.path("rounding", round))
+        agreed = Agreed.take(load_file(self._checked("state", round)), fragments)
+        left = load_file(self._checked("rounding", round))
         return agreed, [ErrorFeedback(left[str(number)]) for number in range(len(fragments))]
 
     def write_state(self, round: int, agreed: Agreed, feedback: list[ErrorFeedback]) -> None:
         left = {str(number): each.left for number, each in enumerate(feedback)}
-        write_pieces(self.path("rounding", round), pieces(left))
-        write_pieces(self.path("state", round), pieces(agreed.tensors()))
+        self._write("rounding", round, pieces(left))
+        self._write("state", round, pieces(agreed.tensors()))
 
     def describe(self, run: str, round: int) -> StateDescriptor:
-        """The size and hash of a round's state; hashed once, when the first site asks."""
-        if self._described is None or self._described.round != round:
-            path = self.path("state", round)
-            with path.open("rb") as file:
-                hashed = file_digest(file, "sha256").hexdigest()
-            self._described = StateDescriptor(run=run, round=round, sha256=hashed, size_bytes=path.stat().st_size)
-        return self._described
+        """The size and hash of a round's state, as it was written."""
+        path = self.path("state", round)
+        return StateDescriptor(run=run, round=round, sha256=self.sums[path.name], size_bytes=path.stat().st_size)
 
     def drop_old(self) -> None:
         for name in ("state", "rounding", "average"):
             for path in sorted(self.folder.glob(f"{name}-*.safetensors"))[:-KEPT]:
                 path.unlink()
+                self.sums.pop(path.name, None)
 
     def path(self, name: str, round: int) -> Path:
         return self.folder / f"{name}-{round:06d}.safetensors"
 
+    def _write(self, name: str, round: int, data: Iterable[bytes | memoryview]) -> None:
+        path, found = self.path(name, round), sha256()
 
-def _vectors(path: Path) -> dict[str, Tensor]:
-    try:
-        found: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise StateError(f"{path} is damaged ({error}): restore the meeting's folder from a backup") from error
-    return found
+        def hashed() -> Iterator[bytes | memoryview]:
+            for piece in data:
+                found.update(piece)
+                yield piece
+
+        write_pieces(path, hashed())
+        self.sums[path.name] = found.hexdigest()
+
+    def _checked(self, name: str, round: int) -> Path:
+        path = self.path(name, round)
+        with path.open("rb") as file:
+            if file_digest(file, "sha256").hexdigest() != self.sums.get(path.name):
+                raise _damaged(path)
+        return path
+
+
+def _checksum(held: dict[str, Any]) -> str:
+    return sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(path: Path) -> StateError:
+    return StateError(f"{path} is damaged: it is not what was written. Restore the meeting's folder from a backup")

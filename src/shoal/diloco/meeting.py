@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.diloco.about import compare
-from shoal.diloco.agreed import Agreed
+from shoal.diloco.agreed import Agreed, StateError
 from shoal.diloco.archive import KEPT, Archive
 from shoal.diloco.codec import CodecError, Encoded, ErrorFeedback
 from shoal.diloco.judge import refused
@@ -180,7 +180,10 @@ class Meeting:
     def average(self, round: int) -> bytes:
         if round not in self.outcomes:
             raise ClosedError(f"the average of round {round} is not kept; round {self.round} is open")
-        return self.archive.average(round)
+        try:
+            return self.archive.average(round)
+        except StateError as error:  # what is agreed has a file of its own, which is checked too
+            raise ClosedError(f"the average of round {round} is lost: {error}") from error
 
     def state(self) -> tuple[StateDescriptor, Path]:
         """What is agreed before the open round: its descriptor, and the file."""
@@ -317,4 +320,5 @@ class Meeting:
         self.members.restore(held)
         self.outcomes = {each["round"]: Outcome.model_validate(each) for each in held["outcomes"]}
         self.agreed, self.feedback = self.archive.state(self.round, self.terms.fragments)
+        self.archive.drop_records(self.round)
         log.info("the meeting goes on in round %d", self.round)

@@ -4,7 +4,8 @@ torch.distributed.checkpoint writes them as safetensors in the background, each 
 waits for its next batch and computes gradients. Only the next optimizer step, which would change the tensors being
 written, waits for the end, so no tensor is copied. Any number of ranks can read what any other number wrote.
 Invariant: writing a checkpoint does not change training. A checkpoint folder appears whole (temporary name, fsync, rename)
-or not at all. Nothing is unpickled: DCP's own format holds a pickle, its Hugging Face format does not.
+or not at all, and one whose bytes changed since is refused. Nothing is unpickled: DCP's own format holds a pickle, its
+Hugging Face format does not.
 Called by the learner's loop. The idea of the format: ByteCheckpoint (arXiv 2407.20143).
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -27,11 +29,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from shoal.config.recipe import LearnerSection
-from shoal.files import commit_folder
+from shoal.errors import ShoalError
+from shoal.files import commit_folder, digests
 from shoal.learner.optimizers import fresh
 from shoal.learner.policy import Policy
+from shoal.learner.started import from_leader
 
 PROGRESS = "progress.json"
+FILES = "files.json"  # the BLAKE3 of each other file
 RNG = "rng_state"  # torch's, on the CPU
 STEP = "step"  # in the optimizer's state
 STEPS = "steps"  # AdamW's own count of updates for each master; it leaves out updates without a gradient
@@ -39,6 +44,10 @@ FILE_BYTES = 24 << 20  # tensors per file; a file is copied in memory to be writ
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that cannot be read."""
 
 
 @dataclass
@@ -74,9 +83,12 @@ class _NoCopy(AsyncStager):
 
 class Checkpoints:
     def __init__(
-        self, folder: Path, policy: Policy, sign: Callable[[Path, int], None] = lambda folder, step: None
+        self,
+        folder: Path,
+        policy: Policy,
+        sign: Callable[[Path, int, dict[str, str]], None] = lambda folder, step, files: None,
     ) -> None:
-        """`sign` a checkpoint's whole folder, which has no name yet, and its step."""
+        """`sign` a checkpoint's whole folder, which has no name yet, its step, and the BLAKE3 of each file."""
         self.folder = folder
         self.policy = policy
         self.sign = sign
@@ -125,19 +137,25 @@ class Checkpoints:
         if not self.ranks.leads:
             return
         (temporary / PROGRESS).write_text(json.dumps(asdict(progress)))
-        self.sign(temporary, progress.step)
+        files = digests(temporary)
+        (temporary / FILES).write_text(json.dumps(files))
+        self.sign(temporary, progress.step, files | {FILES: blake3((temporary / FILES).read_bytes()).hexdigest()})
         commit_folder(temporary, self.folder / _name(progress.step))
         for old in self._surplus():
             shutil.rmtree(old)
 
     def restore(self) -> Progress:
-        """Load the newest whole checkpoint into the policy and return its progress, or a new Progress without one."""
+        """Load the newest whole checkpoint into the policy and return its progress, or a new Progress without one.
+
+        Raises CheckpointError if it is damaged, on the leader; LeaderError on the other ranks.
+        """
         complete = self._complete()
         for half in sorted(self.folder.glob(".step-*")) if self.ranks.leads else []:
             log.warning("ignoring %s: the learner ended while it was being written", half)
         if not complete:
             return Progress()
         newest = complete[-1]
+        from_leader(self.ranks, lambda: _check(newest), lambda _: b"", lambda _: None)
         progress = Progress(**json.loads((newest / PROGRESS).read_text()))
         self.policy.updates, self.policy.skipped_in_row = progress.updates, progress.skipped_in_row
         tensors = self._tensors()
@@ -185,6 +203,19 @@ class Checkpoints:
         every = self.section.keep_every
         older = self._complete()[: -self.section.keep_last]
         return [path for path in older if not every or int(path.name.removeprefix("step-")) % every]
+
+
+def _check(folder: Path) -> None:
+    """Raise CheckpointError unless the files are those that were written."""
+    found = digests(folder)
+    try:
+        changed = [
+            name for name, digest in json.loads((folder / FILES).read_text()).items() if found.get(name) != digest
+        ]
+    except (OSError, ValueError):
+        changed = [FILES]
+    if changed:
+        raise CheckpointError(f"{folder / changed[0]} is damaged: remove {folder} to go on from an older checkpoint")
 
 
 def _name(step: int) -> str:

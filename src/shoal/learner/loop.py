@@ -190,10 +190,10 @@ class Learner:
         if progress.step % self.checkpoints.every == 0 or progress.step == self.config.run.steps:
             self.checkpoints.begin(progress)
 
-    def sign(self, folder: Path, step: int) -> None:
+    def sign(self, folder: Path, step: int, files: dict[str, str]) -> None:
         """Sign the checkpoint in `folder`, of the state before `step`."""
         if self.node is not None:
-            sign_folder(self.node, folder, step)
+            sign_folder(self.node, folder, step, files)
 
     def report(
         self,

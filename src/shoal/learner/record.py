@@ -10,7 +10,6 @@ import platform
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
@@ -38,9 +37,8 @@ def signed_record(node: Node, step: int, fetched: Fetched, before: str, after: s
     return Signed.make(node.identity, record.model_dump_json(), domain=DOMAIN).model_dump_json()
 
 
-def sign_folder(node: Node, folder: Path, step: int) -> None:
-    """Write SIGNED into a checkpoint's folder: which files it has, under the learner's signature."""
-    files = {path.name: blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() for path in folder.iterdir()}
+def sign_folder(node: Node, folder: Path, step: int, files: dict[str, str]) -> None:
+    """Write SIGNED into a checkpoint's folder: which files it has, with their BLAKE3, under the learner's signature."""
     record = CheckpointRecord(run=node.invite.run, step=step, files=files)
     signed = Signed.make(node.identity, record.model_dump_json(), domain=CHECKPOINT)
     (folder / SIGNED).write_text(signed.model_dump_json())

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.config import ConfigError
-from shoal.files import write_file
+from shoal.files import keep_lines, write_file
 from shoal.tracking.record import METRICS
 
 RUN = "run.json"
@@ -42,6 +42,4 @@ def claim(folder: Path, about: Mapping[str, str], differs: str = "") -> None:
 
 def drop_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will be repeated, and an incomplete last line."""
-    if path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_file(path, "".join(line for line in whole if step and json.loads(line)["step"] <= step).encode())
+    keep_lines(path, lambda line: step > 0 and line["step"] <= step)
