@@ -132,6 +132,25 @@ def test_a_round_moves_by_the_average(tmp_path: Path) -> None:
         assert torch.allclose(trainees[0].tensors[name], (ends[0][name] + ends[1][name]) / 2, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("items", "weights"), [(4, (2, 1, 1)), (5, (2, 2, 1)), (6, (1, 1, 1)), (2, (1, 1, 0)), (0, (0, 0, 0))]
+)
+def test_a_site_counts_by_the_work_that_it_was_dealt(items: int, weights: tuple[int, ...], tmp_path: Path) -> None:
+    meeting = found(tmp_path, terms(kind="fp64", sites=3, lr=1.0, momentum=0.0, items=lambda _: items))
+    trainees = together(meeting, "abc")
+    assert trainees[0].exchange.deal(0) == ["a", "b", "c"]
+    before = start()
+    for each in trainees:
+        each.offer()
+    ends = [{name: tensor.clone() for name, tensor in each.tensors.items()} for each in trainees]
+    for each in trainees:
+        each.finish()
+    for name in SHAPES:
+        moved = sum(weight * (end[name] - before[name]) for weight, end in zip(weights, ends, strict=True))
+        expected = before[name] + moved / max(1, sum(weights))
+        assert torch.allclose(trainees[0].tensors[name], expected, atol=1e-6, rtol=0)
+
+
 def test_the_order_of_arrival_changes_no_bit(tmp_path: Path) -> None:
     results = []
     for number, order in enumerate(("abc", "cab")):

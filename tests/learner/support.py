@@ -18,8 +18,7 @@ from shoal.learner.groups import Group
 from shoal.learner.loop import Learner
 from shoal.learner.policy import Policy
 from shoal.learner.ranks import Ranks
-from shoal.learner.site_policy import terms_of
-from shoal.learner.sites import SiteLearner, settings_of
+from shoal.learner.sites import SiteLearner, learner_terms, settings_of
 from shoal.model.dtype import DtypeName
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import read_invite
@@ -243,6 +242,6 @@ def make_site_learner(
     """The same at the site of this invite, whose meeting is reached over HTTP."""
     of = make_learner(model, out, pool, steps=steps, ranks=ranks, **changed)
     read, settings = read_invite(str(invite)), settings_of(of.config)
-    terms = terms_of(settings, steps, of.policy)
+    terms = learner_terms(of.config, of.policy)
     way = Remote(read, out, terms, patience_s=settings.give_up_s) if ranks.leads else None
     return SiteLearner(of.node, of.config, of.policy, out, name_of(read), way, way)

@@ -10,12 +10,13 @@ import torch
 
 from shoal.config import Config, ConfigError, parse
 from shoal.diloco.agreed import Agreed
+from shoal.diloco.fragments import Fragments
 from shoal.diloco.meeting import Meeting
-from shoal.diloco.messages import Figures, Outcome
+from shoal.diloco.messages import Figures, Outcome, Terms
 from shoal.learner.groups import Fetched
 from shoal.learner.policy import Policy
-from shoal.learner.site_policy import about_of, terms_of
-from shoal.learner.sites import Publisher, SiteLearner, counting, settings_of, shares, site_metrics
+from shoal.learner.site_policy import about_of
+from shoal.learner.sites import Publisher, SiteLearner, counting, learner_terms, settings_of, shares, site_metrics
 from shoal.protocol.identity import Signed
 from shoal.protocol.messages import BatchGroup, StepRecord
 from tests.diloco.test_meeting import Clock
@@ -46,7 +47,7 @@ def policy(model: Path, of: Config) -> Policy:
 
 def meeting_of(model: Path, folder: Path, of: Config, clock: Clock | None = None) -> Meeting:
     own, settings = policy(model, of), settings_of(of)
-    terms = terms_of(settings, of.run.steps, own)
+    terms = learner_terms(of, own)
     publisher = Publisher(own, terms.fragments, folder / "versions", keep=99)
     first = Agreed.of(own.masters, terms.fragments)
     return Meeting(folder, terms, about_of(settings, own), "m", lambda: first, clock or Clock(), publish=publisher)
@@ -128,6 +129,7 @@ def test_the_death_of_one_site_costs_its_share_of_one_batch_and_it_heals(tiny_fo
     other.join(60)
     assert not other.is_alive()
     assert shared == [[1, 3], [1, 3]]
+    assert [meeting.terms.weight(0, name, ["site-0", "site-1"]) for name in ("site-0", "site-1")] == [3, 2]
     assert versions(tmp_path / "meet") == versions(tmp_path / "site-0") and len(versions(tmp_path / "meet")) == 5
     assert versions(tmp_path / "site-1").items() <= versions(tmp_path / "meet").items()
     assert meeting.members.unfinished() == 1
@@ -194,6 +196,8 @@ def test_every_group_has_exactly_one_site(count: int) -> None:
     assert set(found) == {(group.submission, group.group) for group in groups} and len(found) == 12
     sizes = [list(found.values()).count(name) for name in sites]
     assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 12
+    terms = Terms(Fragments({}), rounds=1, items=lambda _: 12)
+    assert [terms.weight(0, name, sites) for name in sites] == sizes, "the meeting weighs a site by its groups"
 
 
 def test_only_groups_of_sites_that_count_are_in_the_version() -> None:

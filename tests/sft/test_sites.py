@@ -65,6 +65,16 @@ def test_two_sites_make_every_update_once_and_end_with_the_same_model(
     assert made == [{1, 3, 5, 7}, {2, 4, 6, 8}]
 
 
+def test_a_site_without_an_update_in_the_last_round_does_not_count_in_it(tiny_folder: Path, rows: Path) -> None:
+    of, names = at(rows, sites=2, inner_steps=2), ["site-0", "site-1"]
+    terms = sft_terms(range(9), of, open_policy(tiny_folder, of, "float32"))
+    assert terms.rounds == 3
+    for round in range(3):
+        made = shared(round, 9, 4, names)
+        assert [terms.weight(round, name, names) for name in names] == [len(made[name]) for name in names]
+    assert [terms.weight(2, name, names) for name in names] == [1, 0]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_update_is_made_twice_and_none_is_left_out(count: int) -> None:
     names = [f"site-{i}" for i in range(count)]

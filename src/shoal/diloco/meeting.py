@@ -11,6 +11,7 @@ Called by `serve`, tests and benchmarks, one call at a time. Left out: sites tha
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -258,13 +259,16 @@ class Meeting:
         return bool(self.round or self.dealt) or len(self.members.named) >= self.terms.sites
 
     def _average(self, kept: list[str], number: int) -> Encoded:
-        changes = [self.offers[name].change for name in kept]
+        weights = [self.terms.weight(self.round, name, self.dealt) for name in kept]
+        shared = math.gcd(*weights) or 1  # equal weights change no bit
+        weighted = [(weight // shared, self.offers[name].change) for weight, name in zip(weights, kept, strict=True)]
+        whole = sum(weights) // shared or 1
 
         def mean(part: slice) -> Tensor:
             total = torch.zeros(part.stop - part.start, dtype=torch.float64)
-            for change in changes:  # in the order of names, so that the sum's bits do not depend on who came first
-                total += change.get(part).double()
-            return total / len(changes)
+            for weight, change in weighted:  # by name, so that the sum's bits do not depend on who came first
+                total += weight * change.get(part).double()
+            return total / whole
 
         return self.feedback[number].encode(mean, self.terms.kind)
 

@@ -4,6 +4,7 @@ Invariant: every field is bounded. Vectors travel beside these messages, as byte
 Called by `meeting`, `serve`, `remote`, `site`.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -35,15 +36,25 @@ class Terms:
     quorum: int = 1  # fewest offers that close a round
     sites: int = 1  # that the first round waits for
     outlier: float = 10.0  # norms above this many times the usual one are left out
+    items: Callable[[int], int] | None = None  # of work that a round deals to its sites; None: each has as much
 
     def momentum_in(self, round: int) -> float:
         """The momentum of this round's outer step: linear warm-up, then constant."""
         done = round // len(self.fragments)
         return self.momentum * min(1.0, done / self.momentum_warmup) if self.momentum_warmup else self.momentum
 
+    def weight(self, round: int, name: str, dealt: Sequence[str]) -> int:
+        """How much a site's pseudo-gradient counts: the items that it was dealt, by the meeting's own rule (`dealt_to`)."""
+        return len(dealt_to(name, dealt, self.items(round))) if self.items and dealt else 1
+
     def fragment(self, round: int) -> int:
         """The fragment that this round is about."""
         return round % len(self.fragments)
+
+
+def dealt_to(name: str, dealt: Sequence[str], items: int) -> range:
+    """The numbers of the items of a round's work that a site has: of n sites, site i has i, i + n, ..."""
+    return range(dealt.index(name), items, len(dealt))
 
 
 class Message(BaseModel):

@@ -1,7 +1,7 @@
 """The outer step of DiLoCo as pure functions: what one site's training is worth, and what all do with the average.
 
     pseudo-gradient   d_i = θ − θ_i                      DiLoCo (arXiv 2311.08105), algorithm 1, line 11
-    average           d   = 1/n Σ d_i                    line 12
+    average           d   = 1/n Σ d_i                    line 12; weighted where sites were dealt unequal work
     velocity          v'  = μ·v + d                      SGD with Nesterov momentum as in Sutskever et al. 2013,
     parameters        θ'  = θ − η·(d + μ·v')             in the form of torch.optim.SGD(nesterov=True)
     delayed           θ_i ← α·θ_i + (1 − α)·θ'           Streaming DiLoCo (arXiv 2501.18512), algorithm 2

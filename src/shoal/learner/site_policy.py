@@ -186,9 +186,10 @@ class PolicySite:
         return outcome, average
 
 
-def terms_of(settings: MeetingSection, rounds: int, policy: Policy) -> Terms:
+def terms_of(settings: MeetingSection, rounds: int, policy: Policy, items: Callable[[int], int]) -> Terms:
+    """`items`: of work that each round deals to its sites."""
     shapes = {name: tuple(master.shape) for name, master in policy.masters.items()}
-    return Terms(Fragments(shapes), rounds=rounds, **settings.terms)
+    return Terms(Fragments(shapes), rounds=rounds, items=items, **settings.terms)
 
 
 def about_of(settings: MeetingSection, policy: Policy) -> dict[str, str]:

@@ -27,7 +27,7 @@ from shoal.config import Config
 from shoal.config.sites import MeetingSection
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.fragments import Fragments
-from shoal.diloco.messages import Exchange, Outcome, Roster
+from shoal.diloco.messages import Exchange, Outcome, Roster, Terms
 from shoal.files import commit_folder
 from shoal.learner import metrics
 from shoal.learner.checkpoint import Progress
@@ -58,8 +58,7 @@ class SiteLearner(Learner):
     ) -> None:
         """`name`: of this site. `exchange` and `roster`: its leader's ways to the meeting; like `node`, None elsewhere."""
         super().__init__(node, config, policy, folder)
-        settings = settings_of(config)
-        terms = terms_of(settings, config.run.steps, policy)
+        settings, terms = settings_of(config), learner_terms(config, policy)
         self.place = PolicySite(name, policy, terms, exchange, roster, give_up_s=settings.give_up_s)
         self.about = about_of(settings, policy) | ({"data": f"run {node.invite.run}"} if node else {})
         self.sharing = 1  # sites that shared the last batch
@@ -195,6 +194,12 @@ def site_metrics(outcome: Outcome) -> dict[str, float]:
         told = figures.model_dump(exclude_none=True)
         found |= {f"sites/{name}/{key}": float(value) for key, value in told.items()}
     return found
+
+
+def learner_terms(config: Config, policy: Policy) -> Terms:
+    """A round deals the groups of a batch."""
+    groups = config.coordinator.prompts_per_step
+    return terms_of(settings_of(config), config.run.steps, policy, lambda _: groups)
 
 
 def settings_of(config: Config) -> MeetingSection:

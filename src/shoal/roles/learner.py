@@ -76,13 +76,12 @@ def _at_site(
 ) -> Learner:
     from shoal.diloco.invites import name_of
     from shoal.diloco.remote import Remote
-    from shoal.learner.site_policy import terms_of
-    from shoal.learner.sites import SiteLearner, settings_of
+    from shoal.learner.sites import SiteLearner, learner_terms, settings_of
 
     if node is None:
         return SiteLearner(None, config, policy, folder, name_of(site), None, None)
     settings = settings_of(config)
-    terms = terms_of(settings, config.run.steps, policy)
+    terms = learner_terms(config, policy)
     authority = Path(settings.tls_ca) if settings.tls_ca else None
     remote = Remote(site, folder, terms, patience_s=settings.give_up_s, authority=authority, stop=stop)
     return SiteLearner(node, config, policy, folder, remote.name, remote, remote)

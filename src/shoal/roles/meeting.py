@@ -17,8 +17,8 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
 
     from shoal.diloco.agreed import Agreed
     from shoal.learner.policy import Policy
-    from shoal.learner.site_policy import about_of, terms_of
-    from shoal.learner.sites import Publisher, settings_of
+    from shoal.learner.site_policy import about_of
+    from shoal.learner.sites import Publisher, learner_terms, settings_of
     from shoal.model.sources import resolve
 
     section = config.learner
@@ -27,7 +27,7 @@ def learner_meeting(config: Config, folder: Path, run: str) -> Meeting:
     torch.manual_seed(config.run.seed)  # adapters begin with random numbers: those of a learner at one site
     policy = Policy(resolve(config.model.name), section, "float32", "cpu", config.sampling.temperature)
     settings = settings_of(config)
-    terms = terms_of(settings, config.run.steps, policy)
+    terms = learner_terms(config, policy)
     publisher = Publisher(policy, terms.fragments, folder / VERSIONS, section.keep_versions)
     first = Agreed.of(policy.masters, terms.fragments)
     return Meeting(folder, terms, about_of(settings, policy), run, lambda: first, publish=publisher)

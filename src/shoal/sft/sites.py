@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.config import Config, ConfigError
 from shoal.diloco.about import about_model
-from shoal.diloco.messages import Exchange, Roster, Terms
+from shoal.diloco.messages import Exchange, Roster, Terms, dealt_to
 from shoal.learner.checkpoint import Progress
 from shoal.learner.policy import Policy
 from shoal.learner.site_policy import LATE, PolicySite, about_of, terms_of
@@ -92,8 +92,13 @@ class SiteSft(Sft):
 
 def shared(round: int, updates: int, of_round: int, sites: Sequence[str]) -> dict[str, list[int]]:
     """The numbers of the updates that each site makes in a round, of `updates` in all."""
-    numbers = range(round * of_round, min((round + 1) * of_round, updates))
-    return {name: list(numbers[i :: len(sites)]) for i, name in enumerate(sites)}
+    first, items = round * of_round, round_items(round, updates, of_round)
+    return {name: [first + item for item in dealt_to(name, sites, items)] for name in sites}
+
+
+def round_items(round: int, updates: int, of_round: int) -> int:
+    """Updates of this round: the last one may have fewer."""
+    return min(of_round, updates - round * of_round)
 
 
 def round_updates(config: Config) -> int:
@@ -107,7 +112,8 @@ def sft_terms(plan: Sequence[object], config: Config, policy: Policy) -> Terms:
         raise ConfigError(
             "shoal sft meets at once and with all parameters: set sites.fragments = 1 and sites.delay = 0"
         )
-    return terms_of(config.sites, -(-len(plan) // round_updates(config)), policy)
+    updates, of_round = len(plan), round_updates(config)
+    return terms_of(config.sites, -(-updates // of_round), policy, lambda round: round_items(round, updates, of_round))
 
 
 def sft_about(data: Data, config: Config, policy: Policy, model: Path) -> dict[str, str]:
