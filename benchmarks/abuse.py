@@ -5,7 +5,10 @@
 Each attack has --seconds, a bounded rate and a bounded number of connections. Strangers come from addresses of their own
 (127.0.0.2 and on), members who attack from the honest nodes' own address. Before the first attack and after the last, the
 same is measured in quiet. A result holds, per attack: p50 and p99 of honest heartbeats in ms, their failures, the
-coordinator's largest resident memory in MiB, its CPU seconds a second, its open files, and how the attack's requests ended.
+coordinator's largest resident memory in MiB, its CPU seconds a second, its open files, what its folder grew by in MiB, and
+how the attack's requests ended. The coordinator's history and ledger are those of a run of some hundred steps.
+
+For an older commit: PYTHONPATH=CHECKOUT/src python benchmarks/abuse.py
 
 The attacks are those of `ATTACKS`. The machine's other work changes the times; memory and open files it does not.
 """
@@ -17,8 +20,11 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
+import sqlite3
+import string
 import subprocess
 import sys
 import tempfile
@@ -35,11 +41,12 @@ import psutil
 from attacker import Attacker
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.coordinator.service import invite_from
+from shoal.coordinator.service import KEY, invite_from
+from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.address import FILE
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
-from shoal.protocol.messages import VERSION
+from shoal.protocol.messages import VERSION, Role
 from shoal.protocol.signing import sign_request
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
@@ -47,6 +54,8 @@ START_S = 60.0
 TIMEOUT_S = 10.0  # of one honest heartbeat; node.py has 30
 Then = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HUGE_BYTES = 64 << 20
+STEPS, SAMPLES, ENTRIES = 500, 512, 5_000  # of the run so far
+MEMBER_RATE = 39.0  # below a member's allowance
 
 
 @dataclass
@@ -61,6 +70,18 @@ class Site:
     def at(cls, invite: Invite, insider: Identity) -> Self:
         parts = urlsplit(invite.url)
         return cls(parts.hostname or "", parts.port or 80, invite, [], insider)
+
+    async def ask(self, method: str, path: str, message: dict[str, Any] | bytes) -> dict[str, Any]:
+        """The insider's request, and its answer."""
+        body = message if isinstance(message, bytes) else json.dumps(message).encode()
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                writer.write(self.request(self.insider, method, path, body, connection="close"))
+                found: dict[str, Any] = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+        finally:
+            writer.transport.abort()
+        return found
 
     def request(self, identity: Identity, method: str, path: str, body: bytes, **changed: str) -> bytes:
         """A signed request as it goes over the wire."""
@@ -83,6 +104,9 @@ class Site:
         )
 
 
+HISTORY = b"GET /v1/history?after=0 HTTP/1.1\r\nhost: c\r\n\r\n"
+
+
 def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Counter[str]]]]:
     """Every attack by its name."""
     stranger = Identity.generate()
@@ -102,9 +126,10 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
         at_once: int,
         outside: bool = True,
         then: Then | None = None,
+        **more: bool,
     ) -> Callable[[], Awaitable[Counter[str]]]:
         async def run() -> Counter[str]:
-            attacker = Attacker(site.host, site.port, seconds, rate, at_once, outside)
+            attacker = Attacker(site.host, site.port, seconds, rate, at_once, outside, **more)
 
             async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 writer.write(make())
@@ -127,6 +152,27 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
         for _ in range(HUGE_BYTES >> 16):
             writer.write(bytes(1 << 16))
             await writer.drain()
+
+    async def other_files() -> Counter[str]:
+        """A worker announces one file, and sends others, 256 KiB each."""
+        ended, deadline_s = Counter[str](), time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            answer = await site.ask("POST", "/v1/heartbeat", {"policy_version": 0, "wants_task": True})
+            if not (task := answer.get("assignment")):
+                ended["no task"] += 1
+                await asyncio.sleep(0.5)
+                continue
+            finished = {"submission": task["id"], "hash": "0" * 64}
+            await site.ask("POST", "/v1/heartbeat", {"policy_version": 0, "finished": finished})
+            while time.monotonic() < deadline_s:
+                began_s = time.monotonic()
+                error = str((await site.ask("PUT", task["upload_path"], secrets.token_bytes(256 << 10))).get("error"))
+                known = "not the file that was announced" in error
+                ended["another file" if known else error[:60]] += 1
+                if not known:
+                    break
+                await asyncio.sleep(max(1 / MEMBER_RATE - (time.monotonic() - began_s), 0))
+        return ended
 
     def announced(identity: Identity, path: str) -> bytes:
         return site.request(identity, "PUT", path, b"", **{"content-length": str(HUGE_BYTES)})
@@ -153,6 +199,13 @@ def attacks(site: Site, seconds: float) -> dict[str, Callable[[], Awaitable[Coun
             lambda: site.request(site.insider, "POST", "/v1/heartbeat", b"{}"), rate=200, at_once=100, outside=False
         ),
         "status and metrics": attack(lambda: b"GET /metrics HTTP/1.1\r\nhost: c\r\n\r\n", rate=200, at_once=100),
+        "other files than announced by a member": other_files,
+        "history pages": attack(lambda: HISTORY, rate=50, at_once=100, reads=True),
+        "slow readers of history": attack(lambda: HISTORY, rate=100, at_once=250, holds=True),
+        "ledger pages of a member": attack(
+            lambda: site.request(site.insider, "GET", "/v1/ledger/0", b"", connection="close"),
+            rate=MEMBER_RATE, at_once=100, outside=False, reads=True,
+        ),
     }  # fmt: skip
 
 
@@ -190,13 +243,24 @@ async def watch(process: psutil.Process, stop: asyncio.Event) -> tuple[int, int]
     return rss_bytes, files
 
 
-async def measure(site: Site, process: psutil.Process, seconds: float, attack: str = "") -> dict[str, Any]:
+def on_disk(folder: Path) -> int:
+    """The bytes of a folder whose files may vanish meanwhile."""
+    size_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes += path.stat().st_size if path.is_file() else 0
+    return size_bytes
+
+
+async def measure(
+    site: Site, process: psutil.Process, folder: Path, seconds: float, attack: str = ""
+) -> dict[str, Any]:
     """Honest heartbeats while a process of its own attacks, or nobody does."""
     stop, took_s = asyncio.Event(), list[float]()
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with contextlib.AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout)) for _ in site.members]
-        cpu_s, started_s = sum(process.cpu_times()[:2]), time.monotonic()
+        cpu_s, started_s, before_bytes = sum(process.cpu_times()[:2]), time.monotonic(), on_disk(folder)
         pairs = zip(site.members, sessions, strict=True)
         beating = [asyncio.create_task(beat(site, *pair, stop, took_s)) for pair in pairs]
         watching = asyncio.create_task(watch(process, stop))
@@ -215,6 +279,7 @@ async def measure(site: Site, process: psutil.Process, seconds: float, attack: s
         "rss_mib": round(rss_bytes / 2**20, 1),
         "cpu": round(busy, 2),
         "open_files": files,
+        "disk_mib": round((on_disk(folder) - before_bytes) / 2**20, 1),
         "attack_ended": ended,
     }
 
@@ -241,8 +306,45 @@ def attack_here(name: str, seconds: float) -> None:
     sys.stdout.write(json.dumps(dict(asyncio.run(attacks(site, seconds)[name]()).most_common())))
 
 
-async def join(site: Site, folder: Path, identity: Identity, name: str) -> Invite:
-    invite = await asyncio.to_thread(invite_from, folder, "worker", name, None, 1.0)
+def fill(folder: Path) -> None:
+    """What a run leaves in its coordinator: metrics of its steps, samples, entries of its ledger."""
+    numbers, written = random.Random(0), string.ascii_letters + ' \n"'
+    entry = {
+        "worker": "a" * 64,
+        "submission": f"{'a' * 16}-000001",
+        "step": 1,
+        "version": 1,
+        "tokens": 9_000,
+        "groups": 4,
+    }
+    sample = {"task": "t", "reward": 1.0, "tokens": 800, "submission": f"{'a' * 16}-000001", "group": 0, "worker": "w"}
+    with contextlib.closing(sqlite3.connect(folder / "pool.sqlite", isolation_level=None, timeout=30)) as database:
+        ledger = SqliteLedger(database, Identity.load(folder / KEY), clock=time.time)
+        database.execute("BEGIN IMMEDIATE")
+        for step in range(STEPS):
+            metrics = {"step": step} | {f"reward/source-{number}/mean": numbers.random() for number in range(60)}
+            put(database, "step", str(step), metrics)
+        for number in range(SAMPLES):
+            texts = {name: "".join(numbers.choices(written, k=1_500)) for name in ("prompt", "completion")}
+            put(database, "sample", f"a/{number}", sample | texts | {"policy_version": number})
+        for _ in range(ENTRIES):
+            ledger.append("accepted", entry | {"accepted": secrets.token_hex(32)})
+        database.execute("COMMIT")
+
+
+def put(database: sqlite3.Connection, kind: str, key: str, body: dict[str, Any]) -> None:
+    database.execute("INSERT INTO history (kind, key, body) VALUES (?, ?, ?)", (kind, key, json.dumps(body)))
+
+
+async def publish(site: Site, folder: Path) -> None:
+    """Version 0, so that workers get tasks."""
+    origin = Site(site.host, site.port, site.invite, [], Identity.generate())
+    await join(origin, folder, origin.insider, "origin", "origin")
+    await origin.ask("POST", "/v1/policies", {"version": 0, "digest": "d" * 64, "size_bytes": 1})
+
+
+async def join(site: Site, folder: Path, identity: Identity, name: str, role: Role = "worker") -> Invite:
+    invite = await asyncio.to_thread(invite_from, folder, role, name, None, 1.0)
     body = json.dumps({"protocol": VERSION, "invite": invite.signed.model_dump_json()}).encode()
     reader, writer = await asyncio.open_connection(site.host, site.port)
     writer.write(site.request(identity, "POST", "/v1/register", body))
@@ -272,13 +374,15 @@ async def main(arguments: argparse.Namespace) -> None:
             site.invite = await join(site, folder, site.insider, "attacker")
             for number, member in enumerate(site.members):
                 await join(site, folder, member, f"honest-{number}")
+            await publish(site, folder)
+            await asyncio.to_thread(fill, folder)
             process = psutil.Process(server.pid)
-            results = {"quiet": await measure(site, process, arguments.seconds)}
+            results = {"quiet": await measure(site, process, folder, arguments.seconds)}
             for name in [name for name in attacks(site, 0) if arguments.only in name]:
-                results[name] = await measure(site, process, arguments.seconds, name)
+                results[name] = await measure(site, process, folder, arguments.seconds, name)
                 sys.stdout.write(f"{name} {json.dumps(results[name])}\n")
                 sys.stdout.flush()
-            results["quiet again"] = await measure(site, process, arguments.seconds)
+            results["quiet again"] = await measure(site, process, folder, arguments.seconds)
             log.flush()
             logged = (Path(made) / "log").read_text()
             tracebacks = logged.count("Traceback")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,8 @@ class Attacker:
     rate: float
     at_once: int
     from_outside: bool = True  # from 127.0.0.2 and on
+    reads: bool = False  # the whole answer, not its first line alone
+    holds: bool = False  # the connection to the end, with a small window, and reads no more of the answer
     ended: Counter[str] = field(default_factory=Counter)  # how the requests ended: a status, an error
     number: int = 0
 
@@ -44,15 +47,28 @@ class Attacker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _connected(self, source: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        connection = socket.socket()
+        connection.setblocking(False)
+        if self.holds:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.bind((source, 0))
+        await asyncio.get_running_loop().sock_connect(connection, (self.host, self.port))
+        return await asyncio.open_connection(sock=connection, limit=4096 if self.holds else 1 << 16)
+
     async def _visit(self, visit: Visit, deadline_s: float) -> None:
         source = f"127.0.0.{2 + self.number % SOURCES}" if self.from_outside else "127.0.0.1"
         writer = None
         try:
             async with asyncio.timeout(max(deadline_s - time.monotonic(), 0.01)):
-                reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=(source, 0))
+                reader, writer = await self._connected(source)
                 await visit(reader, writer)
                 line = await reader.readline()
                 self.ended[line.split(b" ")[1].decode() if line.startswith(b"HTTP") else "closed"] += 1
+                while self.reads and await reader.read(1 << 20):
+                    pass
+                if self.holds and b" 200 " in line:
+                    await asyncio.sleep(self.seconds)
         except TimeoutError:
             self.ended["held to the end"] += 1
         except OSError as error:

@@ -14,6 +14,7 @@ from shoal.protocol.history import MAX_SAMPLES
 from shoal.protocol.messages import Evaluation, History, WorkerSample
 
 PAGE_BYTES = 256 << 10  # of entries in one answer; a larger entry comes alone
+OWN_BYTES = 4 << 20  # likewise, of what this process itself reads: its record is written again with each page
 READ = 32  # entries, at once
 
 
@@ -34,16 +35,16 @@ class HistoryLog:
             self.db.history.keep_newest("sample", MAX_SAMPLES)
 
     def after(self, cursor: int) -> History:
-        """The next entries after `cursor`, a page at most; 0 is before the first."""
-        return History.model_validate_json(self.page(cursor))
+        """The next entries after `cursor`, for this process itself; 0 is before the first."""
+        return History.model_validate_json(self.page(cursor, OWN_BYTES))
 
-    def page(self, cursor: int) -> bytes:
-        """Likewise, as the JSON of a `History`."""
+    def page(self, cursor: int, most_bytes: int = PAGE_BYTES) -> bytes:
+        """The next entries after `cursor`, as the JSON of a `History`."""
         bodies: dict[Kind, list[str]] = {"step": [], "evaluation": [], "sample": []}
         size_bytes = 0
         for seq, kind, body in self._rows_after(cursor):
             length = len(body.encode())
-            if size_bytes and size_bytes + length > PAGE_BYTES:
+            if size_bytes and size_bytes + length > most_bytes:
                 break
             bodies[kind].append(body)
             size_bytes, cursor = size_bytes + length, seq
