@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from shoal.cli import main
 from shoal.cli.arguments import UsageError
-from shoal.cli.main import command_line
+from shoal.cli.main import LASTING, command_line
 from shoal.cli.shardcast import run_fetch, run_origin, run_relay
 from shoal.shardcast import PublishError
+from shoal.shardcast.publish import contents
 
 Started = Callable[..., dict[str, Any]]
 
@@ -140,3 +141,91 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "key" in capsys.readouterr().err
     assert main(["fetch", "http://127.0.0.1:1", "--key", "0" * 64, "--out", "nowhere"]) == 1
     assert "http://127.0.0.1:1" in capsys.readouterr().err
+
+
+# What a user may get wrong, and what a machine may lack
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://host:99999", "http://host:0", "ftp://host", "host", "http://", "h ttp://x"]
+)
+def test_what_is_no_url_is_refused_in_one_line(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fetching = ["fetch", url, "--key", "a" * 64, "--out", str(tmp_path / "out"), "--follow"]
+    assert main(fetching) == 1
+    assert f"shoal fetch: {url!r} is not the URL of a server: write http://HOST:PORT\n" in capsys.readouterr().err
+    mirroring = ["relay", "--upstream", url, "--key", "a" * 64, "--store", str(tmp_path / "store")]
+    assert main(mirroring) == 1
+    assert f"{url!r} is not the URL of a server" in capsys.readouterr().err
+
+
+def test_a_proxy_that_is_no_url_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://[::1")
+    fetching = ["fetch", "http://relay.invalid:1", "--key", "a" * 64, "--out", str(tmp_path / "out")]
+    assert main(fetching) == 1
+    assert "the environment names a proxy that is not a URL" in capsys.readouterr().err
+
+
+def test_a_read_only_folder_that_holds_the_version_needs_no_lock(tmp_path: Path, started: Started) -> None:
+    origin = started("origin", model(tmp_path / "model"), "--store", tmp_path / "o", "--key-file", tmp_path / "k")
+    out = tmp_path / "out"
+    fetching = ["fetch", origin["url"], "--key", origin["key"], "--out", str(out), "--wait", "20"]
+    assert main(fetching) == 0
+    (out / ".lock").unlink(missing_ok=True)
+    before = sorted(path.name for path in out.iterdir())
+    assert main(fetching) == 0
+    assert sorted(path.name for path in out.iterdir()) == before, "nothing was written"
+
+
+def test_names_in_any_script_arrive(tmp_path: Path, started: Started) -> None:
+    folder = model(tmp_path / "model")
+    names = ["Größe.json", "模型.bin", "नमूना.txt", "emoji 🐟.txt", "trailing.", "x" * 255]
+    for name in names:
+        (folder / name).write_text(name)
+    origin = started("origin", folder, "--store", tmp_path / "o", "--key-file", tmp_path / "k")
+    assert main(["fetch", origin["url"], "--key", origin["key"], "--out", str(tmp_path / "out"), "--wait", "20"]) == 0
+    for name in names:
+        assert (tmp_path / "out" / "v000000" / name).read_text() == name
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ([f"{n}.txt" for n in range(10_001)], "10001 files, and a version has at most 10000; pack them into fewer"),
+        (["README", "readme"], "'readme' and 'README' are one file where case is ignored; rename one"),
+        (["a", "a."], "'a.' and 'a' are one file"),
+        (["é", "e\u0301"], "are one file"),
+        (["straße", "STRASSE"], "are one file"),
+        (["line\nbreak"], "is not a plain relative path"),
+        (["\u202egnp.exe"], "is not a plain relative path"),
+        (["\udcff"], "is not a plain relative path"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else f"{len(value)} {ascii(value[-1])}",
+)
+def test_a_folder_that_cannot_be_published_is_refused_before_a_file_is_read(
+    tmp_path: Path, names: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    if len(list(folder.iterdir())) != len(names):
+        pytest.skip("this file system takes these names for the same")
+    monkeypatch.setattr(contents, "_refuse_key", lambda *given: pytest.fail("a file was read"))
+    files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k"), "--server", "python"]
+    assert main(["origin", str(folder), *files]) == LASTING
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_what_pydantic_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = json.dumps({"w" * 600: {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    files = ["--store", str(tmp_path / "o"), "--key-file", str(tmp_path / "k"), "--server", "python"]
+    assert main(["origin", str(folder), *files]) == LASTING
+    error = capsys.readouterr().err
+    assert "model.safetensors cannot be published: name: String should have at most 512" in error
+    assert error.count("\n") == 1

@@ -33,6 +33,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
 PUBLIC_KEY = public_key_hex(KEY)
 RUN = "test"
+PUBLICATION = "a" * 32
 SHARD_BYTES = 10_000
 SMALL_BYTES = 3_000  # more than the lists and manifests of one fetch, less than a shard
 PIECE_BYTES = 1_000
@@ -202,7 +203,7 @@ class Middle:
         path, wanted = request.path, request.headers.get("Range", "")
         is_shard = path.endswith(".shard")
         if is_shard:
-            self.asked.append((path, wanted))
+            self.asked.append((request.path_qs, wanted))
         if self.silent(path):
             await asyncio.sleep(60)
         if refusal := self.refuse(path):

@@ -55,7 +55,7 @@ from .support import (
 
 def test_fetch_brings_exactly_the_published_files(tmp_path):
     published(tmp_path, 7)
-    getter = client(tmp_path, "placeholder")
+    getter = client(tmp_path, "http://placeholder")
 
     def act(url):
         getter.urls = [url]
@@ -125,7 +125,7 @@ def test_a_bad_shard_is_fetched_from_another_relay(tmp_path, harm):
     mirror_of(tmp_path, "bad")
     for shard in (tmp_path / "bad" / "v000007" / "full").glob("*.shard"):
         spoil(shard, harm)
-    getter = client(tmp_path, "placeholder")
+    getter = client(tmp_path, "http://placeholder")
 
     def act(*urls):
         getter.urls = list(urls)
@@ -176,7 +176,7 @@ def test_the_next_fetch_takes_up_the_shards_that_are_done(tmp_path):
     assert {"0 10000", "1 10000", "3 7612"} <= set(record) and "2 10000" not in record
     files = tmp_path / "cache" / ".v000007.full" / "files"
     flip_bit(files / "config.json")  # shard 0 rotted meanwhile: it is recorded, and still not believed
-    getter = client(tmp_path, "placeholder")
+    getter = client(tmp_path, "http://placeholder")
 
     def act(url):
         getter.urls = [url]

@@ -23,6 +23,7 @@ from .support import (
     KEY,
     OTHER_KEY,
     PUBLIC_KEY,
+    PUBLICATION,
     RUN,
     against,
     client,
@@ -132,24 +133,26 @@ def test_an_old_statement_is_refused_on_demand(tmp_path):
     assert fetched(tmp_path, max_age_s=50)[1].version == 1
 
 
-def test_statements_have_increasing_times_whatever_the_clock_says(tmp_path):
-    times = []
+def test_statements_have_increasing_serials_whatever_the_clock_says(tmp_path):
+    serials, times = [], []
     for clock_s in (100.0, 100.0, 50.0):
         source = origin(tmp_path, clock=lambda clock_s=clock_s: clock_s)
         source.publish(model_folder(tmp_path / f"model{len(times)}", seed=len(times)), len(times))
-        times.append(source.store.newest.open(PUBLIC_KEY, run=RUN).as_of_s)
-    assert times == sorted(set(times))
+        stated = source.store.newest.open(PUBLIC_KEY, run=RUN)
+        serials.append(stated.serial)
+        times.append(stated.as_of_s)
+    assert serials == sorted(set(serials)) and times == [100.0, 100.0, 50.0]
 
 
 def test_a_statement_of_another_key_or_run_says_nothing():
-    newest = Newest(run=RUN, version=1, created_s=1.0, as_of_s=2.0)
+    newest = Newest(run=RUN, publication=PUBLICATION, version=1, serial=2, as_of_s=2.0)
     assert SignedNewest.sign(newest, KEY).open(PUBLIC_KEY, run=RUN) == newest
     assert SignedNewest.sign(newest, OTHER_KEY).open(PUBLIC_KEY, run=RUN) is None
     assert SignedNewest.sign(newest, KEY).open(PUBLIC_KEY, run="other") is None
     access = Access(PUBLIC_KEY, RUN)
-    for as_of_s in (5.0, 3.0):
-        access.heard(SignedNewest.sign(newest.model_copy(update={"as_of_s": as_of_s}), KEY))
-    assert access.newest.as_of_s == 5.0
+    for serial in (5, 3):
+        access.heard(SignedNewest.sign(newest.model_copy(update={"serial": serial}), KEY))
+    assert access.newest.serial == 5
 
 
 def test_a_relay_passes_the_statement_on(tmp_path):

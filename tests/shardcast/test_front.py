@@ -22,8 +22,9 @@ from .support import client, contents, published
 needs_nginx = pytest.mark.skipif(nginx() is None, reason="nginx is not installed (Debian: nginx-light)")
 
 
-async def asked(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
+async def asked(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    async with aiohttp.ClientSession() as session, session.request(method, url, headers=named) as response:
         return response.status, dict(response.headers), await response.read()
 
 
@@ -67,6 +68,26 @@ def test_a_shard_that_still_arrives_comes_as_it_arrives(tmp_path):
             return first + await response.content.read()
 
     assert through_nginx(store, act) == whole
+
+
+@needs_nginx
+def test_ranges_are_answered_as_without_nginx(tmp_path):
+    store = published(tmp_path, 7).store
+    shard = store.shard_path(7, "full", 0).read_bytes()
+
+    async def act(url):
+        url = f"{url}/v000007/full/00000.shard?cache=1"
+        _, headers, body = await asked(url)
+        etag, part = headers["Etag"], "bytes=10-19"
+        assert body == shard
+        assert (await asked(url, Range=part))[::2] == (206, shard[10:20])
+        assert (await asked(url, Range=part, If_Range=etag))[::2] == (206, shard[10:20])
+        assert (await asked(url, Range=part, If_Range='"another"'))[::2] == (200, shard)
+        assert (await asked(url, If_None_Match=etag))[0] == 304
+        status, headers, _ = await asked(url, "HEAD", Range=part)
+        assert (status, headers["Content-Length"]) == (200, str(len(shard)))
+
+    through_nginx(store, act)
 
 
 @needs_nginx

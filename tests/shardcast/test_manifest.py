@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 from shoal.shardcast import Manifest, ManifestError, SignedManifest
 from shoal.shardcast.format.manifest import SIGNATURE_DOMAIN
 
-from .support import KEY, OTHER_KEY, PUBLIC_KEY
+from .support import KEY, OTHER_KEY, PUBLIC_KEY, PUBLICATION
 
 HASH = "0" * 64
 
 
 def fields(**changes):
     return {
-        "format": 3,
+        "format": 4,
         "run": "test",
+        "publication": PUBLICATION,
         "version": 7,
         "files": [
             {
@@ -75,12 +76,11 @@ def test_digest_changes_with_what_the_version_is():
         manifest().digest,
         manifest(version=8).digest,
         manifest(run="b").digest,
-        manifest(created_s=2.0).digest,
         manifest(content=stream(hashes="abd")).digest,
         manifest(**files("other", "names")).digest,
         manifest(files=[{"path": "model.safetensors", "size_bytes": 25}]).digest,  # other tensors
     }
-    assert len(digests) == 7
+    assert len(digests) == 6
 
 
 def test_digest_is_the_same_however_the_version_can_be_had():
@@ -117,6 +117,7 @@ def test_a_later_manifest_extends_one_with_fewer_shards(hashes):
         {"version": 8},
         {"run": "other"},
         {"created_s": 1.6},
+        {"publication": "b" * 32},
     ],
 )
 def test_another_version_extends_nothing(changes):
@@ -131,7 +132,8 @@ def test_another_version_extends_nothing(changes):
         (SignedManifest.sign(manifest(), KEY).model_copy(update={"manifest": "{}"}), "bad signature"),
         (signed_text("{}"), "malformed"),
         (signed_text(json.dumps(fields())), "not canonical"),
-        (signed(format=2), "format"),
+        (signed(format=3), "format"),
+        (signed(publication="x" * 32), "publication"),
         (signed(surplus=1), "surplus"),
         (signed(version=-1), "version"),
         (signed(content=stream(26)), "add up"),
@@ -150,7 +152,7 @@ def test_another_version_extends_nothing(changes):
         (signed(**files("a\\b")), "plain relative path"),
         (signed(**files("a\0b")), "plain relative path"),
         (signed(**files("same", "same")), "twice"),
-        (signed(**files("Same", "same")), "twice"),
+        (signed(**files("Same", "same")), "are one file"),
         (signed(**files("a", "a/b")), "both a file and a folder"),
         (signed(run="other"), "run 'other'"),
         (signed(version=8), "version 8"),

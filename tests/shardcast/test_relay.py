@@ -174,24 +174,26 @@ def test_newest_version_first_and_only_keep_are_held(tmp_path):
     assert sorted(p.name for p in (tmp_path / "relay").glob("v0*")) == ["v000004", "v000005"]
 
 
-def test_upstream_that_goes_and_comes_back_empty_costs_no_version(tmp_path):
+def test_upstream_that_goes_and_comes_back_from_a_backup_costs_no_version(tmp_path):
+    published(tmp_path, 3)
+    backup = mirror_of(tmp_path, "backup")
     published(tmp_path, 7)
 
     async def run():
         async with serving(tmp_path / "relay") as down:
-            mirror = relay(tmp_path, "placeholder", longest_pause_s=0.1)
+            mirror = relay(tmp_path, "http://placeholder", longest_pause_s=0.1)
             async with serving(tmp_path / "origin") as up:
                 mirror.upstream = lambda: [up]
                 task = asyncio.create_task(mirror.mirror())
-                await until(lambda: mirror.status.versions == [7])
+                await until(lambda: mirror.status.versions == [7, 3])
             await until(lambda: mirror.status.last_error)  # upstream is gone now
             assert up in mirror.status.last_error
-            assert await versions_at(down) == [7]
+            assert await versions_at(down) == [7, 3]
             assert not task.done()
             task.cancel()
-            # The origin came back from an old backup: no reason to forget a newer version.
+            # The same publication: no reason to forget its newer version.
             shutil.rmtree(tmp_path / "origin")
-            published(tmp_path, 3)
+            shutil.copytree(backup, tmp_path / "origin")
             async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up)) as mirror:
                 await until(lambda: mirror.status.versions == [7, 3])
                 assert await versions_at(down) == [7, 3]
@@ -224,8 +226,8 @@ def test_a_half_version_that_upstream_dropped_is_dropped(tmp_path):
     published(tmp_path, 7)
     mirror_of(tmp_path, "relay")
     (tmp_path / "relay" / "v000007" / "full" / "00002.shard").unlink()
-    shutil.rmtree(tmp_path / "origin")
-    published(tmp_path, 8)
+    (tmp_path / "relay" / "id").unlink()
+    published(tmp_path, 8, keep=1)
 
     async def run():
         async with serving(tmp_path / "origin") as up, mirroring(relay(tmp_path, up)) as mirror:

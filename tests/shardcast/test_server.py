@@ -39,6 +39,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 SHARD_BYTES = 10_000
 CONTENT_BYTES = 34_567
 NO_HASH = "0" * 64
+PUBLICATION = "a" * 32
 
 
 def content(size_bytes: int = CONTENT_BYTES, seed: int = 0) -> bytes:
@@ -58,6 +59,7 @@ def announce(store: Store, version: int, data: bytes, shard_bytes: int = SHARD_B
     """The manifest of an anchor with a delta, its first `known` hashes named; no shards."""
     manifest = Manifest(
         run="test",
+        publication=PUBLICATION,
         version=version,
         files=(FileEntry(path="model.safetensors", size_bytes=len(data)),),
         content=stream(data, shard_bytes, known),
@@ -195,6 +197,59 @@ def test_a_range_past_the_end(tmp_path):
         assert (status, headers["Content-Range"]) == (416, f"bytes */{size_bytes}")
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_the_etag_of_a_shard_is_its_hash(tmp_path, arrived):
+    store, shard = whole(tmp_path), content()[:SHARD_BYTES]
+    etag, path = f'"{blake3(shard).hexdigest()}"', "/v000007/full/00000.shard"
+    if not arrived:
+        store.shard_path(7, "full", 0).rename(temporary(store.shard_path(7, "full", 0)))
+    part = {"Range": "bytes=10-19"}
+    for headers, status, body in (
+        ({}, 200, shard),
+        (part | {"If-Range": etag}, 206, shard[10:20]),
+        (part | {"If-Range": f"W/{etag}"}, 200, shard),  # only a strong one will do
+        (part | {"If-Range": '"another"'}, 200, shard),
+        (part | {"If-Range": "Thu, 01 Jan 2026 00:00:00 GMT"}, 200, shard),  # no date was given
+        ({"Range": "bytes=99999-", "If-Range": '"another"'}, 200, shard),
+        ({"If-None-Match": etag}, 304, b""),
+        ({"If-None-Match": f'"another", W/{etag}'}, 304, b""),
+        ({"If-None-Match": '"another"'}, 200, shard),
+        ({"If-Match": '"another"'}, 412, b""),
+        ({"If-Match": "*"}, 200, shard),
+        ({"If-Match": etag} | part, 206, shard[10:20]),
+    ):
+        answer = get(store, path, headers=headers)
+        assert (answer[0], answer[2]) == (status, body), headers
+        assert answer[1].get("ETag") == (None if status == 412 else etag)
+
+
+def test_a_shard_whose_hash_is_not_known_yet_has_no_etag(tmp_path):
+    store = Store(tmp_path)
+    announce(store, 7, content(), known=0)
+    temporary(store.shard_path(7, "full", 0)).parent.mkdir(parents=True)
+    temporary(store.shard_path(7, "full", 0)).write_bytes(content()[:SHARD_BYTES])
+    headers = {"If-None-Match": "*", "If-Match": '"another"', "If-Range": '""', "Range": "bytes=5-"}
+    status, answered, body = get(store, "/v000007/full/00000.shard", headers=headers)
+    assert (status, "ETag" in answered, body) == (200, False, content()[:SHARD_BYTES])
+
+
+@pytest.mark.parametrize("path", ["v000007/full/00001.shard", "v000007/manifest.json", "versions.json"])
+@pytest.mark.parametrize("wanted", ["bytes=5-9", "bytes=99999999-"])
+def test_a_range_is_for_get_alone(tmp_path, path, wanted):
+    store = whole(tmp_path)
+    status, headers, _ = get(store, f"/{path}", method="HEAD", headers={"Range": wanted})
+    size_bytes = (store.path / path).stat().st_size
+    assert (status, headers["Content-Length"], "Content-Range" in headers) == (200, str(size_bytes), False)
+
+
+@pytest.mark.parametrize("path", ["v000007/manifest.json", "versions.json"])
+def test_a_range_of_other_content_than_there_is_gets_the_whole(tmp_path, path):
+    store = whole(tmp_path)
+    headers = {"Range": "bytes=5-9", "If-Range": '"another"'}
+    status, _, body = get(store, f"/{path}", headers=headers)
+    assert (status, body) == (200, (store.path / path).read_bytes())
+
+
 def test_what_never_changes_may_be_cached_for_good(tmp_path):
     store = whole(tmp_path)
     caching = {path: get(store, path)[1]["Cache-Control"] for path in ("/versions.json", "/v000007/full/00000.shard")}
@@ -202,19 +257,17 @@ def test_what_never_changes_may_be_cached_for_good(tmp_path):
     assert "immutable" in caching["/v000007/full/00000.shard"]
 
 
-def test_a_manifest_may_be_cached_once_it_is_complete(tmp_path):
-    store = Store(tmp_path)
-    announce(store, 7, content(), known=2)
+def test_caches_ask_for_a_manifest_again(tmp_path):
+    """Also for a complete one: an origin that starts over publishes another one under the same name."""
+    store = whole(tmp_path)
 
     async def ask():
         async with serving(store) as url:
-            before = (await fetch(f"{url}/v000007/manifest.json"))[1]["Cache-Control"]
-            announce(store, 7, content())
-            return before, (await fetch(f"{url}/v000007/manifest.json"))[1]["Cache-Control"]
+            _, headers, _ = await fetch(f"{url}/v000007/manifest.json")
+            again = await fetch(f"{url}/v000007/manifest.json", headers={"If-None-Match": headers["ETag"]})
+            return headers["Cache-Control"], again[0]
 
-    before, after = asyncio.run(ask())
-    assert before == "no-cache"
-    assert "immutable" in after
+    assert asyncio.run(ask()) == ("no-cache", 304)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +316,7 @@ def test_a_part_that_the_version_lacks_is_not_found(tmp_path):
     store = Store(tmp_path)
     manifest = Manifest(
         run="test",
+        publication=PUBLICATION,
         version=7,
         files=(FileEntry(path="model", size_bytes=CONTENT_BYTES),),
         content=stream(content(), SHARD_BYTES),

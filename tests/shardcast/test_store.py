@@ -15,6 +15,7 @@ from shoal.shardcast.store import StoreFullError, chain, stored_bytes
 from .support import (
     KEY,
     PUBLIC_KEY,
+    PUBLICATION,
     RUN,
     flip_bit,
     mirroring,
@@ -39,6 +40,7 @@ def version(number: int, *, full_bytes: int | None = None, delta_bytes: int | No
     size_bytes = full_bytes or 100
     return Manifest(
         run=RUN,
+        publication=PUBLICATION,
         version=number,
         files=(FileEntry(path="a", size_bytes=size_bytes),),
         content=stream(size_bytes),

@@ -87,11 +87,11 @@ def watch(
     """Yields each newest version, for ever, and never an older one after a newer. A fetch that fails, or takes more than
     `timeout_s`, is reported to `progress` and tried again."""
     client = Client(urls, Access(public_key, tls=tls), out, wait_s=A_DAY_S, timeout_s=timeout_s, max_age_s=max_age_s)
-    last: tuple[int, float] | None = None
+    last: Manifest | None = None
     while True:
         try:
             newest = client.latest()
-            if newest is None or (newest.version, newest.created_s) == last:
+            if newest is None or (last and last.extends(newest)):
                 time.sleep(LOOK_AGAIN_S)
                 continue
             folder, manifest = fetch_with(client, None, progress)
@@ -99,7 +99,7 @@ def watch(
             progress(Progress(doing=str(error)))
             time.sleep(1.0)
             continue
-        last = manifest.version, manifest.created_s
+        last = manifest
         yield folder, manifest
 
 

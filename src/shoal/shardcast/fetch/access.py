@@ -6,12 +6,13 @@ Called by client and relay, which open `Sources` with it. It outlives single dow
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.shardcast.fetch.reach import Reach
 from shoal.shardcast.fetch.standing import Standing
-from shoal.shardcast.format.newest import Newest, SignedNewest
+from shoal.shardcast.format.newest import Newest, SignedNewest, latest
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,5 @@ class Access:
     newest: Newest | None = None  # the origin's latest statement, of all that servers passed on
 
     def heard(self, signed: SignedNewest | None) -> None:
-        newest = signed and signed.open(self.public_key, run=self.run)
-        if newest and (self.newest is None or newest.as_of_s > self.newest.as_of_s):
-            self.newest = newest
+        if signed is not None:
+            self.newest = latest(self.newest, signed.open(self.public_key, run=self.run), time.time())

@@ -24,6 +24,7 @@ from shoal.files import discard, fsync, write_file
 from shoal.shardcast.fetch.errors import FetchError, disk_errors
 from shoal.shardcast.format.manifest import Manifest, ManifestError, SignedManifest
 from shoal.shardcast.format.names import parse_version, version_name
+from shoal.shardcast.format.newest import Newest, latest
 from shoal.shardcast.format.stream_files import StreamFiles
 
 LOOK_AGAIN_S = 0.05
@@ -60,10 +61,13 @@ class Cache:
             return None
         folder = self.folder(version)
         files = StreamFiles(folder, manifest.files)
-        if _VERIFIED.get(folder.resolve()) != (manifest.digest, files.stamps()):
-            if not files.match(manifest.content):
-                return None
-            self._note_verified(manifest, files)
+        try:
+            if _VERIFIED.get(folder.resolve()) != (manifest.digest, files.stamps()):
+                if not files.match(manifest.content):
+                    return None
+                self._note_verified(manifest, files)
+        except FileNotFoundError:  # another process has just replaced or removed it
+            return None
         return folder, manifest
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest | None:
@@ -79,13 +83,16 @@ class Cache:
     def _note_verified(self, manifest: Manifest, files: StreamFiles) -> None:
         _VERIFIED[self.folder(manifest.version).resolve()] = manifest.digest, files.stamps()
 
-    def newest(self) -> Manifest | None:
-        """The manifest of the version that was published last, of those that are complete."""
-        found = []
+    def newest(self, now_s: float) -> Manifest | None:
+        """The manifest of the newest version of the latest publication, of those that are complete."""
+        newest: Manifest | None = None
         for version in self.versions():
-            if manifest := self.manifest(version):  # None: of another run or key, or damaged
-                found.append(manifest)
-        return max(found, key=lambda manifest: (manifest.created_s, manifest.version), default=None)
+            if (manifest := self.manifest(version)) is None:  # of another run or key, or damaged
+                continue
+            known, other = Newest.of(newest) if newest else None, Newest.of(manifest)
+            if known is None or (known.outdates(manifest) and latest(known, other, now_s) is other):
+                newest = manifest
+        return newest
 
     def check_free(self, version: int) -> None:
         """Raises FetchError if a folder that is not ours has the name of this version."""
@@ -130,7 +137,7 @@ class Cache:
 
     def retain(self, current: int) -> None:
         """Keeps `current`, the newest `keep` versions, the delta to `current`, and downloads of later versions. Versions
-        with higher numbers that are older than `current` go: their origin has started over."""
+        of another publication go: their origin has started over."""
         self._drop_outdated(current)
         for version in self.versions()[self.keep :]:
             if version != current:
@@ -144,13 +151,13 @@ class Cache:
                 discard(path)
 
     def _drop_outdated(self, current: int) -> None:
-        created_s = read_manifest(self.folder(current)).created_s
+        now = read_manifest(self.folder(current))
         for version in self.versions():
             try:
-                outdated = version > current and self.offer(version)[1].created_s < created_s
+                found = self.offer(version)[1]
             except (OSError, ManifestError):
                 continue  # of another run or key
-            if outdated:
+            if found.publication != now.publication or (version > current and found.created_s < now.created_s):
                 self.drop(version)
 
     def _remove_leftovers(self) -> None:

@@ -14,12 +14,10 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: clients fetch shards from rela
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial as bind
 from itertools import cycle
 from pathlib import Path
 
@@ -27,9 +25,11 @@ from shoal.files import discard
 from shoal.shardcast.fetch.access import Access, Arrival
 from shoal.shardcast.fetch.cache import RESULTS, Cache, delta_path
 from shoal.shardcast.fetch.errors import FetchError, NoRouteError, ReplacedError, SourceError, disk_errors
+from shoal.shardcast.fetch.freshness import Freshness
 from shoal.shardcast.fetch.partial import Partial
 from shoal.shardcast.fetch.plan import Step, offered, plan
-from shoal.shardcast.fetch.source import Offer
+from shoal.shardcast.fetch.proxy import split_server
+from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.fetch.stream import fetch_stream
 from shoal.shardcast.format import delta
@@ -92,6 +92,8 @@ class Client:
         "the newest version" if the origin's latest statement of it is older, by this machine's clock."""
         if not urls and not fallback:
             raise FetchError("no relay is known; start one, or wait until one joins")
+        for url in (*urls, *fallback):
+            split_server(url)  # raises FetchError
         self.urls, self.fallback, self.relays = list(urls), list(fallback), relays
         self.access = access
         self.cache = Cache(cache, public_key=access.public_key, run=access.run, keep=keep)
@@ -154,13 +156,15 @@ class Client:
                 try:
                     offer = await self._find(sources, version, digest, wait_until_s, deadline_s)
                 except FetchError:
-                    if here is None:
+                    if here is None or Freshness(self.access, self.cache, None).outdated(here[1]):
                         raise
-                    return here  # `progress.complaints` says that nobody answered
+                    return here  # `progress.complaints` says that nobody has it
                 if offer is None:
                     raise FetchError(
                         f"no version is published yet at {', '.join(self.urls)}; wait, or start the origin"
                     )
+                if held := self._held(offer, digest):
+                    return held  # the folder may be read-only
                 with self.cache.locked(deadline_s):
                     try:
                         return await self._obtain(sources, offer, digest, deadline_s)
@@ -190,9 +194,7 @@ class Client:
     ) -> tuple[Path, Manifest]:
         """Fetches one version, under the cache's lock."""
         while True:
-            held = self.cache.held(offer[1].version, digest)
-            if held and (held[1].extends(offer[1]) or held[1].created_s > offer[1].created_s):
-                self.progress.reused_bytes = held[1].size_bytes
+            if held := self._held(offer, digest):
                 return held
             self.cache.check_free(offer[1].version)
             try:
@@ -213,20 +215,43 @@ class Client:
                 )
             self.cache.drop(start)  # damaged on disk: plan without it
 
+    def _held(self, offer: Offer, digest: str | None) -> tuple[Path, Manifest] | None:
+        """What is here of the version, unless the offer is newer."""
+        held = self.cache.held(offer[1].version, digest)
+        if held is None:
+            return None
+        later = held[1].publication == offer[1].publication and held[1].created_s > offer[1].created_s
+        if digest is None and not (later or held[1].extends(offer[1])):
+            return None
+        self.progress.reused_bytes = held[1].size_bytes
+        return held
+
     async def _find(
         self, sources: Sources, version: int | None, digest: str | None, wait_until_s: float, deadline_s: float
     ) -> Offer | None:
         """The manifest to fetch: of `version`, else of the newest version that any relay offers."""
-        while True:
+        fresh = Freshness(self.access, self.cache, self.max_age_s if version is None else None)
+
+        async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
+            async def question(source: Source) -> Offer | None:
+                if number is not None and digest is None:
+                    await source.listing()  # its statement tells whether the version is of before
+                outdated = fresh.outdated if digest is None else lambda manifest: False
+                return await offered(source, version=number, digest=digest, outdated=outdated)
+
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    answers, reasons = await sources.ask(
-                        bind(offered, version=version, digest=digest), enough=WITNESSES if version is None else 1
-                    )
+                    return await sources.ask(question, enough=enough)
             except TimeoutError as error:
                 raise FetchError(f"no relay answered in time: {', '.join(self.urls)}; raise timeout_s") from error
+
+        while True:
+            answers, reasons = await ask(version, WITNESSES if version is None else 1)
             offers = [offer for offer in answers.values() if offer is not None]
-            if offers or time.monotonic() >= wait_until_s:
+            if self.access.newest and fresh.too_old(fresh.newest(offers)):
+                more, _ = await ask(self.access.newest.version, 1)  # of all others, until one has it
+                offers += [offer for offer in more.values() if offer is not None]
+            if time.monotonic() >= wait_until_s or (offers and not fresh.too_old(fresh.newest(offers))):
                 break
             self.progress.doing = "waiting for a version" if answers else "waiting for a relay"
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -235,26 +260,12 @@ class Client:
             why = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
             raise FetchError(f"no relay gave a valid {wanted} ({why}); check the URLs and that a relay is up")
         if version is None:
-            return self._newest(offers)
+            fresh.check_age(self.urls)
+            newest = fresh.newest(offers)
+            if fresh.too_old(newest):
+                raise fresh.withheld(newest, self.urls)
+            return newest
         return max(offers, key=lambda o: (o[1].created_s, len(o[1].content.shards)), default=None)
-
-    def _newest(self, offers: Sequence[Offer]) -> Offer | None:
-        """The newest of these and of what is here: a server that is behind cannot take a client back."""
-        stated = self.access.newest
-        age_s = time.time() - stated.as_of_s if stated else math.inf
-        if self.max_age_s is not None and age_s > self.max_age_s:
-            ago = f"is {age_s:.0f} s old" if stated else "is missing"
-            raise FetchError(
-                f"the origin's statement of its newest version {ago}, --max-age allows {self.max_age_s:.0f} s; "
-                f"{', '.join(self.urls)} may be cut off from the origin, or it stopped: ask others"
-            )
-        current = [offer for offer in offers if not (stated and stated.outdates(offer[1]))]
-        best = max(current, key=lambda o: (o[1].version, o[1].created_s, len(o[1].content.shards)), default=None)
-        here = self.cache.newest()
-        if here is None or (stated and stated.outdates(here)):
-            return best
-        behind = best is None or (best[1].version < here.version and best[1].created_s <= here.created_s)
-        return self.cache.offer(here.version) if behind else best
 
     async def _follow_plan(
         self, sources: Sources, start: int | None, steps: list[Step], deadline_s: float

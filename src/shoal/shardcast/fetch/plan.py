@@ -8,13 +8,14 @@ Called by the client.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial as bind
 
 from shoal.shardcast.fetch.cache import Cache
 from shoal.shardcast.fetch.errors import NoRouteError, NotHeld, SourceError
 from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Sources
-from shoal.shardcast.format.manifest import Part
+from shoal.shardcast.format.manifest import Manifest, Part
 
 OFFERS_TRIED = 5  # newest versions of one relay, until a manifest is valid
 
@@ -58,7 +59,13 @@ async def plan(cache: Cache, sources: Sources, offer: Offer) -> tuple[int | None
     return start, steps
 
 
-async def offered(source: Source, *, version: int | None, digest: str | None) -> Offer | None:
+async def offered(
+    source: Source,
+    *,
+    version: int | None,
+    digest: str | None,
+    outdated: Callable[[Manifest], bool] = lambda manifest: False,
+) -> Offer | None:
     """The valid manifest that one server offers; None if it says that nothing is published. Raises SourceError: after one
     bad manifest the server is not asked for another."""
     versions = [version] if version is not None else (await source.listing()).versions[:OFFERS_TRIED]
@@ -69,9 +76,12 @@ async def offered(source: Source, *, version: int | None, digest: str | None) ->
         except NotHeld as error:
             refused = error
             continue
-        if digest in (None, offer[1].digest):
+        if digest not in (None, offer[1].digest):
+            refused = NotHeld(source.url, f"version {candidate} has digest {offer[1].digest}, expected {digest}")
+        elif not outdated(offer[1]):
             return offer
-        refused = NotHeld(source.url, f"version {candidate} has digest {offer[1].digest}, expected {digest}")
+        elif version is not None:
+            refused = NotHeld(source.url, f"offers a version {candidate} of before the origin started over")
     if refused is not None:
         raise refused
     return None

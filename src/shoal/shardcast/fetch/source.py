@@ -155,7 +155,9 @@ class Source:
         shard = incoming.shard
         what = f"shard {shard.index} ({part}) of version {version}"
         headers = {"Range": f"bytes={incoming.size_bytes}-"} if incoming.size_bytes else {}
-        async with self._get(f"{version_name(version)}/{shard_name(part, shard.index)}", what, headers) as response:
+        # The hash is for caches: an origin that starts over publishes other bytes under the same name.
+        path = f"{version_name(version)}/{shard_name(part, shard.index)}?{shard.hash[:16]}"
+        async with self._get(path, what, headers) as response:
             if incoming.size_bytes and not _continues(response, incoming.size_bytes):
                 incoming.restart()  # the server ignores ranges and sends all of it
             incoming.senders.add(self.url)

@@ -58,7 +58,9 @@ def _stalled(sources: Sources, version: int, download: Download) -> str:
 
 async def _grown(sources: Sources, offer: Offer) -> Offer:
     answers, _ = await sources.ask(bind(offered, version=offer[1].version, digest=None))
-    if any(answer and answer[1].replaces(offer[1]) for answer in answers.values()):
+    stated = sources.access.newest
+    offers = [answer for answer in answers.values() if answer and not (stated and stated.outdates(answer[1]))]
+    if any(answer[1].replaces(offer[1]) for answer in offers):
         raise ReplacedError(f"version {offer[1].version} was replaced while it was fetched; fetch again")
-    offers = [answer for answer in answers.values() if answer and answer[1].extends(offer[1])]
+    offers = [answer for answer in offers if answer[1].extends(offer[1])]
     return max([offer, *offers], key=lambda o: len(o[1].content.shards))

@@ -2,7 +2,8 @@
 
 Invariant: a `Manifest` object is always well-formed: sizes add up, paths stay inside the folder, bounds hold. One that
 `SignedManifest.open` returned was also signed by the expected key. `Manifest.digest` names the policy version everywhere
-else in Shoal. It is computed over canonical JSON without the transfer options (anchor, delta): one digest per version.
+else in Shoal. It is computed over canonical JSON without the transfer options (anchor, delta) and without when and in which
+publication it was published: the same files, published again as the same version, have the same digest.
 Called by the origin (sign) and by relays and clients (open).
 Left out: key rotation, and more than one signer.
 Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: checkpoints are sharded, and clients verify what they assembled.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,25 +26,30 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shoal.errors import ShoalError
 
+FORMAT: Literal[4] = 4
 MAX_SIZE_BYTES = 1 << 40  # 1 TiB
 MAX_SHARDS = 100_000
 MAX_FILES = 10_000
 MAX_PATH_CHARS = 512
+MAX_NAME_BYTES = 255  # of a file or folder: more than file systems take
 MAX_TENSORS = 100_000  # of one file
 MAX_VERSION = 10**9 - 1
 MAX_MANIFEST_BYTES = 16 << 20  # as it is sent: 35,000 tensors and 65,000 shards, twice
 
 # Domain separation: nothing else that this key signs can be taken for a manifest.
-SIGNATURE_DOMAIN = b"shoal shardcast manifest 3\n"
+SIGNATURE_DOMAIN = b"shoal shardcast manifest 4\n"
 
 # How `SignedManifest.to_bytes` ends.
 _ENDING = re.compile(rb',"key":"([0-9a-f]{64})","signature":"([0-9a-f]{128})"}')
 _BEGINNING, _ENDING_BYTES = b'{"manifest":', 217
 
-# An allowlist: every file system takes these names literally.
-_PATH_PART = re.compile(r"[A-Za-z0-9_.+=@,()-][A-Za-z0-9 _.+=@,()-]*")
+# An allowlist: every file system takes these names literally. Beyond ASCII: what is printable.
+_ASCII = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 _.+=@,()-")
+PLAIN = "_ . + = @ , ( ) -"
+_FORMAT = re.compile(r'"format":(\d{1,9})')
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Publication = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # the random id of one, see `newest`
 Part = Literal["full", "delta"]
 
 
@@ -119,8 +126,9 @@ class Manifest(_Record):
     final once the manifest is complete. The content of an anchor can be fetched; any other version has only a delta.
     """
 
-    format: Literal[3] = 3
+    format: Literal[4] = FORMAT
     run: str = Field(pattern=r"^[\x20-\x7e]{1,200}$")
+    publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
     files: tuple[FileEntry, ...] = Field(min_length=1, max_length=MAX_FILES)
     content: Stream
@@ -160,16 +168,17 @@ class Manifest(_Record):
     @cached_property
     def digest(self) -> str:
         """The name of the policy version: blake3, hex, of its contents and not of how they can be fetched."""
-        return blake3(_canonical(self.model_dump(exclude={"anchor", "delta"}))).hexdigest()
+        unnamed = {"anchor", "delta", "publication", "created_s"}
+        return blake3(_canonical(self.model_dump(exclude=unnamed))).hexdigest()
 
     def replaces(self, earlier: Manifest) -> bool:
         """Whether the publisher abandoned the incomplete `earlier` and published the same version number again."""
-        later = self.complete or self.created_s > earlier.created_s
+        later = self.complete or self.publication != earlier.publication or self.created_s > earlier.created_s
         return not earlier.complete and self.version == earlier.version and later and not self.extends(earlier)
 
     def extends(self, earlier: Manifest) -> bool:
         """Whether this is the same version, with at least the content shards that `earlier` names."""
-        same = {"run", "version", "files", "created_s"}
+        same = {"run", "publication", "version", "files", "created_s"}
         return self.model_dump(include=same) == earlier.model_dump(include=same) and self.content.extends(
             earlier.content
         )
@@ -225,6 +234,11 @@ class SignedManifest(_Record):
                 bytes.fromhex(self.signature), SIGNATURE_DOMAIN + text
             )
         except InvalidSignature as error:
+            stated = _FORMAT.search(self.manifest)
+            if stated and stated[1] != str(FORMAT):
+                raise ManifestError(
+                    f"a manifest of format {stated[1]}, and this version of Shoal reads {FORMAT}"
+                ) from error
             raise ManifestError(f"bad signature: {public_key} did not sign this manifest") from error
         manifest = self.unchecked()
         if manifest.canonical() != text:
@@ -240,7 +254,7 @@ class SignedManifest(_Record):
         try:
             return Manifest.model_validate_json(self.manifest)
         except ValidationError as error:
-            raise ManifestError(f"malformed manifest: {_first(error)}") from error
+            raise ManifestError(f"malformed manifest: {first_problem(error)}") from error
 
     def to_bytes(self) -> bytes:
         return self.model_dump_json().encode()
@@ -256,23 +270,45 @@ def _canonical(record: dict[str, Any]) -> bytes:
 
 def check_paths(paths: Sequence[str]) -> None:
     """Raises ManifestError unless every path is relative, plain, inside the folder, and distinct."""
-    seen: set[str] = set()
+    if len(paths) > MAX_FILES:
+        raise ManifestError(f"{len(paths)} files, and a version has at most {MAX_FILES}; pack them into fewer")
+    seen: dict[str, str] = {}
     folders: set[str] = set()
     for path in paths:
         parts = path.split("/")
-        if len(path) > MAX_PATH_CHARS or not all(
-            _PATH_PART.fullmatch(part) and part not in (".", "..") for part in parts
-        ):
-            raise ManifestError(f"file path {path[:MAX_PATH_CHARS]!r} is not a plain relative path")
-        if path.lower() in seen:  # also on file systems that ignore case
-            raise ManifestError(f"file path {path!r} appears twice")
-        seen.add(path.lower())
-        folders.update("/".join(parts[:depth]).lower() for depth in range(1, len(parts)))
-    if both := seen & folders:
-        raise ManifestError(f"path {min(both)!r} is both a file and a folder")
+        if len(path) > MAX_PATH_CHARS or not all(map(_is_plain, parts)):
+            raise ManifestError(
+                f"file path {path[:MAX_PATH_CHARS]!r} is not a plain relative path: at most {MAX_PATH_CHARS} characters and "
+                f"{MAX_NAME_BYTES} bytes for each name, of letters, digits, spaces and {PLAIN}; rename it"
+            )
+        names = [_folded(part) for part in parts]
+        if other := seen.get("/".join(names)):
+            again = (
+                "appears twice" if other == path else f"and {other!r} are one file where case is ignored; rename one"
+            )
+            raise ManifestError(f"file path {path!r} {again}")
+        seen["/".join(names)] = path
+        folders.update("/".join(names[:depth]) for depth in range(1, len(names)))
+    if both := seen.keys() & folders:
+        raise ManifestError(f"path {seen[min(both)]!r} is both a file and a folder")
 
 
-def _first(error: ValidationError) -> str:
+def _is_plain(name: str) -> bool:
+    if name in ("", ".", "..") or name.startswith(" "):
+        return False
+    plain = all(char in _ASCII or (not char.isascii() and char.isprintable()) for char in name)
+    return plain and len(name.encode()) <= MAX_NAME_BYTES
+
+
+def _folded(name: str) -> str:
+    """Equal for names that some file system takes for the same: it may ignore case, ways to compose characters, and spaces
+    and dots at the end."""
+    composed = unicodedata.normalize("NFC", name)
+    return unicodedata.normalize("NFC", composed.casefold()).rstrip(" .") or name
+
+
+def first_problem(error: ValidationError) -> str:
+    """What pydantic refused first, in one line."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else problem["msg"]

@@ -1,6 +1,9 @@
 """The origin's signed statement of its newest version, by which readers notice servers that are behind.
 
-Invariant: an origin's statements have increasing times, also after a restart. Of two, the later one is right.
+A publication is what an origin publishes from one store. Its random id stands in each manifest and statement. An origin
+that starts over with an empty store begins another publication, and readers leave the one before.
+Invariant: the statements of one publication have increasing serials, also after a restart and whatever the clock does. Of
+two, the one with the higher serial is right. Between publications `latest` decides, by the reader's clock.
 Called by the origin (sign, every few seconds) and by relays and clients (open). It travels in versions.json.
 Left out: proof that a reader was shown the latest statement; `shoal fetch --max-age` refuses old ones.
 Source: the timestamp role of The Update Framework.
@@ -12,22 +15,38 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.shardcast.format.manifest import MAX_VERSION, Manifest
+from shoal.shardcast.format.manifest import MAX_VERSION, Manifest, Publication
 
 # Domain separation: nothing else that this key signs can be taken for a statement.
-SIGNATURE_DOMAIN = b"shoal shardcast newest 1\n"
+SIGNATURE_DOMAIN = b"shoal shardcast newest 2\n"
+CURRENT_S = 3600.0  # a statement this far from the reader's clock, or less, may come from an origin that is running
+
+
+MAX_SERIAL = 10**18
 
 
 class Newest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     run: str = Field(max_length=200)
+    publication: Publication
     version: int = Field(ge=0, le=MAX_VERSION)
-    created_s: float = Field(ge=0)  # of its manifest; seconds since 1970
-    as_of_s: float = Field(ge=0)  # when this was said
+    serial: int = Field(ge=0, le=MAX_SERIAL)  # order within the publication
+    as_of_s: float = Field(ge=0)  # when the origin stated this; seconds since 1970
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Newest:
+        """What a verified manifest states by itself: that it was the newest version when it was created."""
+        return cls(
+            run=manifest.run,
+            publication=manifest.publication,
+            version=manifest.version,
+            serial=0,
+            as_of_s=manifest.created_s,
+        )
 
     def outdates(self, manifest: Manifest) -> bool:
-        """Whether the manifest is from before the origin started over: a higher number, but older."""
-        return manifest.version > self.version and manifest.created_s < self.created_s
+        """Whether the manifest is of another publication: of before the origin started over."""
+        return manifest.publication != self.publication
 
 
 class SignedNewest(BaseModel):
@@ -52,3 +71,13 @@ class SignedNewest(BaseModel):
         except (InvalidSignature, ValidationError):
             return None
         return newest if run in (None, newest.run) else None
+
+
+def latest(first: Newest | None, second: Newest | None, now_s: float) -> Newest | None:
+    """The one to believe. Between publications: one that is current by the reader's clock, else the one stated later. So
+    statements of an origin whose clock was ahead do not count after that clock was corrected."""
+    if first is None or second is None:
+        return first or second
+    if first.publication == second.publication:
+        return max(first, second, key=lambda newest: (newest.serial, newest.as_of_s))
+    return max(first, second, key=lambda newest: (abs(now_s - newest.as_of_s) <= CURRENT_S, newest.as_of_s))

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from shoal.errors import ShoalError
 from shoal.files import CHUNK_BYTES
-from shoal.shardcast.format.manifest import FileEntry, ManifestError, TensorEntry, check_paths
+from shoal.shardcast.format.manifest import FileEntry, ManifestError, TensorEntry, check_paths, first_problem
 from shoal.shardcast.format.safetensors_layout import LayoutError, layout_of
 
 SCANNED_BYTES = 64 << 20
@@ -62,6 +62,8 @@ def files_at(path: Path) -> tuple[Path, list[FileEntry]]:
 def listed(paths: Iterable[Path], folder: Path) -> list[FileEntry]:
     """The entries of complete files of a folder. Raises ManifestError, PublishError."""
     found = []
+    paths = list(paths)
+    check_paths([path.relative_to(folder).as_posix() for path in paths])  # before a file is read
     for path in paths:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -86,7 +88,7 @@ def entry(path: Path, file: BinaryIO, size_bytes: int) -> FileEntry:
     try:
         return FileEntry(path=path.as_posix(), size_bytes=size_bytes, tensors=_tensors(path, file, size_bytes))
     except ValidationError as error:
-        raise ManifestError(f"{path} cannot be published: {error}") from error
+        raise ManifestError(f"{path} cannot be published: {first_problem(error)}") from error
 
 
 def file_times(folder: Path, files: Sequence[FileEntry]) -> list[int]:

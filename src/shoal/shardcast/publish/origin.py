@@ -14,6 +14,8 @@ Paper: INTELLECT-2 (arXiv 2505.07291), SHARDCAST: the training node shards the c
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +81,9 @@ class Origin:
         self.store.recover()
         self.store.reached_via(())
         self._held = {v: manifest for v in self.store.versions() if (manifest := self._open(v))}
+        newest = max(self._held.values(), key=lambda manifest: manifest.version, default=None)
+        self.publication = newest.publication if newest else secrets.token_hex(16)  # an empty store begins another one
+        self._created_s = max((manifest.created_s for manifest in self._held.values()), default=0.0)
         self._latest = Latest(self.store.path / ".latest")
         self._statement = Statement(self.store, key, run, clock)
 
@@ -108,7 +113,7 @@ class Origin:
         folder, files = files_at(path)
         before = file_times(folder, files)
         # A version damaged on disk is published again with its old date, so that it gets the same digest.
-        created_s = self.clock() if held is None else held.created_s
+        created_s = self._later() if held is None else held.created_s
         self._shard_bytes(_total(files))  # refuses too many shards before any is written
         with self._begun(version):
             parent = self._parent_of(version)
@@ -139,7 +144,7 @@ class Origin:
             else:
                 found = self._compare(growing, files, version, parent)
                 folder = growing.finish()
-                self._add(version, folder, files, found, self.clock())
+                self._add(version, folder, files, found, self._later())
         return self._published(version, folder)
 
     def _add(
@@ -179,7 +184,7 @@ class Origin:
         order. They are served within `DRAFT_S`. Raises PublishError unless all bytes were passed."""
         if version in self._held:
             raise PublishError(f"version {version} is already published, and versions never change")
-        created_s = self.clock() if created_s is None else created_s
+        created_s = self._later() if created_s is None else created_s
         total_bytes = _total(files)
         size_bytes = self._shard_bytes(total_bytes)
         self._make_room(version, (), total_bytes + (delta.stream.size_bytes if delta else 0))
@@ -279,6 +284,7 @@ class Origin:
     ) -> None:
         manifest = Manifest(
             run=self.run,
+            publication=self.publication,
             version=version,
             files=tuple(files),
             content=content,
@@ -289,6 +295,11 @@ class Origin:
         self.store.add_manifest(version, SignedManifest.sign(manifest, self.key))
         self._held[version] = manifest
         self.state()
+
+    def _later(self) -> float:
+        """The time, but later than that of every manifest before, whatever the clock does."""
+        self._created_s = max(self.clock(), math.nextafter(self._created_s, math.inf))
+        return self._created_s
 
     @contextmanager
     def _begun(self, version: int) -> Iterator[None]:

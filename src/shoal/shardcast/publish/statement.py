@@ -1,11 +1,10 @@
 """The origin's statement of its newest version (`format/newest`), kept fresh in its store. Called by `origin`.
 
-Invariant: statements have increasing times, also after a restart and whatever the clock does.
+Invariant: statements have increasing serials, also after a restart and whatever the clock does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -26,10 +25,11 @@ class Statement:
     def renew(self, newest: Manifest) -> None:
         """Says that this is the newest version; at most every STATE_S, unless that changed."""
         said, now_s = self._said, self.clock()
+        serial = int(now_s * 1e6)  # also a store that was restored from a backup continues after what it stated
         if said is not None:
-            same = (said.version, said.created_s) == (newest.version, newest.created_s)
-            if same and now_s < said.as_of_s + STATE_S:
+            same = (said.publication, said.version) == (newest.publication, newest.version)
+            if same and said.as_of_s <= now_s < said.as_of_s + STATE_S:
                 return
-            now_s = max(now_s, math.nextafter(said.as_of_s, math.inf))
-        self._said = Newest(run=self.run, version=newest.version, created_s=newest.created_s, as_of_s=now_s)
+            serial = max(serial, said.serial + 1)
+        self._said = Newest.of(newest).model_copy(update={"serial": serial, "as_of_s": now_s})
         self.store.state(SignedNewest.sign(self._said, self.key))

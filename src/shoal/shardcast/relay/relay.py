@@ -28,11 +28,12 @@ from dataclasses import dataclass, field
 from shoal.shardcast.fetch.access import Access, Arrival
 from shoal.shardcast.fetch.download import Download, Movement
 from shoal.shardcast.fetch.errors import BadData, FetchError, NotHeld, ReplacedError, first_error
+from shoal.shardcast.fetch.proxy import split_server
 from shoal.shardcast.fetch.source import Offer, Source
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format.manifest import Manifest, ManifestError, Part, ShardEntry
 from shoal.shardcast.format.names import Listing
-from shoal.shardcast.format.newest import Newest, SignedNewest
+from shoal.shardcast.format.newest import Newest, SignedNewest, latest
 from shoal.shardcast.relay.places import Place, owners_of
 from shoal.shardcast.relay.shard_file import ShardFile
 from shoal.shardcast.store import Store, chain, stored_bytes
@@ -67,7 +68,9 @@ class Relay:
         stall_s: float = 15.0,
     ) -> None:
         """`upstream` as a function is called again each round. `parallel`: shards at once from each owner. A version
-        without progress for `stall_s` is left for the next round, which may find a newer one."""
+        without progress for `stall_s` is left for the next round, which may find a newer one. Raises FetchError."""
+        for url in () if callable(upstream) else upstream:
+            split_server(url)
         self.upstream: Callable[[], Sequence[str]] = upstream if callable(upstream) else lambda: upstream
         self.store, self.access = store, access
         self.parallel, self.strikes = parallel, strikes
@@ -83,6 +86,7 @@ class Relay:
         self._known: dict[Source, Listing] = {}  # the last listing of each server that answered when it was last asked
         self.place = Place(store.id)
         self._statements: dict[SignedNewest, Newest | None] = {}  # opened last: the same one comes again and again
+        self._stated: Newest | None = None  # the latest of the origin's statements
         self._unfit: set[int] = set()  # versions that the quota has no room for
         self._open_held()
 
@@ -107,6 +111,7 @@ class Relay:
         if path := self.place.find(known | listings):
             self.store.reached_via(path)
         self._pass_on(listings.values())
+        self._leave_outdated()
         listed = {version for listing in listings.values() for version in listing.versions}
         # Only the newest of each source, so that one that lists nonsense cannot displace the others.
         newest = {version for listing in listings.values() for version in listing.versions[: self.store.keep]}
@@ -147,10 +152,22 @@ class Relay:
 
     def _pass_on(self, listings: Iterable[Listing]) -> None:
         """Keeps the origin's latest statement that any server knows."""
-        said = [signed for listing in listings if (signed := listing.newest)] + [self.store.newest]
-        opened = [(signed, self._opened(signed)) for signed in said if signed]
-        genuine = [(newest.as_of_s, signed) for signed, newest in opened if newest]
-        self.store.state(max(genuine, key=lambda pair: pair[0])[1] if genuine else None)
+        best: SignedNewest | None = None
+        self._stated = None
+        for signed in (self.store.newest, *(listing.newest for listing in listings)):
+            newest = signed and self._opened(signed)
+            if newest and latest(self._stated, newest, time.time()) is newest:
+                best, self._stated = signed, newest
+        self.store.state(best)
+
+    def _leave_outdated(self) -> None:
+        """Drops all versions of a publication that the origin has left: it may publish others under the same numbers."""
+        stated = self._stated
+        outdated = [version for version, manifest in self._held.items() if stated and stated.outdates(manifest)]
+        for version in outdated:
+            self._drop(version)
+        if outdated:
+            self._unfit.clear()
 
     def _opened(self, signed: SignedNewest) -> Newest | None:
         if signed not in self._statements:
@@ -165,11 +182,12 @@ class Relay:
 
         async def offered(source: Source) -> Offer | None:
             try:
-                return await source.manifest(version)
+                offer = await source.manifest(version)
             except (BadData, NotHeld) as error:
                 if isinstance(error, BadData):
                     self._note(error)
                 return None
+            return None if self._stated and self._stated.outdates(offer[1]) else offer
 
         answers, _ = await sources.ask_all(offered, among=self._asked)
         if held is not None and any(offer and offer[1].replaces(held) for offer in answers.values()):

@@ -69,6 +69,9 @@ http {{
     server {{
         listen {address};
         location ~ "^/v[0-9]+/(full|delta)/[0-9]+\\.shard$" {{
+            # nginx applies Range to HEAD, which RFC 9110 (14.2) forbids: Python answers all but GET.
+            error_page 405 = @python;
+            if ($request_method != GET) {{ return 405; }}
             root {store};
             add_header Cache-Control "max-age=31536000, immutable";
             try_files $uri @python;

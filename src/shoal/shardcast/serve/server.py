@@ -37,6 +37,7 @@ from shoal.shardcast.serve.shelf import Held, Shelf
 from shoal.shardcast.store import Store
 
 LOOK_AGAIN_S = 0.05
+ETAG_ANY = "*"
 PIECE_BYTES = 8 << 20  # between two renewals of the version's lease
 TLS_PIECE_BYTES = 256 << 10
 
@@ -46,6 +47,8 @@ FOREVER = {"Cache-Control": "max-age=31536000, immutable"}
 UNCHECKED = {"Cache-Control": "no-store"}  # the shard is not verified yet
 
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII | re.IGNORECASE)
+
+Asked = tuple[int | None, int | None] | None  # the first and the last byte in a Range header
 
 SHELF = web.AppKey("shelf", Shelf)
 GUARD = web.AppKey("guard", Guard)
@@ -116,7 +119,7 @@ async def _note_request(
 
 class _File(web.FileResponse):
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        if "Range" in request.headers and _asked_range(request) is None:
+        if "Range" in request.headers and _asked_range(request, "") is None:
             request = request.clone(headers={name: text for name, text in request.headers.items() if name != "Range"})
         writer = await super().prepare(request)  # sends the file
         if request.method == "GET" and self.status in (200, 206) and isinstance(request, web.Request):
@@ -140,9 +143,9 @@ async def _versions(request: web.Request) -> web.StreamResponse:
 
 
 async def _manifest(request: web.Request) -> web.StreamResponse:
-    version, held = _version(request)
-    path = request.app[SHELF].manifest_path(version)
-    return _File(path, headers=FOREVER if held.complete else FRESH)  # an incomplete one is replaced as it grows
+    version, _ = _version(request)
+    # Caches must ask again: it is replaced as it grows, and by an origin that starts over.
+    return _File(request.app[SHELF].manifest_path(version), headers=FRESH)
 
 
 async def _shard(request: web.Request) -> web.StreamResponse:
@@ -153,9 +156,13 @@ async def _shard(request: web.Request) -> web.StreamResponse:
     size_bytes = held.shard_bytes(part, index)
     if not size_bytes:
         raise web.HTTPNotFound
+    etag = held.shard_hash(part, index)
+    if etag and (unwanted := _unwanted(request, etag)):
+        return unwanted
+    asked = _asked_range(request, etag)
     path = shelf.shard_path(version, part, index)
     deadline_s = time.monotonic() + shelf.wait_s
-    while not (found := _open(request, path, size_bytes)):
+    while not (found := _open(path, asked, size_bytes)):
         if shelf.held(version) is None:
             raise web.HTTPNotFound
         if time.monotonic() >= deadline_s:
@@ -167,18 +174,25 @@ async def _shard(request: web.Request) -> web.StreamResponse:
             return web.Response(status=503)  # nobody reads it
     file, size_bytes, caching = found
     with file:
-        return await _answer(request, version, file, size_bytes, caching)
+        start_bytes, end_bytes = _range(asked, size_bytes)
+        response = web.StreamResponse(headers=BYTES | caching)
+        if etag:
+            response.etag = etag
+        if asked:
+            response.set_status(206)
+            response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
+        return await _answer(request, response, version, file, start_bytes, end_bytes)
 
 
 async def _answer(
-    request: web.Request, version: int, file: BinaryIO, size_bytes: int, caching: dict[str, str]
+    request: web.Request,
+    response: web.StreamResponse,
+    version: int,
+    file: BinaryIO,
+    start_bytes: int,
+    end_bytes: int,
 ) -> web.StreamResponse:
-    start_bytes, end_bytes = _range(request, size_bytes)
-    response = web.StreamResponse(headers=BYTES | caching)
     response.content_length = end_bytes - start_bytes
-    if _asked_range(request):
-        response.set_status(206)
-        response.headers["Content-Range"] = f"bytes {start_bytes}-{end_bytes - 1}/{size_bytes}"
     await response.prepare(request)
     if request.method == "GET" and await _send(request, response, file, version, start_bytes, end_bytes):
         await response.write_eof()
@@ -243,9 +257,20 @@ def _version(request: web.Request) -> tuple[int, Held]:
     return version, held
 
 
-def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
+def _unwanted(request: web.Request, etag: str) -> web.Response | None:
+    """The answer to a request whose If-Match or If-None-Match rules this shard out (RFC 9110, 13.2.2)."""
+    wanted, had = request.if_match, request.if_none_match
+    if wanted is not None and not any(tag.value in (etag, ETAG_ANY) and not tag.is_weak for tag in wanted):
+        return web.Response(status=412)
+    if had is not None and any(tag.value in (etag, ETAG_ANY) for tag in had):
+        answer = web.Response(status=304, headers=FOREVER)
+        answer.etag = etag
+        return answer
+    return None
+
+
+def _range(asked: Asked, size_bytes: int) -> tuple[int, int]:
     """The first requested byte, and the one after the last. Raises HTTPRequestRangeNotSatisfiable."""
-    asked = _asked_range(request)
     if asked is None:
         return 0, size_bytes
     first, last = asked
@@ -256,9 +281,13 @@ def _range(request: web.Request, size_bytes: int) -> tuple[int, int]:
     return start, end
 
 
-def _asked_range(request: web.BaseRequest) -> tuple[int | None, int | None] | None:
-    """The first and the last byte in the Range header. None, which means the whole body, without one, for several ranges
-    and for a malformed one, which RFC 9110 (14.2) tells a server to ignore."""
+def _asked_range(request: web.BaseRequest, etag: str) -> Asked:
+    """The first and the last byte in the Range header. None, which means the whole body, where RFC 9110 (13.1.5, 14.2)
+    tells a server to ignore it: in another method than GET, for another content than If-Range names, if malformed. None
+    also for several ranges."""
+    condition = request.headers.get("If-Range")
+    if request.method != "GET" or (condition is not None and not (etag and condition.strip() == f'"{etag}"')):
+        return None
     match = RANGE.fullmatch(request.headers.get("Range", "").strip())
     if match is None or not (match[1] or match[2]):
         return None
@@ -266,13 +295,13 @@ def _asked_range(request: web.BaseRequest) -> tuple[int | None, int | None] | No
     return None if first is not None and last is not None and last < first else (first, last)
 
 
-def _open(request: web.Request, path: Path, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
+def _open(path: Path, asked: Asked, size_bytes: int) -> tuple[BinaryIO, int, dict[str, str]] | None:
     """The complete file, or the growing one once it has the first requested byte; its (final) size, and how it may be
     cached."""
     with suppress(FileNotFoundError):
         file = path.open("rb", buffering=0)
         return file, os.fstat(file.fileno()).st_size, FOREVER
-    start_bytes, _ = _range(request, size_bytes)
+    start_bytes, _ = _range(asked, size_bytes)
     with suppress(FileNotFoundError):
         file = temporary(path).open("rb", buffering=0)
         if os.fstat(file.fileno()).st_size > start_bytes:

@@ -1,7 +1,7 @@
 """The server's view of a store: which shards may be requested, and how much was sent.
 
-Invariant: a manifest is parsed once each time it is written, and its hashes are not kept. So a request costs one `stat`,
-whatever the size of the version.
+Invariant: a manifest is parsed once each time it is written, and of each shard only the hash is kept. So a request costs
+one `stat`, whatever the size of the version.
 Called by `server`. The store's writer, in this process or another, has verified the manifests' signatures.
 Left out: a log of requests, except for leases (see store.py).
 """
@@ -16,14 +16,15 @@ from shoal.shardcast.store import Store
 
 MAX_PARSED = 64
 MAX_PATHS = 4096
+HASH_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Held:
-    """The streams of a manifest, without their hashes."""
+    """The streams of a manifest, with their hashes as bytes."""
 
-    complete: bool
     streams: dict[Part, Stream]
+    hashes: dict[Part, bytes]
 
     def shard_bytes(self, part: Part, index: int) -> int:
         """The size of a shard, 0 if there is no such shard."""
@@ -31,6 +32,10 @@ class Held:
         if stream is None:
             return 0
         return max(0, min(stream.shard_size_bytes, stream.size_bytes - index * stream.shard_size_bytes))
+
+    def shard_hash(self, part: Part, index: int) -> str:
+        """In hex; "" while the manifest does not name it yet."""
+        return self.hashes[part][index * HASH_BYTES : (index + 1) * HASH_BYTES].hex()
 
 
 class Shelf:
@@ -70,4 +75,5 @@ def _parse(store: Store, version: int) -> Held:
         raise FileNotFoundError
     manifest = signed.unchecked()
     streams = {part: stream.model_copy(update={"shards": ()}) for part, stream in manifest.streams.items()}
-    return Held(manifest.complete, streams)
+    hashes = {part: bytes.fromhex("".join(stream.shards)) for part, stream in manifest.streams.items()}
+    return Held(streams, hashes)
