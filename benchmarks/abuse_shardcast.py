@@ -2,10 +2,15 @@
 
     python benchmarks/abuse_shardcast.py [--seconds 3] [--size-mb 8] [--only text] [--out FILE]
 
-Servers: `shoal origin` with its nginx in front, `shoal origin --server python`, `shoal relay`. Anyone may read from them, as
-with `relays.public = true`: an attacker needs no pass. Each attack lasts --seconds, with a bounded rate and a bounded number
-of connections, from addresses of its own (127.0.0.2 and on). Meanwhile one honest client fetches the version over and over.
+Servers: `shoal origin` with its nginx in front (where nginx is installed), `shoal origin --server python`, `shoal relay`.
+Anyone may read from them, as with `relays.public = true`: an attacker needs no pass. Each attack lasts --seconds, with a
+bounded rate and a bounded number of connections, from addresses of its own (127.0.0.2 and on). Meanwhile one honest client
+fetches the version over and over.
 Before the first attack and after the last, the same is measured in quiet.
+
+After that a rogue server is among the servers of honest readers (`readers`): it answers every request with a list of 16 MB.
+A relay, and `shoal fetch` as a process of its own, over and over, have it and the origin as their servers. They are measured
+with and without it. `longest_answer_s` is the longest that the relay took to answer /healthz meanwhile.
 
 A result holds: honest fetches, how many failed, their median and longest seconds, the largest resident memory of the
 server's processes together in MiB, their open files, their CPU seconds a second, and how the attack's connections ended.
@@ -41,6 +46,7 @@ from shoal.shardcast.alone import fetch
 HERE = Path(__file__).parent
 SHOAL = [sys.executable, "-m", "shoal"]
 START_S = 120.0
+ROGUE, ROGUE_S = "a server of huge lists", 20.0
 
 
 class Server:
@@ -107,6 +113,64 @@ async def measure(server: Server, folder: Path, key: str, seconds: float, attack
     }
 
 
+async def measure_readers(origin: Server, folder: Path, key: str, seconds: float, *, rogue: bool) -> dict[str, Any]:
+    """A relay and one `shoal fetch` after the other, with the origin and, if asked for, a rogue server to read from."""
+    where, urls, attacker = free_port(), [origin.url], None
+    if rogue:
+        place = [str(HERE / "shardcast_attacks.py"), "serve", "127.0.0.1", str(where), str(START_S)]
+        attacker = await asyncio.create_subprocess_exec(sys.executable, *place)
+        urls = [f"http://127.0.0.1:{where}", *urls]
+        await asyncio.sleep(1.0)
+    command = ["relay", "--upstream", ",".join(urls), "--key", key, "--store", str(folder / f"relay {rogue}")]
+    command += ["--host", "127.0.0.1", "--port", str(free_port())]
+    answers_s, took_s, reader_bytes, relay_bytes, failed = [0.0], list[float](), 0, 0, 0
+    try:
+        with started("relay", command, folder / f"relay {rogue}.out", 0) as (relay, _):
+            end_s = time.monotonic() + seconds
+
+            async def probing() -> None:
+                nonlocal relay_bytes
+                while time.monotonic() < end_s:
+                    asked_s = time.monotonic()
+                    reader, writer = await asyncio.open_connection(relay.host, relay.port)
+                    writer.write(b"GET /healthz HTTP/1.1\r\nhost: s\r\nconnection: close\r\n\r\n")
+                    await reader.read()
+                    writer.close()
+                    answers_s.append(time.monotonic() - asked_s)
+                    relay_bytes = max(relay_bytes, psutil.Process(relay.process.pid).memory_info().rss)
+                    await asyncio.sleep(0.05)
+
+            probe = asyncio.create_task(probing())
+            while time.monotonic() < end_s:
+                started_s = time.monotonic()
+                fetching = [*SHOAL[1:], "fetch", ",".join(urls), "--key", key, "--out", str(folder / "out")]
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, *fetching, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+                )
+                while process.returncode is None:
+                    with contextlib.suppress(psutil.Error):
+                        reader_bytes = max(reader_bytes, psutil.Process(process.pid).memory_info().rss)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(process.wait(), 0.02)
+                failed += process.returncode != 0
+                took_s.append(time.monotonic() - started_s)
+                shutil.rmtree(folder / "out", ignore_errors=True)
+            await probe
+    finally:
+        if attacker is not None:
+            attacker.terminate()
+            await attacker.wait()
+    return {
+        "fetches": len(took_s),
+        "failed": failed,
+        "median_s": round(statistics.median(took_s), 3),
+        "longest_s": round(max(took_s), 3),
+        "reader_rss_mib": round(reader_bytes / 2**20, 1),
+        "relay_rss_mib": round(relay_bytes / 2**20, 1),
+        "longest_answer_s": round(max(answers_s), 3),
+    }
+
+
 @contextlib.contextmanager
 def started(name: str, command: list[str], log: Path, versions: int) -> Iterator[tuple[Server, list[dict[str, Any]]]]:
     """A server that has said its address and completed so many versions."""
@@ -142,13 +206,13 @@ async def main(arguments: argparse.Namespace) -> None:
             command += ["--key-file", str(folder / "key.pem"), "--host", "127.0.0.1", "--port", str(free_port())]
             return stack.enter_context(started(name, command, folder / f"{kind}.out", 1))
 
-        first, facts = origin("origin, nginx in front", "nginx")
+        servers = [origin("origin, nginx in front", "nginx")[0]] if shutil.which("nginx") else []
+        second, facts = origin("origin, Python", "python")
         key = facts[0]["key"]
-        second, _ = origin("origin, Python", "python")
         command = ["relay", "--upstream", second.url, "--key", key, "--store", str(folder / "relay")]
         command += ["--host", "127.0.0.1", "--port", str(free_port())]
         third, _ = stack.enter_context(started("relay", command, folder / "relay.out", 1))
-        for server in (first, second, third):
+        for server in [*servers, second, third]:
             rows = {"quiet": await measure(server, folder, key, arguments.seconds)}
             for name in [name for name in attacks("", 0, 0) if arguments.only in name]:
                 rows[name] = await measure(server, folder, key, arguments.seconds, name)
@@ -159,11 +223,18 @@ async def main(arguments: argparse.Namespace) -> None:
             for row in rows.values():
                 row["slower"] = round(row["median_s"] / usual_s, 2)
             result["servers"][server.name] = rows
+        if arguments.only in ROGUE:
+            result["readers"] = {
+                name: await measure_readers(second, folder, key, max(arguments.seconds, ROGUE_S), rogue=name == ROGUE)
+                for name in ("quiet", ROGUE)
+            }
+            for name, row in result["readers"].items():
+                sys.stdout.write(f"readers: {name}: {json.dumps(row)}\n")
         logged = "".join(path.read_text(errors="replace") for path in folder.glob("*.err"))
     result["logged_bytes"], result["tracebacks"] = len(logged), logged.count("Traceback")
     sys.stdout.write(logged[:2000])
     for server_name, rows in result["servers"].items():
-        attacked = [row for name, row in rows.items() if not name.startswith("quiet")]
+        attacked = [row for name, row in rows.items() if not name.startswith("quiet")] or list(rows.values())
         summary = {
             "slowest": max(row["slower"] for row in attacked),
             "failed": sum(row["failed"] for row in attacked),

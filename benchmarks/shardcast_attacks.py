@@ -1,13 +1,16 @@
 """The attacks of abuse_shardcast.py on an origin or relay. Imports nothing of Shoal, so that it starts at once.
 
     python benchmarks/shardcast_attacks.py NAME HOST PORT SECONDS
+    python benchmarks/shardcast_attacks.py serve HOST PORT SECONDS
 
-Prints how the connections ended, as JSON.
+Prints how the connections ended, as JSON. `serve` is an attack on readers: a server that answers every request with a list
+of millions of empty lists, which take far more memory than their bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -17,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from attacker import Attacker
 
 HUGE_BYTES = 64 << 20
+LIST_BYTES = 16 << 20
 SHARD = "/v000000/full/00000.shard"
 Then = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Attack = Callable[[], Awaitable[Counter[str]]]
@@ -76,7 +80,26 @@ def attacks(host: str, port: int, seconds: float) -> dict[str, Attack]:
     }
 
 
+async def serve(host: str, port: int, seconds: float) -> Counter[str]:
+    """Answers every request with a huge list, until the time is over. Counts the requests."""
+    body = b'{"versions": [' + b"[]," * (LIST_BYTES // 3) + b"1]}"
+    asked: Counter[str] = Counter()
+
+    async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                asked["requests"] += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(visit, host, port):
+        await asyncio.sleep(seconds)
+    return asked
+
+
 if __name__ == "__main__":
     attack_name, attacked_host, attacked_port, for_s = sys.argv[1:]
-    ended_as = asyncio.run(attacks(attacked_host, int(attacked_port), float(for_s))[attack_name]())
+    address = attacked_host, int(attacked_port), float(for_s)
+    ended_as = asyncio.run(serve(*address) if attack_name == "serve" else attacks(*address)[attack_name]())
     sys.stdout.write(json.dumps(dict(ended_as.most_common())))
