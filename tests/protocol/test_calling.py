@@ -241,6 +241,6 @@ def test_a_compressed_answer_is_refused(tmp_path: Path) -> None:
     coordinator.answers["/v1/tasks/a"] = httpx.Response(
         200, stream=httpx.ByteStream(data), headers={"content-encoding": "gzip"}
     )
-    with pytest.raises(NodeError, match="answers GET /v1/tasks/a in gzip"):
+    with pytest.raises(NodeError, match="GET /v1/tasks/a at the coordinator http://c:1: it answers in gzip"):
         node.get_bytes("/v1/tasks/a", most_bytes=1 << 21)
     assert coordinator.requests[-1].headers["accept-encoding"] == "identity"

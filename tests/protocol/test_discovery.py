@@ -70,7 +70,7 @@ def test_what_is_not_believed(changed: dict[str, Any], words: str) -> None:
     [
         (httpx.Response(404, text="nothing"), "answers 404: no Shoal coordinator"),
         (httpx.Response(200, stream=httpx.ByteStream(b"x"), headers={"content-encoding": "gzip"}), "answers in gzip"),
-        (httpx.Response(200, content=bytes(101)), "more than 100 bytes"),
+        (httpx.Response(200, content=bytes(101)), "more than 100 bytes; tell its operator"),
         (httpx.Response(200, content=b"{}"), "not a list of runs"),
     ],
 )

@@ -346,7 +346,7 @@ def test_two_clients_of_one_cache_download_once(tmp_path):
 
 def test_a_lock_that_is_never_freed_is_named_at_the_deadline(tmp_path):
     published(tmp_path, 7)
-    holder = client(tmp_path, "unused").cache
+    holder = client(tmp_path, "http://unused").cache
     with holder.locked(0), pytest.raises(FetchError, match=r"\.lock"):
         against(lambda url: client(tmp_path, url, timeout_s=0.3).fetch(7), tmp_path / "origin")
 

@@ -16,6 +16,7 @@ from shoal.shardcast import FetchError, ManifestError, SignedManifest
 from shoal.shardcast.fetch import source as source_module
 from shoal.shardcast.fetch import stream as stream_module
 from shoal.shardcast.fetch.errors import BadData, SourceError
+from shoal.shardcast.fetch.source import Incoming
 from shoal.shardcast.fetch.sources import Sources
 from shoal.shardcast.format import manifest as manifest_module
 from shoal.shardcast.format.names import MAX_LISTING_BYTES, Listing
@@ -24,6 +25,7 @@ from .support import (
     OTHER_KEY,
     PUBLIC_KEY,
     SHARD_BYTES,
+    Memory,
     access,
     answering,
     between,
@@ -390,6 +392,20 @@ def test_a_fetch_from_one_server_that_does_not_deliver_ends_and_names_it(tmp_pat
             return str(raised.value)
 
     assert "deadline" not in asyncio.run(run()), "it waited to the end of its time"
+
+
+def test_a_sender_that_trickles_is_given_up_for_that_shard(tmp_path):
+    """Without a length, so that each byte wakes the reader."""
+    shard = published(tmp_path, 7).store.signed(7).open(PUBLIC_KEY).content.entries()[0]
+    incoming = Incoming(shard, Memory())
+    talk = trickle(tmp_path / "origin", "a byte at a time")
+
+    def ask(sources):
+        return asyncio.wait_for(sources.sources[0].shard(7, "full", incoming), 30)
+
+    error, _ = questions(talking(talk), ask=ask, **QUICK)
+    assert "bytes of shard 0 (full) of version 7 in 0 s" in str(error)
+    assert not isinstance(error, BadData) and incoming.size_bytes > 0, "what came is kept"
 
 
 @pytest.mark.parametrize("how", HOWS)

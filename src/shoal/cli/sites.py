@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from shoal.protocol.bodies import get
 from shoal.protocol.watch import UnreachableError
 from shoal.view import clean
 from shoal.view.sites import SiteRow, sites_table
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from shoal.diloco.messages import MeetingStatus, SiteStatus
 
 POLL_S = 1.0
+MOST_BYTES = 16 << 20  # of a state
 
 
 def meeting_at(url: str, client: httpx.Client) -> MeetingStatus | None:
     """What the meeting at `url` says; None if no meeting answers there."""
     try:
-        answer = client.get(f"{url}/v1/status")
+        answer = get(client, f"{url}/v1/status", MOST_BYTES)
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
     if answer.status_code != 200 or b'"rounds"' not in answer.content:

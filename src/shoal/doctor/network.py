@@ -17,12 +17,14 @@ from pydantic import ValidationError
 
 from shoal import config as config_module
 from shoal.config import Config, ConfigError
+from shoal.protocol.bodies import get
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.identity import IdentityError, Signed
 from shoal.protocol.invite import Invite
 from shoal.protocol.messages import VERSION, RunDescriptor, Status
 
 TIMEOUT_S = 3.0
+MOST_BYTES = 16 << 20  # of an answer
 MOST_RELAYS = 4  # that are asked: a few seconds even if none answers
 
 
@@ -67,7 +69,7 @@ def _ask(url: str, what: str, client: httpx.Client, clock: Callable[[], float]) 
     try:
         for _ in range(2):
             asked_s, start_s = clock(), time.perf_counter()
-            answer = client.get(f"{url.rstrip('/')}/healthz", timeout=TIMEOUT_S).raise_for_status()
+            answer = get(client, f"{url.rstrip('/')}/healthz", MOST_BYTES, timeout=TIMEOUT_S).raise_for_status()
             took_s = time.perf_counter() - start_s
             if "date" in answer.headers:
                 created_s = int(parsedate_to_datetime(answer.headers["date"]).timestamp())
@@ -84,7 +86,7 @@ def _ask(url: str, what: str, client: httpx.Client, clock: Callable[[], float]) 
 def _config(url: str, invite: Invite, client: httpx.Client) -> tuple[Config | None, str]:
     """The run's config, and why it is not believed."""
     try:
-        answer = client.get(f"{url}/v1/run", timeout=TIMEOUT_S).raise_for_status()
+        answer = get(client, f"{url}/v1/run", MOST_BYTES, timeout=TIMEOUT_S).raise_for_status()
         text = Signed.model_validate_json(answer.content).open(invite.key, domain="run")
         descriptor = RunDescriptor.model_validate_json(text)
         if descriptor.run != invite.run:
@@ -97,7 +99,7 @@ def _config(url: str, invite: Invite, client: httpx.Client) -> tuple[Config | No
 def _announced(url: str, client: httpx.Client) -> list[str]:
     """Relays of the pool, by the coordinator's status; none if it cannot be read."""
     try:
-        answer = client.get(f"{url}/v1/status", timeout=TIMEOUT_S).raise_for_status()
+        answer = get(client, f"{url}/v1/status", MOST_BYTES, timeout=TIMEOUT_S).raise_for_status()
         nodes = Status.model_validate_json(answer.content).nodes
     except (httpx.HTTPError, ValidationError):
         return []

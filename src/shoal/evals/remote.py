@@ -17,11 +17,13 @@ import httpx
 from shoal.evals.completions import Answer, Asked, EvalError, Key
 from shoal.evals.evaluate import Contestant
 from shoal.evals.samplers import Done, Sampling
+from shoal.protocol.bodies import PLAIN, BodyError, OversizeError, check_plain
 
 KEY_VARIABLE = "SHOAL_API_KEY"
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 SEEDS = 2**31  # servers take signed 32-bit seeds
+MOST_BYTES = 16 << 20  # of an answer
 EXCERPT = 300  # characters of a server's answer in an error
 
 
@@ -99,11 +101,13 @@ class RemoteSampler:
 
     async def _attempt(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
         try:
-            response = await client.post(self.route, json=body, timeout=self.address.deadline_s)
+            response = await self._post(client, body)
         except httpx.InvalidURL as error:
             raise EvalError(f"{self.route} is not a URL ({error}); give --url http://HOST:PORT/v1") from error
         except httpx.UnsupportedProtocol as error:
             raise EvalError(f"{self.route} is not an http or https URL; give --url http://HOST:PORT/v1") from error
+        except BodyError as error:
+            raise EvalError(f"the answer of {self.route} is not read: {error}") from error
         except httpx.TransportError as error:
             raise RetryableError(f"{type(error).__name__}: {error}") from error
         excerpt = " ".join(response.text[:EXCERPT].split())
@@ -122,6 +126,19 @@ class RemoteSampler:
         if response.status_code != 200:
             raise EvalError(f"{self.route} refused the request: status {response.status_code}: {excerpt}")
         return self._read(response, excerpt)
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+        """The answer, read whole: the caller's deadline ends one that trickles. Raises EvalError for one too large."""
+        data = bytearray()
+        async with client.stream(
+            "POST", self.route, json=body, headers=PLAIN, timeout=self.address.deadline_s
+        ) as response:
+            check_plain(response)
+            async for piece in response.aiter_bytes():
+                data += piece
+                if len(data) > MOST_BYTES:
+                    raise OversizeError(f"it answers with more than {MOST_BYTES} bytes")
+        return httpx.Response(response.status_code, headers=response.headers, content=bytes(data))
 
     def _read(self, response: httpx.Response, excerpt: str) -> Answer:
         try:

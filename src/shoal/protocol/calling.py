@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.errors import ShoalError
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
+from shoal.protocol.bodies import LEAST_BPS, PLAIN, BodyError, OversizeError, read_body
 from shoal.protocol.clock import PoolClock
 from shoal.protocol.invite import Invite
 
@@ -152,10 +153,12 @@ class Caller:
     def _send(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
         """One request. It runs in its own thread, so that a silent host does not delay a stop."""
         answer: Future[httpx.Response] = Future()
+        begun = threading.Event()  # the answer's headers have come
+        begun_by_s = time.monotonic() + self.patience_s + len(content) / LEAST_BPS
 
         def ask() -> None:
             try:
-                answer.set_result(self._receive(method, path, content, most_bytes))
+                answer.set_result(self._receive(method, path, content, most_bytes, begun))
             except Exception as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
                 answer.set_exception(error)
 
@@ -169,33 +172,34 @@ class Caller:
                     stopped_s = stopped_s or time.monotonic()
                     if time.monotonic() - stopped_s > GRACE_S:
                         raise self._stopped(method, path) from None
+                if not begun.is_set() and time.monotonic() > begun_by_s:
+                    raise httpx.ReadTimeout(f"no answer to {method} {path} began in time") from None
 
-    def _receive(self, method: str, path: str, content: bytes, most_bytes: int) -> httpx.Response:
-        """One answer, read whole and signed for this request. Raises TooLargeError, UnsignedAnswerError."""
-        plain = {"accept-encoding": "identity"}  # a few compressed bytes could become any number
-        body, asked_s, begun_s = bytearray(), self.clock.clock(), time.monotonic()
-        request = self.client.build_request(method, path, content=content, headers=plain)
+    def _receive(
+        self, method: str, path: str, content: bytes, most_bytes: int, begun: threading.Event
+    ) -> httpx.Response:
+        """One answer, read whole and signed for this request. Raises NodeError, UnsignedAnswerError."""
+        asked_s, begun_s = self.clock.clock(), time.monotonic()
+        request = self.client.build_request(method, path, content=content, headers=PLAIN)
         request.stream = Pieces(content)
         with closing(self.client.send(request, stream=True)) as response:
-            encoding = response.headers.get("content-encoding", "identity")
-            if encoding != "identity":
-                raise NodeError(
-                    f"the coordinator at {self.invite.url} answers {method} {path} in {encoding}: turn that off"
-                )
-            for piece in response.iter_bytes():
-                body += piece
-                if len(body) > most_bytes:
-                    raise TooLargeError(
-                        f"the coordinator at {self.invite.url} answers {method} {path} with more than {most_bytes} bytes, "
-                        "the limit for such an answer; ask its operator what it serves there"
-                    )
+            begun.set()
+            try:
+                body = read_body(response, most_bytes)
+            except OversizeError as error:
+                raise TooLargeError(
+                    f"the coordinator at {self.invite.url} answers {method} {path} with more than {most_bytes} bytes, "
+                    "the limit for such an answer; ask its operator what it serves there"
+                ) from error
+            except BodyError as error:
+                raise NodeError(f"{method} {path} at the coordinator {self.invite.url}: {error}") from error
         asked, status, digest = response.request.headers, response.status_code, sha256(body).digest()
         try:
             created_s = check_answer(self.invite.key, asked, response.headers, status=status, body_sha256=digest)
         except UnsignedAnswerError as error:
             raise UnsignedAnswerError(f"an answer with status {status}, but {error}") from error
         self.clock.heard(created_s, asked_s, self.clock.clock())
-        answer = httpx.Response(status, content=bytes(body), request=response.request)
+        answer = httpx.Response(status, content=body, request=response.request)
         answer.elapsed = timedelta(seconds=time.monotonic() - begun_s)
         return answer
 

@@ -18,6 +18,7 @@ from shoal.config.checking import RequirementsSection
 from shoal.errors import ShoalError
 from shoal.protocol.address import coordinator_url, split_url
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
+from shoal.protocol.bodies import BodyError, get
 from shoal.protocol.identity import Identity, IdentityError, Signed
 from shoal.protocol.invite import Invite, open_payload
 from shoal.protocol.messages import VERSION, RunList
@@ -82,19 +83,14 @@ def find_runs(url: str, client: httpx.Client, key: str = "") -> FoundRuns:
 
 def _ask(listener: str, client: httpx.Client) -> tuple[bytes, httpx.Request, httpx.Response]:
     """Ask with a key made for it: an answer to another request, or an old one, does not fit."""
-    body, auth = bytearray(), SignedAuth(Identity.generate(), AUDIENCE)
     try:
-        with client.stream("GET", f"{listener}/runs", auth=auth, headers={"accept-encoding": "identity"}) as response:
-            if "content-encoding" in response.headers:  # a few compressed bytes could become any number
-                raise DiscoveryError(f"{listener} answers in {response.headers['content-encoding']}: tell its operator")
-            for piece in response.iter_bytes():
-                body += piece
-                if len(body) > MOST_BYTES:
-                    raise DiscoveryError(f"the list of runs at {listener} has more than {MOST_BYTES} bytes")
+        response = get(client, f"{listener}/runs", MOST_BYTES, auth=SignedAuth(Identity.generate(), AUDIENCE))
+    except BodyError as error:
+        raise DiscoveryError(f"the list of runs at {listener} is not read: {error}; tell its operator") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DiscoveryError(
             f"nothing answers at {listener} ({error or type(error).__name__}); is the URL right and reachable?"
         ) from error
     if response.status_code != 200:
         raise DiscoveryError(f"{listener}/runs answers {response.status_code}: no Shoal coordinator of this version")
-    return bytes(body), response.request, response
+    return response.content, response.request, response

@@ -12,6 +12,7 @@ from typing import TypeVar
 import httpx
 from blake3 import blake3
 
+from shoal.protocol.bodies import PLAIN, BodyError, read_body
 from shoal.protocol.calling import NodeError, RefusedError, StoppedError
 from shoal.protocol.messages import Announced, Grant, Link, Stored
 from shoal.protocol.node import Node
@@ -36,9 +37,9 @@ def send_file(node: Node, path: str, data: bytes) -> Stored:
 
     def send() -> Stored:
         grant = node.post(f"{path}/grant", file, Grant)
-        answer = httpx.put(grant.url, content=data, headers=grant.headers, timeout=TIMEOUT_S)
-        if answer.status_code not in (200, 201, EXISTS):
-            raise _BucketError(f"answered PUT with {answer.status_code}")
+        with httpx.stream("PUT", grant.url, content=data, headers=grant.headers, timeout=TIMEOUT_S) as answer:
+            if answer.status_code not in (200, 201, EXISTS):  # its body is of no interest
+                raise _BucketError(f"answered PUT with {answer.status_code}")
         try:
             return node.post(f"{path}/stored", file, Stored)
         except RefusedError as refusal:
@@ -56,17 +57,16 @@ def fetch_file(node: Node, path: str, *, most_bytes: int) -> bytes:
 
     def fetch() -> bytes:
         link = node.get(f"{path}/link", Link)
-        data = bytearray()
-        with httpx.stream("GET", link.url, headers={"accept-encoding": "identity"}, timeout=TIMEOUT_S) as answer:
+        with httpx.stream("GET", link.url, headers=PLAIN, timeout=TIMEOUT_S) as answer:
             if answer.status_code != 200:
                 raise _BucketError(f"answered GET with {answer.status_code}")
-            for piece in answer.iter_raw():
-                data += piece
-                if len(data) > most_bytes:
-                    raise _BucketError(f"has more than {most_bytes} bytes under {path}")
+            try:
+                data = read_body(answer, most_bytes)
+            except BodyError as error:
+                raise _BucketError(f"{path}: {error}") from error
         if blake3(data).hexdigest() != link.hash:
             raise _BucketError(f"has another file under {path}")
-        return bytes(data)
+        return data
 
     return _patiently(node, fetch)
 

@@ -11,11 +11,13 @@ import httpx
 from pydantic import ValidationError
 
 from shoal.errors import ShoalError
+from shoal.protocol.bodies import get
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import History, Status
 
 BUSY = 429  # HTTP status
 PAUSE_S, PATIENCE_S = 0.5, 30.0  # between two attempts, and for all of them
+MOST_BYTES = 16 << 20  # of a state or a page of history
 MAX_PAGES = 1000  # of history in one look: a server that invents news for ever is left to the next look
 
 
@@ -51,7 +53,7 @@ class PoolWatch:
 
     def _get(self, path: str, query: dict[str, int]) -> bytes:
         deadline_s = time.monotonic() + PATIENCE_S
-        while (answer := self.client.get(f"{self.url}{path}", params=query)).status_code == BUSY:
+        while (answer := get(self.client, f"{self.url}{path}", MOST_BYTES, params=query)).status_code == BUSY:
             if time.monotonic() > deadline_s:
                 break
             time.sleep(PAUSE_S)
