@@ -1,6 +1,7 @@
 """SHARDCAST from the command line, without a pool: real processes on loopback."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -229,3 +230,12 @@ def test_what_pydantic_refuses_is_one_line(tmp_path: Path, capsys: pytest.Captur
     error = capsys.readouterr().err
     assert "model.safetensors cannot be published: name: String should have at most 512" in error
     assert error.count("\n") == 1
+
+
+def test_a_fetch_from_a_server_that_accepts_and_never_answers_ends_at_its_timeout(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "shoal", "fetch", url, "--key", "0" * 64, "--out", str(tmp_path / "out")]
+        ended = subprocess.run([*command, "--timeout", "0.5"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert f"no relay answered in time: {url}" in ended.stderr

@@ -408,6 +408,18 @@ def test_a_sender_that_trickles_is_given_up_for_that_shard(tmp_path):
     assert not isinstance(error, BadData) and incoming.size_bytes > 0, "what came is kept"
 
 
+def test_a_shard_may_take_longer_than_an_answer(tmp_path):
+    published(tmp_path, 7)
+
+    async def run():
+        async with serving(tmp_path / "origin") as up, between(up, rate_Bps=10_000) as slow:
+            reader = client(tmp_path, slow.url, limits={"answer_timeout_s": 0.5})
+            await asyncio.to_thread(reader.fetch)
+            assert not reader.last_report.complaints
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_a_fetch_goes_on_at_another_server(tmp_path, how):
     published(tmp_path, 7)
