@@ -272,6 +272,31 @@ def test_a_site_with_other_bits_is_refused_and_healed(tmp_path: Path) -> None:
         b.offer()
 
 
+@pytest.mark.parametrize("how", ["left out", "late"])
+def test_an_offer_that_does_not_count_leaves_what_rounding_owes_for_other_fragments(how: str, tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=3, fragments=2, kind="int4"), clock)
+    a, b, c = together(meeting, "abc")
+    rounds([a, b, c], 2)
+    owed = [feedback.left.clone() for feedback in c.site.feedback]
+    assert all(left.abs().sum() > 0 for left in owed)
+    if how == "left out":
+        for tensor in c.tensors.values():
+            tensor[0, 0] = 1e9
+        rounds([a, b, c], 1)
+        assert list(meeting.outcomes[2].left_out) == ["c"]
+    else:
+        a.offer()
+        b.offer()
+        clock.now_s += 10.0
+        a.finish()
+        with pytest.raises(ClosedError, match="round 2 is over"):
+            c.offer()
+        c.heal("its round was over")
+    assert not c.site.feedback[0].left.any(), "of the offer that did not count"
+    assert torch.equal(c.site.feedback[1].left, owed[1])
+
+
 WRITES = 4  # of a round; the last one commits it
 
 

@@ -164,6 +164,21 @@ def test_a_site_that_returns_in_the_same_round_goes_on_exactly(tmp_path: Path) -
     assert results[0] == results[1]
 
 
+def test_a_site_that_returns_from_an_older_checkpoint_owes_nothing_for_the_offers_after_it(tmp_path: Path) -> None:
+    settings = config(sites=1, fragments=2, kind="int4")
+    meeting = meeting_of(tmp_path, settings)
+    first = Trainee("site-a", meeting, settings, tmp_path)
+    assert first.train(first.begin(), 5) == 5
+    first.keep(5)  # after two rounds
+    owed = [feedback.left.clone() for feedback in first.outer.site.feedback]
+    first.train(5, 6)  # an offer of the first fragment is accepted, then it is killed
+    again = Trainee("site-a", meeting, settings, tmp_path)
+    assert again.begin() == 6
+    first_left, second_left = (feedback.left for feedback in again.outer.site.feedback)
+    assert owed[0].any() and not first_left.any()
+    assert torch.equal(second_left, owed[1])
+
+
 def test_a_site_that_slept_through_a_round_is_healed_and_said_so(tmp_path: Path) -> None:
     settings = config(sites=2, wait_s=0.01)
     meeting = meeting_of(tmp_path, settings)

@@ -10,7 +10,7 @@ Called by `pretrain.outer` and `learner.sites`. Left out: the inner optimizer, w
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Site:
         self.terms = terms
         self.agreed = agreed
         self.round = round
+        self.offered: int | None = None  # the round of an offer whose outcome was not applied
         self.feedback = [ErrorFeedback(torch.zeros(size)) for size in terms.fragments.sizes]
 
     def offer(self, tensors: Mapping[str, Tensor]) -> tuple[str, bytes]:
@@ -48,6 +49,7 @@ class Site:
         def change(part: slice) -> Tensor:
             return pseudo_gradient(agreed[part], local[part])
 
+        self.offered = self.round
         return self.agreed.digests[number], self.feedback[number].encode(change, self.terms.kind).to_bytes()
 
     def apply(self, tensors: Mapping[str, Tensor], outcome: Outcome, data: bytes, keep: float = 0.0) -> None:
@@ -66,13 +68,13 @@ class Site:
         mixed = mix(terms.fragments.gather(tensors, number), agreed, keep) if keep else agreed
         terms.fragments.scatter_(tensors, number, mixed)
         if self.name not in outcome.kept:
-            self.forget()
-        self.round = outcome.round + 1
+            self.forget([outcome.round])
+        self.offered, self.round = None, outcome.round + 1
 
-    def forget(self) -> None:
-        """Drop what rounding left: it belongs to an offer that did not count."""
-        for feedback in self.feedback:
-            feedback.left.zero_()
+    def forget(self, rounds: Iterable[int]) -> None:
+        """Drop what rounding left of offers for these rounds. What offers of other fragments left is still owed."""
+        for number in {self.terms.fragment(round) for round in rounds}:
+            self.feedback[number].left.zero_()
 
     def settle(self, tensors: Mapping[str, Tensor]) -> None:
         """Set all parameters to what is agreed: those too whose fragment had no part in the last round."""
@@ -83,8 +85,9 @@ class Site:
         """Take over the meeting's state as it is before `round`."""
         self.agreed = Agreed.from_bytes(data, self.terms.fragments)
         self.settle(tensors)
-        self.round = round
-        self.forget()
+        if self.offered is not None:  # nobody told whether it counted
+            self.forget([self.offered])
+        self.offered, self.round = None, round
 
 
 def meet(

@@ -68,6 +68,7 @@ class Outer:
         if str(welcome.accepted) in places and welcome.accepted >= self.site.round:
             progress.place = places[str(welcome.accepted)]
         if not welcome.same:
+            self.site.forget(range(self.site.round, welcome.accepted + 1))  # the checkpoint is older than these offers
             progress.step = self.heal("it comes back" if known else "it joins")
         return progress
 
