@@ -1,14 +1,16 @@
 """A trainer among several sites, in one process: when rounds are due, delayed results, healing, and places in the data."""
 
+import json
 import threading
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.config import ConfigError, parse
+from shoal.config import ConfigError, load, parse
 from shoal.diloco.agreed import Agreed
 from shoal.diloco.direct import Direct
 from shoal.diloco.meeting import Meeting
@@ -201,6 +203,18 @@ def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> N
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=r"step-00000005\.safetensors is damaged .*go on from an older one"):
             read(tmp_path)
+
+
+def test_the_config_has_the_outer_step_that_was_measured_as_best_for_its_rounds() -> None:
+    root = Path(__file__).parents[2]
+    sites = load(root / "configs" / "pretrain.toml").sites
+    measured: dict[tuple[float, float, int], list[float]] = {}
+    for run in json.loads((root / "benchmarks" / "results" / "diloco_momentum.json").read_text())["runs"]:
+        of = run["setting"]
+        if of["inner_steps"] == sites.inner_steps and of["inner_scale"] == 1.0:
+            measured.setdefault((of["lr"], of["momentum"], of["warmup"]), []).append(run["perplexity"])
+    best = min(measured, key=lambda setting: mean(measured[setting]))
+    assert (sites.lr, sites.momentum, sites.momentum_warmup) == best
 
 
 def test_steps_that_would_reach_nobody_are_refused() -> None:
