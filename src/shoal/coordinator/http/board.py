@@ -38,7 +38,7 @@ def attach_board(application: web.Application, front: Front, identity: Identity,
     board = Costly(make)
 
     async def respond(request: web.Request) -> web.Response:
-        return web.json_response(text=board.get())
+        return web.Response(body=board.get(), content_type="application/json", charset="utf-8")
 
     application.add_routes([web.get("/runs", front.open_to_all(respond))])
 

@@ -17,13 +17,14 @@ SHARE = 0.1
 class Costly:
     def __init__(self, make: Callable[[], str], monotonic: Callable[[], float] = time.monotonic) -> None:
         self.make, self.monotonic = make, monotonic
-        self._made, self._until_s = "", -1.0
+        self._made, self._until_s = b"", -1.0
 
-    def get(self) -> str:
+    def get(self) -> bytes:
+        """The answer's body, in UTF-8."""
         begun_s = self.monotonic()
         if begun_s < self._until_s:
             return self._made
-        self._made = self.make()
+        self._made = self.make().encode()
         took_s = self.monotonic() - begun_s
         self._until_s = begun_s + took_s / SHARE
         return self._made

@@ -137,7 +137,7 @@ class Coordinator:
         return web.json_response(text=signed.model_dump_json())
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(text=self.status.get())
+        return web.Response(body=self.status.get(), content_type="application/json", charset="utf-8")
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
@@ -146,7 +146,7 @@ class Coordinator:
         return web.Response(body=self.pool.history.page(int(after)), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return web.Response(body=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 

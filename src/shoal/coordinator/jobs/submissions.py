@@ -144,12 +144,12 @@ class Submissions:
     def missed(self, worker: str) -> MissedTasks:
         """The tasks that a worker was given and never uploaded, or too late: whoever has the task set can derive what it
         left out. Those that came too late are not counted as missed."""
-        counts = self.db.submissions.count_by_worker_and_state()
+        given, missed = self.db.submissions.count_of(worker)
         tasks = self.db.submissions.missed_of(worker, MOST_MISSED)
         return MissedTasks(
             worker=worker,
-            given=sum(number for (key, _), number in counts.items() if key == worker),
-            missed=self.db.submissions.count_missed().get(worker, 0),
+            given=given,
+            missed=missed,
             newest=[self.assignments.describe(task) for task in tasks],
         )
 

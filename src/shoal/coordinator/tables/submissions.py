@@ -254,6 +254,15 @@ class Submissions:
         rows = self.connection.rows("SELECT worker, state, count(*) FROM submissions GROUP BY worker, state")
         return {(worker, state): count for worker, state, count in rows}
 
+    def count_of(self, worker: str) -> tuple[int, int]:
+        """Tasks that one worker was given, and how many of them it did not upload."""
+        given, missed = self.connection.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN state = 'expired' AND file_hash IS NULL THEN 1 ELSE 0 END), 0)"
+            " FROM submissions WHERE worker = ?",
+            worker,
+        )
+        return int(given), int(missed)
+
     def count_missed(self) -> dict[str, int]:
         """Tasks that each worker was given and did not upload."""
         return dict(
