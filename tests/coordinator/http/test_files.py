@@ -18,7 +18,7 @@ from shoal.coordinator.tables.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
 from shoal.shardcast.serve.rates import BURST_S
-from shoal.store.folder import StoreError
+from shoal.store.folder import IncomingFile, StoreError
 
 from .test_admission import coordinator, pieces, upload, worker_with_task
 from .test_front import Clock
@@ -65,7 +65,11 @@ def test_files_that_were_not_announced_are_not_kept_and_cost_their_task(site: Si
     assert worker_status(site)["missed"] == 1
 
 
-def test_a_worker_that_goes_on_is_suspended(coordinator: Any) -> None:
+def test_a_worker_that_goes_on_is_suspended(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(file: IncomingFile) -> str:
+        raise AssertionError("a file got its name before it was compared with what was announced")
+
+    monkeypatch.setattr(IncomingFile, "commit", commit)
     worker, task = worker_with_task(coordinator)
     db, members = coordinator.pool.db, coordinator.pool.members
     now_s, states = db.clock(), list[str]()

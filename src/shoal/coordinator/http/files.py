@@ -78,9 +78,7 @@ class FileRoutes:
                 await asyncio.to_thread(file.write, piece)
             async with self._storing:  # else the files of all uploads that end together would be kept
                 check_newest()
-                kind.may_store(
-                    head.key, id, file.content_hash
-                )  # before it has its name: what is refused leaves nothing
+                kind.may_store(head.key, id, file.content_hash)  # before it has its name: a refused one leaves nothing
                 content_hash = await asyncio.to_thread(file.commit)
                 await kind.record(head.key, id, content_hash, self.store.remove)
         return messages.Stored(size_bytes=sum(received), hash=content_hash)
