@@ -2,11 +2,14 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from shoal.serve.decoding.scheduler import BusyError
 from shoal.serve.threads import WAITING, Places, Threads
+from shoal.serve.versions import Held
 
 from .support import DEADLINE_S
 
@@ -85,16 +88,18 @@ def test_a_place_is_free_when_the_thread_ends_not_when_the_client_leaves() -> No
         return 5
 
     async def main() -> int:
-        threads = Threads("test", 1)
+        threads, version = Threads("test", 1), cast(Held, SimpleNamespace(users=0))
         for _ in range(3):
-            task = asyncio.create_task(threads.run("one", work))
-            await asyncio.sleep(0.01)
+            task = asyncio.create_task(threads.run("one", work, version))
+            await until_idle()
             task.cancel()
         last = asyncio.create_task(threads.run("two", lambda: 7))
-        await asyncio.sleep(0.05)
-        assert len(running) == 1 and not last.done()  # those that left before their turn never run
+        await until_idle()
+        assert version.users == 1 and not last.done()  # those that left before their turn never run
         go.set()
-        return await asyncio.wait_for(last, DEADLINE_S)
+        found = await asyncio.wait_for(last, DEADLINE_S)
+        assert version.users == 0
+        return found
 
     assert asyncio.run(main()) == 7
     assert len(running) == 1

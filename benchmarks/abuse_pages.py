@@ -1,0 +1,383 @@
+"""What one client can cost the others of a page: a real process on loopback, honest requests, one attack after another.
+
+    python benchmarks/abuse_pages.py [--seconds 10] [--only NAME ...] [--out benchmarks/results/abuse_pages.json]
+    python benchmarks/abuse_pages.py --tree ../before     the processes run another checkout's code
+
+For each row of `ROWS` a process of its own is started, measured in quiet and then under the row's attack, and gets SIGTERM
+while the attack goes on. A result holds, for both: p50 and p99 of each honest request in ms and how many failed or took
+longer than TIMEOUT_S; the process's largest resident memory in MiB and the bytes in its folder; how the attack's requests
+ended; the seconds from SIGTERM to the process's end. An attack has a bounded number of connections, and ends after
+--seconds, or after the time that its row has.
+
+A row names its page (`PAGES`): how its process is started, and what is honestly asked of it. The model of `shoal serve` is a
+random one of two layers with SmolLM2's tokenizer and positions, so that texts and proofs have a real length.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+from machine import describe
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shoal.model import sources
+from shoal.model.load import load_tokenizer, save_model
+
+ROOT = Path(__file__).parent.parent
+RESULT = Path(__file__).parent / "results" / "abuse_pages.json"
+START_S, STOP_S, TIMEOUT_S = 120.0, 60.0, 30.0
+PAUSE_S = 0.1  # between two honest requests of one kind
+FILL_S = 90.0
+KEYS = {"honest": "sk-" + "h" * 24, "greedy": "sk-" + "g" * 24}
+PASSWORD = "correct horse battery"
+Json = dict[str, Any]
+
+
+@dataclass
+class Site:
+    """A page's process and what is known of it."""
+
+    url: str
+    process: subprocess.Popen[str]
+    folder: Path
+    session: aiohttp.ClientSession
+    ended: Counter[str] = field(default_factory=Counter)  # the attack's requests, by how they ended
+
+    @property
+    def model(self) -> str:
+        return "model"
+
+    async def ask(self, method: str, path: str, *, within_s: float = TIMEOUT_S, **more: Any) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(within_s)
+        async with self.session.request(method, self.url + path, timeout=timeout, **more) as response:
+            return response.status, await response.read()
+
+    async def attack(self, method: str, path: str, *, within_s: float = TIMEOUT_S, **more: Any) -> int:
+        """One request of an attack. Returns its status; 0: none."""
+        try:
+            status, _ = await self.ask(method, path, within_s=within_s, **more)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.ended[type(error).__name__] += 1
+            return 0
+        self.ended[str(status)] += 1
+        return status
+
+
+Probe = Callable[[Site], Awaitable[None]]
+Attack = Callable[[Site], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Page:
+    start: Callable[[Path, dict[str, str]], tuple[subprocess.Popen[str], str]]  # (folder, environment) -> process, URL
+    probes: dict[str, Probe]
+
+
+@dataclass(frozen=True)
+class Row:
+    page: str
+    attack: Attack
+    longest_s: float = 0.0  # an attack that has an end of its own; 0: --seconds
+
+
+# --- shoal serve -------------------------------------------------------------------------------------------------------
+
+
+def start_serve(folder: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+    keys = folder / "keys"
+    keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "serve",
+        str(model_folder(folder.parent)),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--dir", str(folder), "--keys", str(keys)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().split(" at ")[1].split()[0]
+    assert process.stdout.readline().startswith("ready")
+    return process, url
+
+
+def model_folder(parent: Path) -> Path:
+    """A random model with SmolLM2's tokenizer, made once."""
+    folder = parent / "model"
+    if not folder.exists():
+        tokenizer = load_tokenizer(sources.resolve(sources.SMOLLM2))
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        save_model(LlamaForCausalLM(config), tokenizer, folder)
+    return folder
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+async def health(site: Site) -> None:
+    status, _ = await site.ask("GET", "/health")
+    assert status == 200, status
+
+
+async def completion(site: Site) -> None:
+    asked = {"model": site.model, "messages": [{"role": "user", "content": "one and two"}], "max_tokens": 4}
+    status, _ = await site.ask("POST", "/v1/chat/completions", json=asked, headers=bearer("honest"))
+    assert status == 200, status
+
+
+async def login(site: Site) -> None:
+    """With a wrong name: it costs what a right one costs. From an address of its own each time, which has its own count."""
+    address = f"127.0.{secrets.randbelow(250)}.{1 + secrets.randbelow(250)}"
+    connector = aiohttp.TCPConnector(local_addr=(address, 0))
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as own:
+        asked = {"name": f"nobody-{secrets.token_hex(8)}", "password": PASSWORD}
+        async with own.post(f"{site.url}/chat/login", json=asked) as response:
+            assert response.status == 401, response.status
+
+
+@dataclass
+class Person:
+    site: Site
+    headers: dict[str, str]
+
+    @classmethod
+    async def enter(cls, site: Site) -> "Person":
+        asked = {"name": f"eve-{secrets.token_hex(4)}", "password": PASSWORD}
+        async with site.session.post(f"{site.url}/chat/register", json=asked) as response:
+            cookies = "; ".join(f"{name}={morsel.value}" for name, morsel in response.cookies.items())
+            return cls(site, {"X-CSRF-Token": (await response.json())["csrf"], "Cookie": cookies})
+
+    async def begin(self) -> str:
+        _, body = await self.site.ask("POST", "/chat/conversations", json={}, headers=self.headers)
+        return str(json.loads(body)["id"])
+
+    async def reply_file(self) -> Json:
+        id = await self.begin()
+        asked = {"content": "one", "models": [self.site.model], "max_tokens": 8}
+        _, events = await self.site.ask("POST", f"/chat/conversations/{id}/replies", json=asked, headers=self.headers)
+        message = json.loads(events.strip().splitlines()[-1][6:])["message"]["id"]
+        _, file = await self.site.ask("GET", f"/chat/conversations/{id}/messages/{message}/proof", headers=self.headers)
+        found: Json = json.loads(file)
+        return found
+
+
+async def left_proofs(site: Site) -> None:
+    """Ten reply files of 1.4 MB, each hung up after 1.5 s: long tokens that almost are two stop strings."""
+    person = await Person.enter(site)
+    file = await person.reply_file()
+    tokenizer = load_tokenizer(sources.resolve(sources.SMOLLM2))
+    token = next(id for text, id in tokenizer.get_vocab().items() if text == "#" * 64)
+    tokens = [token] * (8100 - len(file["prompt"])) + file["tokens"][:1]
+    lie = {"stops": ["#" * 700_000] * 2, "tokens": tokens, "proofs": file["proofs"][:1] * -(-len(tokens) // 32)}
+    body = json.dumps(file | lie)
+    headers = person.headers | {"Content-Type": "application/json"}
+    for _ in range(10):
+        await site.attack("POST", "/chat/verify", data=body, headers=headers, within_s=1.5)
+    await asyncio.sleep(FILL_S)
+
+
+async def junk_proofs(site: Site) -> None:
+    """Reply files of 1 MiB, all of it wrong values, four at a time."""
+    person = await Person.enter(site)
+    body = b'{"tokens":[' + b'"",' * ((1 << 20) // 3) + b'""]}'
+    headers = person.headers | {"Content-Type": "application/json"}
+    await together(4, lambda: site.attack("POST", "/chat/verify", data=body, headers=headers))
+
+
+async def long_texts(site: Site) -> None:
+    """Requests of 4 MB, four at a time, with one key."""
+    await texts(site, 4_000_000)
+
+
+async def longest_texts(site: Site) -> None:
+    """The same, as long as a text with as many tokens as positions could be."""
+    await texts(site, 650_000)
+
+
+async def texts(site: Site, characters: int) -> None:
+    text = "word and 12 " * (characters // 120)
+    messages = [{"role": "user", "content": text}] * 10
+    body = json.dumps({"model": site.model, "messages": messages, "max_tokens": 1})
+    headers = bearer("greedy") | {"Content-Type": "application/json"}
+    await together(4, lambda: site.attack("POST", "/v1/chat/completions", data=body, headers=headers))
+
+
+async def filled_conversations(site: Site) -> None:
+    """60 conversations made first and then filled, eight requests at a time: a message is stored before its reply fails."""
+    person = await Person.enter(site)
+    ids = [await person.begin() for _ in range(60)]
+    headers = person.headers | {"Content-Type": "application/json"}
+    body = json.dumps({"content": "x" * 100_000, "models": ["absent"]})
+    left = [id for id in ids for _ in range(41)]
+
+    async def fill() -> None:
+        while left:
+            await site.attack("POST", f"/chat/conversations/{left.pop()}/replies", data=body, headers=headers)
+
+    await asyncio.gather(*(fill() for _ in range(8)))
+
+
+async def read_conversations(site: Site) -> None:
+    """One conversation of 4 MB, exported by 32 connections at once."""
+    person = await Person.enter(site)
+    id = await person.begin()
+    for _ in range(38):
+        asked = {"content": "x" * 100_000, "models": ["absent"]}
+        await site.ask("POST", f"/chat/conversations/{id}/replies", json=asked, headers=person.headers)
+    path = f"/chat/conversations/{id}/export"
+    await together(32, lambda: site.attack("GET", path, headers=person.headers))
+
+
+async def together(count: int, request: Callable[[], Awaitable[int]]) -> None:
+    """The request again and again, so many at a time."""
+
+    async def again() -> None:
+        while await request() or not await asyncio.sleep(PAUSE_S):
+            pass
+
+    await asyncio.gather(*(again() for _ in range(count)))
+
+
+PAGES = {"serve": Page(start_serve, {"health": health, "completion": completion, "login": login})}
+ROWS = {
+    "left proofs": Row("serve", left_proofs, 20.0),
+    "junk proofs": Row("serve", junk_proofs),
+    "long texts": Row("serve", long_texts),
+    "longest texts": Row("serve", longest_texts),
+    "filled conversations": Row("serve", filled_conversations, FILL_S),
+    "read conversations": Row("serve", read_conversations),
+}
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------------
+
+
+async def measure(row: Row, folder: Path, environment: dict[str, str], seconds: float) -> Json:
+    process, url = await asyncio.to_thread(PAGES[row.page].start, folder, environment)
+    try:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
+            site = Site(url, process, folder, session)
+            quiet = await honest(site, PAGES[row.page].probes, asyncio.sleep(seconds))
+            attack = asyncio.create_task(row.attack(site))
+            found = await honest(site, PAGES[row.page].probes, within(attack, row.longest_s or seconds))
+            begun_s = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, STOP_S)
+            ended_s = round(time.monotonic() - begun_s, 2) if process.poll() is not None else None
+            attack.cancel()
+            await asyncio.gather(attack, return_exceptions=True)
+        return {"quiet": quiet, "attack": found, "requests": dict(site.ended), "sigterm_s": ended_s}
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def within(attack: asyncio.Task[None], seconds: float) -> None:
+    """Until the attack ends or its time has passed. Raises what it raised."""
+    done, _ = await asyncio.wait([attack], timeout=seconds)
+    for one in done:
+        one.result()
+
+
+async def honest(site: Site, probes: dict[str, Probe], duration: Awaitable[None]) -> Json:
+    """Ask honestly for as long as `duration` takes."""
+    over = asyncio.ensure_future(duration)
+    memory = asyncio.create_task(largest_bytes(site.process.pid, over))
+    figures = await asyncio.gather(*(probed(site, probe, over) for probe in probes.values()))
+    await over
+    stored = sum(path.stat().st_size for path in site.folder.rglob("*") if path.is_file())
+    return dict(zip(probes, figures, strict=True)) | {
+        "memory_mib": round(await memory / (1 << 20)),
+        "stored_bytes": stored,
+    }
+
+
+async def probed(site: Site, probe: Probe, over: asyncio.Future[None]) -> Json:
+    took_ms, failed = list[float](), Counter[str]()
+    while not over.done():
+        begun_s = time.perf_counter()
+        try:
+            await probe(site)
+        except (aiohttp.ClientError, TimeoutError, OSError, AssertionError) as error:
+            failed[f"{type(error).__name__} {error}"[:60].strip()] += 1
+        took_ms.append(1e3 * (time.perf_counter() - begun_s))
+        await asyncio.sleep(PAUSE_S)
+    p50, p99 = np.percentile(took_ms, [50, 99])
+    return {"p50_ms": round(p50, 1), "p99_ms": round(p99, 1), "asked": len(took_ms), "failed": dict(failed)}
+
+
+async def largest_bytes(pid: int, over: asyncio.Future[None]) -> int:
+    process, largest = psutil.Process(pid), 0
+    while not over.done():
+        largest = max(largest, process.memory_info().rss)
+        await asyncio.sleep(PAUSE_S)
+    return largest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose code the processes run")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    tree = arguments.tree.resolve()
+    commit = subprocess.run(
+        ["git", "-C", str(tree), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    )
+    result: Json = {
+        "command": "python " + " ".join([f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+        "machine": describe(),
+        "commit": commit.stdout.strip(),
+        "load_average_before": os.getloadavg(),
+        "rows": {},
+    }
+    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+    with tempfile.TemporaryDirectory() as parent:
+        for number, name in enumerate(arguments.only):
+            folder = Path(parent) / str(number)
+            folder.mkdir()
+            found = asyncio.run(measure(ROWS[name], folder, environment, arguments.seconds))
+            result["rows"][name] = found
+            sys.stdout.write(f"{name}: {json.dumps(found)}\n")
+            sys.stdout.flush()
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
