@@ -320,7 +320,7 @@ def test_discover_at_a_shell(site: Site, tmp_path: Path, capsys: pytest.CaptureF
     assert (
         book(site, "words", Identity.load(site.folder / "words" / "identity.pem"), stranger.public).status_code == 200
     )
-    assert join().name == f"guest-{stranger.public[:8]}"
+    assert join().name == f"guest-{stranger.public[:16]}"
     published.unlink()
     capsys.readouterr()
     assert main(["discover", site.url, "--key", "0" * 64]) == FAILED

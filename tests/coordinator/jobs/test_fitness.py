@@ -110,12 +110,22 @@ def test_an_open_invite_lets_in_every_key_with_stake_under_its_own_name() -> Non
     for key, staked in ((ALICE, 100), (BOB, 250), ("c" * 64, 99)):
         harness.pool.members.stakes.accounts.deposit(key, staked)  # type: ignore[attr-defined]
     names = [harness.pool.members.register(key, strangers(), None).name for key in (ALICE, BOB)]
-    assert names == [f"stranger-{ALICE[:8]}", f"stranger-{BOB[:8]}"]
+    assert names == [f"stranger-{ALICE[:16]}", f"stranger-{BOB[:16]}"]
     assert harness.pool.members.register(ALICE, strangers(), None).name == names[0], "a restart"
     for poor in ("c" * 64, "d" * 64):
         with pytest.raises(PoolError, match="an open invite needs 100") as caught:
             harness.pool.members.register(poor, strangers(), None)
         assert caught.value.status == 403 and harness.pool.members.role(poor) is None
+
+
+def test_nobody_takes_a_strangers_name_by_a_key_that_begins_like_its_key() -> None:
+    """32 bits of a key are found by trying; a stranger's key is known from its stake before it joins."""
+    harness, honest = open_pool(requirements={"stake": 100}), "7" * 64
+    liar = honest[:8] + "0" * 56
+    for key in (liar, honest):
+        harness.pool.members.stakes.accounts.deposit(key, 100)  # type: ignore[attr-defined]
+    taken = harness.pool.members.register(liar, strangers(), None).name
+    assert harness.pool.members.register(honest, strangers(), None).name != taken
 
 
 def test_no_stranger_joins_without_any_stake_even_where_the_run_requires_none() -> None:

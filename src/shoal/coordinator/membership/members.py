@@ -197,5 +197,8 @@ class Members:
 
 
 def _entry(key: str, invite: InvitePayload) -> tuple[str, str]:
-    """Name and entry in the list of spent invites. An open invite is spent once by each key."""
-    return (f"{invite.name[:31]}-{key[:8]}", f"{invite.nonce} {key}") if invite.open else (invite.name, invite.nonce)
+    """Name and entry in the list of spent invites. An open invite is spent once by each key.
+
+    Nobody finds another key with the same 64 bits, and so takes the name of a stranger before it joins.
+    """
+    return (f"{invite.name[:23]}-{key[:16]}", f"{invite.nonce} {key}") if invite.open else (invite.name, invite.nonce)
