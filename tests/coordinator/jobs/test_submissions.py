@@ -346,7 +346,7 @@ def test_what_one_worker_missed_is_counted_among_its_own_tasks_alone(harness: Ha
     """A validator may ask forty times a second: the tasks of all workers are not read for it."""
     harness.upload(ALICE)
     harness.task(BOB)
-    harness.pool.db.submissions.expire_open_of(BOB)
+    harness.pool.db.submissions.expire_all_of(BOB)
     found = [harness.pool.submissions.missed(key) for key in (ALICE, BOB, CAROL)]
     assert [(one.given, one.missed) for one in found] == [(1, 0), (1, 1), (0, 0)]
     database = harness.pool.db.connection
