@@ -104,9 +104,7 @@ class Run:
         self.processes[name].wait()
 
     def rounds(self) -> list[dict[str, Any]]:
-        """Of each round its last record: a meeting that was killed while it wrote one writes it again."""
-        path = self.folder / "meet" / "rounds.jsonl"
-        return list({each["round"]: each for each in whole_lines(path)}.values())
+        return whole_lines(self.folder / "meet" / "rounds.jsonl")
 
     def status(self) -> dict[str, Any]:
         """What the meeting says; {} while it is away."""

@@ -54,7 +54,7 @@ class Run:
     def rounds(self) -> list[dict[str, Any]]:
         path = self.folder / "meet" / "rounds.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return list({each["round"]: each for each in map(json.loads, lines)}.values())
+        return [json.loads(line) for line in lines]
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + LIMIT_S

@@ -185,6 +185,23 @@ def test_a_dead_site_costs_one_wait_and_is_named_and_a_late_one_is_healed(tmp_pa
     assert meeting.outcomes[4].kept == ["a", "b", "c"]
 
 
+def test_a_meeting_that_is_restarted_still_expects_a_site_that_healed(tmp_path: Path) -> None:
+    clock = Clock()
+    meeting = found(tmp_path, terms(sites=2), clock)
+    a, b = together(meeting, "ab")
+    a.offer()
+    clock.now_s += 10.0
+    a.finish()
+    assert not meeting.members["b"].expected
+    b.heal("its round was over")
+    meeting = found(tmp_path, meeting.terms, clock)
+    a.reach(meeting)
+    a.site.adopt(a.tensors, *a.exchange.state("the test"))
+    rounds([a], 1)
+    a.offer()
+    assert meeting.round == 2 and meeting.waiting_for() == ["b"]
+
+
 def test_the_first_round_waits_for_all_sites_of_the_run(tmp_path: Path) -> None:
     clock = Clock()
     meeting = found(tmp_path, terms(sites=2), clock)
