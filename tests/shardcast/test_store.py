@@ -10,6 +10,7 @@ from shoal import files as files_module
 from shoal.files import NewFile, temporary
 from shoal.shardcast import Origin, Store
 from shoal.shardcast.format.manifest import Delta, FileEntry, Manifest, Stream
+from shoal.shardcast.format.names import MAX_VERSIONS
 from shoal.shardcast.store import StoreFullError, chain, stored_bytes
 
 from .support import (
@@ -284,3 +285,12 @@ def test_a_file_that_is_forgotten_ends_for_those_who_read_it(tmp_path):
     file.commit()
     file.close()
     assert (tmp_path / "shard").read_bytes() == b"right"
+
+
+def test_more_versions_than_a_list_holds_are_not_listed(tmp_path):
+    for number in range(MAX_VERSIONS + 2):
+        (tmp_path / f"v{number:06d}").mkdir()
+        (tmp_path / f"v{number:06d}" / "manifest.json").touch()
+    store = Store(tmp_path)
+    store.recover()
+    assert store.versions() == list(range(MAX_VERSIONS + 1, 1, -1))

@@ -7,7 +7,7 @@
 
 Invariant: a shard under its final name is complete and never changes. It is first written under a temporary name, which
 the server also reads while the shard arrives. A manifest is replaced only by one that extends it. versions.json lists
-exactly the version folders that hold a manifest, so it can be rebuilt after a crash.
+the version folders that hold a manifest, the newest MAX_VERSIONS of them, so it can be rebuilt after a crash.
 A process that writes holds the store's lock.
 Called by the origin or relay (its only writer) and the server (reader), which share one `Store` in one process.
 Left out: object storage, and several writers of one store.
@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from shoal.errors import ShoalError
 from shoal.files import CHUNK_BYTES, NewFile, discard, remove_leftovers, write_file
 from shoal.shardcast.format.manifest import Manifest, Part, ShardEntry, SignedManifest
-from shoal.shardcast.format.names import Listing, parse_version, shard_name, version_name
+from shoal.shardcast.format.names import MAX_VERSIONS, Listing, parse_version, shard_name, version_name
 from shoal.shardcast.format.newest import SignedNewest
 
 FILE_MODE, FOLDER_MODE = 0o644, 0o755  # of a public store, so that another user's nginx can serve it
@@ -256,7 +256,7 @@ class Store:
     def _list(self, versions: list[int]) -> None:
         path = () if self._via is None else (*self._via, self.id)
         file = self.path / "versions.json"
-        listing = Listing(versions=tuple(versions), path=path, newest=self._newest)
+        listing = Listing(versions=tuple(versions[:MAX_VERSIONS]), path=path, newest=self._newest)
         text = listing.model_dump_json(exclude_none=True).encode()
         if not file.exists() or file.read_bytes() != text:
             write_file(file, text, mode=FILE_MODE, exact_mode=self.public)

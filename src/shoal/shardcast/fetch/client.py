@@ -30,7 +30,7 @@ from shoal.shardcast.fetch.partial import Partial
 from shoal.shardcast.fetch.plan import Step, offered, plan
 from shoal.shardcast.fetch.proxy import split_server
 from shoal.shardcast.fetch.source import Offer, Source
-from shoal.shardcast.fetch.sources import Sources
+from shoal.shardcast.fetch.sources import CATCHES_UP_IN_S, Sources
 from shoal.shardcast.fetch.stream import fetch_stream
 from shoal.shardcast.format import delta
 from shoal.shardcast.format.alongside import alongside
@@ -231,6 +231,7 @@ class Client:
     ) -> Offer | None:
         """The manifest to fetch: of `version`, else of the newest version that any relay offers."""
         fresh = Freshness(self.access, self.cache, self.max_age_s if version is None else None)
+        catch_up_until_s = max(wait_until_s, min(time.monotonic() + CATCHES_UP_IN_S, deadline_s))
 
         async def ask(number: int | None, enough: int) -> tuple[dict[Source, Offer | None], dict[str, str]]:
             async def question(source: Source) -> Offer | None:
@@ -251,7 +252,9 @@ class Client:
             if self.access.newest and fresh.too_old(fresh.newest(offers)):
                 more, _ = await ask(self.access.newest.version, 1)  # of all others, until one has it
                 offers += [offer for offer in more.values() if offer is not None]
-            if time.monotonic() >= wait_until_s or (offers and not fresh.too_old(fresh.newest(offers))):
+            if offers and not fresh.too_old(fresh.newest(offers)):
+                break
+            if time.monotonic() >= (catch_up_until_s if offers else wait_until_s):
                 break
             self.progress.doing = "waiting for a version" if answers else "waiting for a relay"
             await asyncio.sleep(LOOK_AGAIN_S)

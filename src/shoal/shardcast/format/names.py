@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal.shardcast.format.manifest import MAX_VERSION, Part
 from shoal.shardcast.format.newest import SignedNewest
 
+MAX_VERSIONS = 10_000  # listed by one server
 MAX_HOPS = 64  # servers on a path, origin included
 MAX_LISTING_BYTES = 256 << 10  # of versions.json: twice what the largest Listing has
 VERSION_PATTERN = r"v\d{6,9}"
@@ -22,7 +23,7 @@ class Listing(BaseModel):
     """versions.json. A listing fetched over HTTP is only a claim: a version exists once its manifest is verified."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=10_000)
+    versions: tuple[Annotated[int, Field(ge=0, le=MAX_VERSION)], ...] = Field(max_length=MAX_VERSIONS)
     path: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = Field(default=(), max_length=MAX_HOPS)
     newest: SignedNewest | None = None  # the latest that this server has heard from the origin
 
