@@ -112,7 +112,7 @@ class SiteLearner(Learner):
             owner = shares(batch.members, sites)
             return [i for i, group in enumerate(batch.fetched.groups) if owner[_id(group)] == self.place.name]
 
-        groups = [batch.fetched.groups[i] for i in self.place.agree(pick)]
+        groups = [batch.groups[i] for i in self.place.agree(pick)]
         started_s, self.sharing = time.monotonic(), len(sites)
         nothing = replace(batch.fetched, groups=[])
         found = self.train(groups) if groups else self.skip(batch.step, nothing)
