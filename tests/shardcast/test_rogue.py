@@ -335,7 +335,7 @@ def trickle(store: Path, how: str) -> Talk:
     """A server of genuine lists and manifests. It sends no shard whole."""
 
     async def talk(path, writer):
-        file = store / path.lstrip("/")
+        file = store / path.lstrip("/").partition("?")[0]
         if not file.name.endswith(".shard"):
             writer.write(plain(file.read_bytes()))
             return
