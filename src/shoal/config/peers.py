@@ -1,4 +1,4 @@
-"""What other libraries call Shoal's settings: TRL, verl, vLLM, prime-rl, verifiers, OpenRLHF (docs/coming-from.md).
+"""What other libraries call Shoal's settings: TRL, verl, vLLM, prime-rl, verifiers, OpenRLHF.
 
 Invariant: every value is a field of `Config`. `loading` suggests it where such a name is written as a key.
 """
