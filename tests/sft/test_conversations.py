@@ -49,6 +49,7 @@ def test_the_example_can_be_read() -> None:
     [
         ("{", "not JSON"),
         ("\\xff", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1]", "needs `messages`"),
         ('{"text": "a"}', "needs `messages`"),
         ('{"prompt": "a"}', "needs `messages`"),

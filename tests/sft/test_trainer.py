@@ -14,7 +14,8 @@ from shoal.config import Config, ConfigError, parse
 from shoal.config.recipe import SftSection
 from shoal.model.load import eos_ids, load_model, load_tokenizer
 from shoal.sft.batch import Data, load_data, micro_batches, plan
-from shoal.sft.conversations import ConversationError
+from shoal.sft.chat import ChatTemplate
+from shoal.sft.conversations import Conversation, ConversationError
 from shoal.sft.trainer import Sft, open_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,6 +156,26 @@ def test_long_conversations_are_dropped_with_one_log_line(
     assert data.train and max(len(example.tokens) for example in data.train) <= 24 and not data.heldout
     [line] = caplog.messages
     assert line.startswith(f"dropped {20 - len(data.train)} of 20 conversations: longer than sft.max_tokens = 24")
+
+
+def test_a_conversation_that_is_far_too_long_is_encoded_once_whatever_its_turns(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn is found by encoding all that precedes it: a row of 60 kB with 1,600 turns took two minutes."""
+    short = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    lines = [json.dumps({"messages": short * n}) for n in (1, 1, 200)]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines))
+    encoded: list[Conversation] = []
+    encode = ChatTemplate._encode
+
+    def counted(self: ChatTemplate, asked: Conversation, *arguments: Any, **options: bool) -> Any:
+        encoded.append(asked)
+        return encode(self, asked, *arguments, **options)
+
+    monkeypatch.setattr(ChatTemplate, "_encode", counted)
+    data = data_of(tiny_folder, config(tmp_path / "long.jsonl", max_tokens=24, eval_frac=0))
+    assert len(data.train) == 2
+    assert sum(len(conversation.messages) == 400 for conversation in encoded) == 1
 
 
 def test_what_is_held_out_is_not_trained_on(tiny_folder: Path, rows: Path) -> None:

@@ -72,21 +72,25 @@ def load_data(tokenizer: Any, folder: Path, config: Config) -> Data:
             "sft.data is empty: set it to a .jsonl or .parquet file, or to a data set of the hub, org/name"
         )
     template = ChatTemplate(tokenizer, eos_ids(folder))
-    examples = [template.example(conversation) for conversation in read(settings.data)]
-    fitting = [example for example in examples if len(example.tokens) <= settings.max_tokens]
-    if len(fitting) < len(examples):
+    fitting, count = [], 0
+    for conversation in read(settings.data):
+        count += 1
+        if not template.exceeds(conversation, settings.max_tokens):
+            example = template.example(conversation)
+            if len(example.tokens) <= settings.max_tokens:
+                fitting.append(example)
+    if len(fitting) < count:
         log.warning(
-            "dropped %d of %d conversations: longer than sft.max_tokens = %d (the longest has %d)",
-            len(examples) - len(fitting),
-            len(examples),
+            "dropped %d of %d conversations: longer than sft.max_tokens = %d",
+            count - len(fitting),
+            count,
             settings.max_tokens,
-            max(len(example.tokens) for example in examples),
         )
     order = random.Random(f"{config.run.seed}:heldout").sample(range(len(fitting)), len(fitting))
     kept = max(1, round(settings.eval_frac * len(fitting))) if settings.eval_frac else 0
     if len(fitting) <= kept:
         raise ConversationError(
-            f"{settings.data}: of {len(examples)} conversations, {len(fitting)} fit sft.max_tokens = "
+            f"{settings.data}: of {count} conversations, {len(fitting)} fit sft.max_tokens = "
             f"{settings.max_tokens} and {kept} are held out, so none is left to train on; add data or raise sft.max_tokens"
         )
     heldout, train = [fitting[i] for i in sorted(order[:kept])], [fitting[i] for i in sorted(order[kept:])]

@@ -71,6 +71,12 @@ class ChatTemplate:
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ends: set[int] = set()
 
+    def exceeds(self, conversation: Conversation, most_tokens: int) -> bool:
+        """Whether what precedes the last turn alone is longer. `example` encodes a conversation once for each turn."""
+        messages = conversation.messages
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+        return last > 0 and len(self._tokens(conversation, messages[:last], prompt=True)) > most_tokens
+
     def example(self, conversation: Conversation) -> Example:
         """Raises ConversationError, naming the conversation, if the template does not determine the spans."""
         where, messages = conversation.where, conversation.messages

@@ -89,7 +89,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 try:
                     yield where, json.loads(line)
-                except ValueError as error:  # of JSON or of UTF-8
+                except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
                     raise ConversationError(f"{where}: not JSON ({error})") from error
 
 
