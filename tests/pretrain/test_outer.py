@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shoal.diloco.direct import Direct
 from shoal.diloco.meeting import Meeting
 from shoal.pretrain.checkpoint import CheckpointError, Progress, read, write
 from shoal.pretrain.outer import Outer, terms_of
+from shoal.pretrain.trainer import Pretraining
 
 LOCK = threading.Lock()
 ABOUT = {"model": "m"}
@@ -191,6 +193,25 @@ def test_a_site_that_slept_through_a_round_is_healed_and_said_so(tmp_path: Path)
     assert b.train(0, 4) == 12
     assert list(meeting.healed) == ["site-b"] and "round 0 is over" in meeting.healed["site-b"]
     assert b.outer.site.agreed.digests == a.outer.site.agreed.digests
+
+
+def test_a_site_that_missed_one_round_records_that_it_was_healed(tmp_path: Path) -> None:
+    settings = config(sites=2, wait_s=0.01)
+    meeting = meeting_of(tmp_path, settings)
+    a, b = (Trainee(f"site-{name}", meeting, settings, tmp_path) for name in "ab")
+    a.begin()
+    b.begin()
+    a.train(0, 4)
+    recorded: list[int] = []
+    trainer = SimpleNamespace(
+        outer=b.outer,
+        progress=Progress(step=4),
+        net=SimpleNamespace(pull=lambda: None, push=lambda: None, reset=lambda: None),
+        stream=SimpleNamespace(place=None),
+        _record_round=lambda outcome: recorded.append(b.outer.site.round),
+    )
+    Pretraining.meet(trainer)  # type: ignore[arg-type]
+    assert trainer.progress.step == 4 and recorded == [1] and list(meeting.healed) == ["site-b"]
 
 
 def test_a_sites_checkpoint_with_one_flipped_bit_is_refused(tmp_path: Path) -> None:

@@ -110,10 +110,10 @@ class Pretraining:
             return
         place = self.stream.place.to_json() if self.stream.place else None
         self.net.pull()
-        step, outcome = self.outer.after(self.progress.step, place, self.net.reset)
+        round = self.outer.site.round
+        self.progress.step, outcome = self.outer.after(self.progress.step, place, self.net.reset)
         self.net.push()
-        healed, self.progress.step = step != self.progress.step, step
-        if outcome is not None or healed:
+        if self.outer.site.round != round:  # applied, or healed after a round it was late for
             self._record_round(outcome)
 
     def keep(self) -> None:
