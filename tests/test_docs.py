@@ -4,12 +4,15 @@ import argparse
 import importlib.util
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from shoal.cli.main import command_line
+from shoal.config import parse
+from shoal.config.peers import PEERS
 from shoal.tasks.sources.schemas import SCHEMAS
 from shoal.validator import checks
 from shoal.validator.exact import EXACT
@@ -178,3 +181,17 @@ def test_the_page_on_tasks_lists_the_schemas_that_are_recognised() -> None:
     assert [row[0] for row in listed] == [schema.name for schema in SCHEMAS]
     for row, schema in zip(listed, SCHEMAS, strict=True):
         assert set(schema.needs) <= set(SPAN.findall(row[1])), row[0]
+
+
+def test_the_words_of_other_libraries_are_those_that_a_config_recognises() -> None:
+    rows = table((ROOT / "docs" / "coming_from.md").read_text(), "| theirs")
+    listed = {word: field.strip("`") for theirs, field in rows for word in SPAN.findall(theirs)}
+    assert listed == PEERS
+
+
+def test_the_examples_for_users_of_other_libraries_are_valid_configs() -> None:
+    text = (ROOT / "docs" / "coming_from.md").read_text()
+    own = [block for language, block in FENCE.findall(text) if language == "toml" and "[[tasks.sources]]" in block]
+    assert len(own) == 3
+    for block in own:
+        parse(tomllib.loads(block))
