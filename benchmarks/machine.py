@@ -6,16 +6,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shoal.model.dtype import measure_gflops
-
 ROOT = Path(__file__).parent.parent
 WRITTEN = [":!benchmarks/results", ":!docs"]  # by benchmarks: figures and pictures change no code
 
 
 def describe() -> dict[str, Any]:
     """CPU, cores, versions, commit and the measured matrix product, GFLOP/s."""
+    import torch
+
+    from shoal.model.dtype import measure_gflops
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {

@@ -139,6 +139,17 @@ def test_every_figure_has_its_raw_file() -> None:
     assert [name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()] == []
 
 
+def test_every_benchmark_that_writes_figures_names_its_commit() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    writers = {
+        name: text
+        for name, text in texts.items()
+        if "json.dumps" in text and re.search(r"\.write_(text|bytes)|write_file", text)
+    }
+    assert len(writers) > 50
+    assert [name for name, text in writers.items() if not re.search(r"\b(describe|commit)\(", text)] == []
+
+
 def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
     rows = table((ROOT / "docs" / "architecture.md").read_text(), "| room |")
     written = {room.strip("`"): imports for room, _, imports in rows}
