@@ -261,15 +261,22 @@ def test_the_number_of_honest_submissions_is_that_of_the_raw_files() -> None:
     assert f"{counted['accepted']:,} honest submissions" in (ROOT / "README.md").read_text()
 
 
-def test_files_that_benchmark_commands_name_are_there() -> None:
-    text = (ROOT / "docs" / "results.md").read_text()
-    commands = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
-    for line in commands:
-        words = [word for word in shlex.split(line) if re.match(r"(configs|benchmarks|examples)/", word)]
-        assert [word for word in words if "$" not in word and not (ROOT / word).exists()] == [], line
-        if script := re.match(r"python (benchmarks/\w+\.py)", line):
-            source = (ROOT / script[1]).read_text()
-            assert [flag for flag in re.findall(r"(--[a-z][\w-]*)", line) if f'"{flag}"' not in source] == [], line
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_flags_of_benchmark_commands_are_there(page: Path) -> None:
+    """Not folders that a reader brings: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
+    text = page.read_text()
+    lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+    spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
+    for line in [line for line in lines + spans if line.startswith(("python benchmarks/", "python examples/"))]:
+        words = [
+            word
+            for word in shlex.split(line)
+            if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")
+        ]
+        written = {word for word, before in zip(words[1:], words, strict=False) if before in (">", "--out")}
+        assert [word for word in words if word not in written and not (ROOT / word).exists()] == [], line
+        source = (ROOT / shlex.split(line)[1]).read_text()
+        assert [flag for flag in re.findall(r" (--[a-z][\w-]*)", line) if f'"{flag}"' not in source] == [], line
 
 
 def test_every_benchmark_that_writes_figures_names_its_commit() -> None:
