@@ -268,14 +268,11 @@ def test_files_and_flags_of_benchmark_commands_are_there(page: Path) -> None:
     lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
     for line in [line for line in lines + spans if line.startswith(("python benchmarks/", "python examples/"))]:
-        words = [
-            word
-            for word in shlex.split(line)
-            if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")
-        ]
-        written = {word for word, before in zip(words[1:], words, strict=False) if before in (">", "--out")}
-        assert [word for word in words if word not in written and not (ROOT / word).exists()] == [], line
-        source = (ROOT / shlex.split(line)[1]).read_text()
+        words = shlex.split(line)
+        given = [word for before, word in zip(words, words[1:], strict=False) if before not in (">", "--out")]
+        named = [word for word in given if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")]
+        assert [word for word in named if not list(ROOT.glob(word))] == [], line
+        source = (ROOT / words[1]).read_text()
         assert [flag for flag in re.findall(r" (--[a-z][\w-]*)", line) if f'"{flag}"' not in source] == [], line
 
 
