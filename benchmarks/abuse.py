@@ -40,6 +40,7 @@ import aiohttp
 import psutil
 from attacker import Attacker
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from machine import commit
 
 from shoal.coordinator.service import KEY, invite_from
 from shoal.ledger.sqlite import SqliteLedger
@@ -392,6 +393,7 @@ async def main(arguments: argparse.Namespace) -> None:
             server.send_signal(signal.SIGTERM)
             server.wait(30)
     settings = {
+        "commit": commit(),
         "seconds": arguments.seconds,
         "heartbeats_per_s": arguments.heartbeats,
         "cores": os.cpu_count(),

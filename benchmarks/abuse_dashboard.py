@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 import psutil
+from machine import commit
 from tests.audit.recorded import MALLORY, record_run
 
 from shoal.store.folder import Folder
@@ -149,7 +150,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         found = attack_dashboard(Path(scratch) / "run", tokens=given.tokens, limit_gib=given.limit_gib)
-    text = json.dumps(found | {"tokens": given.tokens}, indent=2) + "\n"
+    text = json.dumps(found | {"tokens": given.tokens, "commit": commit()}, indent=2) + "\n"
     sys.stdout.write(text)
     if given.out:
         given.out.write_text(text)

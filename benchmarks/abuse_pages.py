@@ -33,7 +33,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
-from machine import describe
+from machine import commit, describe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.model import sources
@@ -357,13 +357,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
-    commit = subprocess.run(
-        ["git", "-C", str(tree), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    )
     result: Json = {
         "command": "python " + " ".join([f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         "machine": describe(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(tree),
         "load_average_before": os.getloadavg(),
         "rows": {},
     }

@@ -38,6 +38,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+from machine import commit
 from shardcast_attacks import attacks
 
 from shoal.shardcast import FetchError
@@ -191,6 +192,7 @@ def started(name: str, command: list[str], log: Path, versions: int) -> Iterator
 
 async def main(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {
+        "commit": commit(),
         "settings": {
             "seconds": arguments.seconds, "size_mb": arguments.size_mb, "cores": os.cpu_count(), "load": os.getloadavg()[0],
         },

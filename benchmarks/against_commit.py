@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from machine import describe
+from machine import commit, describe
 
 HERE = Path(__file__).parent
 SIZE_BYTES = 512 << 20
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
     arguments = parser.parse_args()
     trees = {"before": arguments.before.resolve(), "after": HERE.parent}
-    commits = {name: _commit(tree) for name, tree in trees.items()}
+    commits = {name: commit(tree) for name, tree in trees.items()}
     result = {
         "command": f"python benchmarks/against_commit.py BEFORE --rounds {arguments.rounds}",
         "machine": describe(),
@@ -134,11 +134,6 @@ def _command(*argv: object) -> list[str]:
 
 def _environment(tree: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(tree / "src")}
-
-
-def _commit(tree: Path) -> str:
-    argv = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
-    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import commit
+
 from shoal.config import dumps, load
 from shoal.coordinator.state.database import Database
 from shoal.coordinator.tables.connection import SqliteConnection, open_sqlite
@@ -49,6 +51,7 @@ def main() -> None:
         "groups": arguments.steps * SUBMISSIONS * GROUPS,
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "command": " ".join(["python", "benchmarks/dashboard.py", *sys.argv[1:]]),
+        "commit": commit(),
     }
     text = json.dumps(found, indent=2) + "\n"
     sys.stdout.write(text)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from diloco_model import Size, Trainee, Trainees, perplexity, processor, tokens
 from filelock import FileLock
+from machine import commit
 from torch import Tensor
 
 from shoal.diloco.agreed import Agreed
@@ -158,6 +159,7 @@ def add(run: dict[str, Any], train_tokens: int) -> None:
         held = read()
         held |= {
             "command": f"python benchmarks/diloco.py {' '.join(sys.argv[1:])}",
+            "commit": commit(),
             "threads": 1,
             "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__},
             "size": asdict(SIZE),

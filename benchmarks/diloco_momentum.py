@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from diloco_model import Size, Trainee, perplexity, processor, tokens
+from machine import commit
 from torch import Tensor
 
 from shoal.diloco.fragments import Fragments
@@ -94,6 +95,7 @@ def main() -> None:
     data = tokens(size)
     held: dict[str, Any] = {
         "command": f"python benchmarks/diloco_momentum.py {' '.join(sys.argv[1:])}",
+        "commit": commit(),
         "machine": {"cpu": processor(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
         "sites": SITES,
         "tokens_per_step_and_site": size.sequences * size.length,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
+from machine import commit, describe
 
 from shoal import toploc
 from shoal.engine.protocol import Sampling
@@ -70,7 +70,7 @@ def compare(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "machine": describe() | {"load": os.getloadavg()},
-        "commits": {name: _commit(tree) for name, tree in trees.items()},
+        "commits": {name: commit(tree) for name, tree in trees.items()},
         "threads": arguments.threads,
         "cases": {},
     }
@@ -178,11 +178,6 @@ def memory(submissions: int) -> None:
 def resident_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / (1 << 20)
-
-
-def _commit(tree: Path) -> str:
-    argv = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
-    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 from cpu_time import cpu_s
+from machine import commit
 
 from shoal.shardcast import Store, app
 from shoal.shardcast.serve import front
@@ -86,7 +87,8 @@ async def main(arguments: argparse.Namespace) -> None:
         name: round(statistics.median(a / b for a, b in zip(seconds, took_s["plain"], strict=True)), 2)
         for name, seconds in took_s.items()
     }
-    result = {"command": " ".join(["python", *sys.argv]), "load": os.getloadavg()[0], "cores": os.cpu_count()}
+    result = {"command": " ".join(["python", *sys.argv]), "commit": commit()}
+    result |= {"load": os.getloadavg()[0], "cores": os.cpu_count()}
     result |= {"ratios": ratios, "cpu_s_per_gib": took_s}
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if arguments.out:

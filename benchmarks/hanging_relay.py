@@ -22,6 +22,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from large_versions import write_versions
+from machine import commit
 
 from shoal.shardcast import Origin, Store, app, public_key_hex, serve
 from shoal.shardcast.alone import fetch
@@ -41,7 +42,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         rounds = measure(Path(name), arguments.rounds, arguments.size_mb * 10**6)
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count()}
+    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "cores": os.cpu_count()}
     result |= {"load": os.getloadavg()[0], "summary": summary(rounds), "seconds": rounds}
     sys.stdout.write(json.dumps(result["summary"], indent=1) + "\n")
     if arguments.out:

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from machine import commit
 
 from shoal.shardcast import Origin, Store, public_key_hex
 from shoal.shardcast.alone import fetch
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18471, help="of the server of plain files")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "large_versions.json")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "label": arguments.label}
+    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "label": arguments.label}
     result |= {"cores": os.cpu_count(), "cpu": processor(), "load": os.getloadavg()[0], "sizes": []}
     for size_mb in arguments.sizes_mb:
         with tempfile.TemporaryDirectory() as name:

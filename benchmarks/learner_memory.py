@@ -35,6 +35,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from machine import commit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,7 +96,7 @@ def main() -> None:
     register()
     cases: list[dict[str, Any]] = []
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"command": " ".join(["python", *sys.argv]), "versions": versions, "cases": cases}
+    result = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "versions": versions, "cases": cases}
     for ranks in arguments.ranks:
         for name in arguments.models:
             for offload in (False, True):

@@ -100,9 +100,10 @@ def summary(figures: list[dict[str, float]], bare: list[dict[str, float]]) -> di
 
 
 def describe() -> dict[str, Any]:
+    from machine import commit  # it imports torch
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", ""),
         "kernel": platform.release(),
@@ -110,7 +111,7 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": interpreter(),
         "root": os.getuid() == 0,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
     }
 
 

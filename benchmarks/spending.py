@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import commit
 
 from shoal import config
 from shoal.coordinator.trust.spending import bets
@@ -173,7 +174,7 @@ def lasted(draw: Callable[[], tuple[Spent, float]], settings: Any, most: int) ->
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    result: dict[str, Any] = {"alpha": None, "rows": [], "honest": []}
+    result: dict[str, Any] = {"commit": commit(), "alpha": None, "rows": [], "honest": []}
     for model in MODELS:
         settings = config.load(HERE.parent / "configs" / f"{model.config}.toml")
         result["alpha"] = settings.evidence.alpha

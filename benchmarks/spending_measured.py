@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from attacks import identity
+from machine import commit
 
 from shoal import config
 from shoal.coordinator.trust.spending import bets
@@ -104,10 +105,10 @@ def main(name: str, path: Path, submissions: int, workers: int) -> None:
     found = empty()
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         for of_worker in pool.imap_unordered(partial(measured, path, submissions), range(workers)):
-            found = added(found, of_worker) | {"submissions": submissions}
+            found = added(found, of_worker) | {"submissions": submissions, "commit": commit()}
             results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
             RESULTS.write_text(json.dumps(results | {name: found}))
-            found.pop("submissions")
+            found = {key: value for key, value in found.items() if key not in ("submissions", "commit")}
             sys.stdout.write(
                 f"{found['workers']} workers of each dtype: {found['distinct']} distinct honest rollouts, "
                 f"{found['judgements']} judgements, {found['rejected']} submissions rejected; highest evidence "

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import commit
+
 BATCH = 10_000
 DRAWN = 10_000
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -34,7 +36,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         found = {stage: _run(stage, Path(folder), arguments.rows) for stage in STAGES}
-    report = {"rows": arguments.rows, "cores": os.cpu_count(), "platform": platform.platform(), **found}
+    report = {
+        "commit": commit(),
+        "rows": arguments.rows,
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        **found,
+    }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))  # noqa: T201
 

@@ -11,7 +11,7 @@ A step is eight prompts of eight completions and one optimizer step. Three syste
 
     shoal run    the whole system: a worker, proofs, validation, training, SHARDCAST, the ledger
     shoal loop   generation and training in one process, without verification (against_trl/loop.py)
-    trl          GRPOTrainer with the settings that --tune found fastest (against_trl/settings.py lists and explains them)
+    trl          GRPOTrainer with the settings CHOSEN in against_trl/settings.py, which lists those that --tune tries
 
 All systems generate the same number of completions: `shoal run` also takes groups of equal rewards instead of sampling
 again (`coordinator.online_filter = false`). None saves checkpoints or recomputes activations. Held-out accuracy (a) is that

@@ -2,14 +2,22 @@
 
 import argparse
 import importlib.util
+import json
 import re
 import shlex
+import statistics
+import subprocess
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from shoal.cli.main import command_line
+from shoal.config import parse
+from shoal.config.peers import PEERS
 from shoal.tasks.sources.schemas import SCHEMAS
 from shoal.validator import checks
 from shoal.validator.exact import EXACT
@@ -17,11 +25,18 @@ from shoal.validator.exact import EXACT
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "shoal"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-README_LIMIT_BYTES = 6_000
+README_LIMIT_BYTES = 6_000  # without comments
+RESULTS = ROOT / "benchmarks" / "results"
+OF_A_RUN = {"summary.json"}  # files of a run that pages name, not raw files
+MEASURED = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
+PENDING = {"quickstart.json"}  # of a tree with local changes, until it is measured again
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")
+FIGURE = re.compile(r"(\d+(?:\.\d+)?)( %| MB| GiB|)<!-- ([\w-]+\.json): (.+?) -->")
+UNITS = {"": 1.0, "%": 100.0, "MB": 1e-6, "GiB": 2.0**-30}
+REDUCE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "sum": sum, "max": max, "min": min}
 
 
 def load(path: Path) -> ModuleType:
@@ -72,7 +87,8 @@ def table(text: str, head: str) -> list[list[str]]:
 
 
 def test_the_readme_fits_one_page() -> None:
-    assert len((ROOT / "README.md").read_bytes()) <= README_LIMIT_BYTES
+    shown = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
+    assert len(shown.encode()) <= README_LIMIT_BYTES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -130,10 +146,150 @@ def test_every_named_benchmark_and_make_target_exists(page: Path) -> None:
     assert {match[1] for line in commands if (match := re.match(r"make ([a-z-]+)", line))} <= targets
 
 
+def raw_files(text: str) -> list[Path]:
+    """The files in benchmarks/results that a page names, in order."""
+    named = re.findall(r"`((?:[\w-]+\.json)|(?:calibration-[\w-]+/))`|<!-- ([\w-]+\.json): ", text)
+    return [RESULTS / (name or marked) for name, marked in named if (name or marked) not in OF_A_RUN]
+
+
+def fault(path: Path, history: list[str]) -> str | None:
+    """Why the figures of a raw file may not be stated as true of this repository."""
+    commits = [word for named in re.findall(r'"commit": "([^"]*)"', path.read_text()) for word in named.split()]
+    hashes = [word for word in commits if re.match(r"[0-9a-f]{7}", word)]
+    if not hashes:
+        return f"{path.name} names no commit"
+    if dirty := [word for word in hashes if word.endswith("-dirty")]:
+        return f"{path.name} is of a tree with local changes: {dirty[0]}"
+    unknown = [word for word in hashes if not any(known.startswith(word) for known in history)]
+    return f"{path.name} is of a commit that this repository lacks: {unknown[0]}" if unknown else None
+
+
+@pytest.fixture(scope="module")
+def history() -> list[str]:
+    """All commits, newest first."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so commits of raw files cannot be looked up")
+
+    def git(*argv: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=True).stdout
+
+    if git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("a shallow clone, so commits of raw files cannot be looked up")
+    return git("rev-list", "HEAD").split()
+
+
+@MEASURED
 def test_every_figure_has_its_raw_file() -> None:
-    named = re.findall(r"`((?:[\w-]+\.json)|(?:calibration-[\w-]+/))`", (ROOT / "docs" / "results.md").read_text())
+    named = raw_files((ROOT / "docs" / "results.md").read_text())
     assert len(named) > 30
-    assert [name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+    assert [path.name for path in named if not path.exists()] == []
+
+
+@MEASURED
+def test_figures_that_are_not_older_are_of_clean_commits_of_this_repository(history: list[str]) -> None:
+    claims, _, older = (ROOT / "docs" / "results.md").read_text().partition("\n## Older\n")
+    assert older
+    stated = {path for text in (claims, (ROOT / "README.md").read_text()) for path in raw_files(text)}
+    assert [why for path in sorted(stated) if path.name not in PENDING and (why := fault(path, history))] == []
+
+
+@pytest.mark.parametrize(
+    ("commit", "why"),
+    [
+        ("", "names no commit"),
+        ("5c4e6ea450-dirty", "local changes"),
+        ("0123456789", "lacks: 0123456789"),
+        ("5c4e6ea450 (seed 0), 0123456789 (seed 1)", "lacks: 0123456789"),
+        ("5c4e6ea450", None),
+    ],
+)
+def test_a_raw_file_may_have_each_of_these_faults(tmp_path: Path, commit: str, why: str | None) -> None:
+    (tmp_path / "raw.json").write_text(json.dumps({"machine": {"commit": commit}}))
+    found = fault(tmp_path / "raw.json", ["5c4e6ea4501111111111"])
+    assert (found is None) if why is None else (found and why in found)
+
+
+def value(of: Any, path: str) -> float:
+    """The number at `a/b/c` in a raw file; `*` is every entry, whose numbers the word before the path makes one."""
+    reduce, keys = path.split(" ", 1) if path.split(" ")[0] in REDUCE else ("", path)
+    found = [of]
+    for key in keys.split("/"):
+        found = [
+            inner
+            for outer in found
+            for inner in (
+                (outer.values() if isinstance(outer, dict) else outer)
+                if key == "*"
+                else [outer[int(key)] if isinstance(outer, list) else outer[key]]
+            )
+        ]
+    numbers = [float(number) for number in found if number is not None]
+    assert reduce or len(numbers) == 1, f"{path}: {len(numbers)} numbers; write one of {', '.join(REDUCE)} before it"
+    return REDUCE[reduce](numbers) if reduce else numbers[0]
+
+
+@MEASURED
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_marked_figures_are_those_of_their_raw_files(page: Path) -> None:
+    """`8.6<!-- trl-sums-run.json: median measurement a/runs/*/median_step_s -->`: rounded as it is written."""
+    for written, unit, name, path in FIGURE.findall(page.read_text()):
+        measured = value(json.loads((RESULTS / name).read_text()), path) * UNITS[unit.strip()]
+        digits = len(written.partition(".")[2])
+        assert round(measured, digits) == float(written), (
+            f"{page.name}: {written}{unit}, but {name}, {path}: {measured}"
+        )
+
+
+def test_readme_and_results_have_marked_figures() -> None:
+    marked = {page.name: len(FIGURE.findall(page.read_text())) for page in PAGES}
+    assert marked["README.md"] >= 2 and marked["results.md"] >= 8
+    for page in PAGES:
+        marks = re.findall(r"[^`]<!-- [\w-]+\.json", page.read_text())  # in backticks it is an example
+        assert len(FIGURE.findall(page.read_text())) == len(marks), f"a mark of {page.name} is malformed"
+
+
+@MEASURED
+def test_the_number_of_honest_submissions_is_that_of_the_raw_files() -> None:
+    claims = (ROOT / "docs" / "results.md").read_text().partition("\n## Older\n")[0]
+    raw = [json.loads(path.read_text()) for path in dict.fromkeys(raw_files(claims)) if path.name not in PENDING]
+    runs = [run for of in raw for run in of.get("runs", []) if isinstance(run, dict) and "accepted" in run]
+    counted = {
+        name: sum(number for run in runs for worker, number in run[name].items() if not worker.startswith("cheater"))
+        for name in ("accepted", "rejected")
+    }
+    assert counted["rejected"] == 0
+    assert f"{len(runs)} whole runs" in claims and f"{counted['accepted']:,} submissions" in claims, (
+        len(runs),
+        counted,
+    )
+    assert f"{counted['accepted']:,} honest submissions" in (ROOT / "README.md").read_text()
+
+
+@MEASURED
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_flags_of_benchmark_commands_are_there(page: Path) -> None:
+    """Not folders that a reader brings: `$SHOAL_DATA/...`, `runs/...`, names in capitals."""
+    text = page.read_text()
+    lines = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+    spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
+    for line in [line for line in lines + spans if line.startswith(("python benchmarks/", "python examples/"))]:
+        words = shlex.split(line)
+        given = [word for before, word in zip(words, words[1:], strict=False) if before not in (">", "--out")]
+        named = [word for word in given if re.match(r"(configs|benchmarks|examples)/", word) or word.endswith(".toml")]
+        assert [word for word in named if not list(ROOT.glob(word))] == [], line
+        source = (ROOT / words[1]).read_text()
+        assert [flag for flag in re.findall(r" (--[a-z][\w-]*)", line) if f'"{flag}"' not in source] == [], line
+
+
+def test_every_benchmark_that_writes_figures_names_its_commit() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    writers = {
+        name: text
+        for name, text in texts.items()
+        if "json.dumps" in text and re.search(r"\.write_(text|bytes)|write_file", text)
+    }
+    assert len(writers) > 50
+    assert [name for name, text in writers.items() if not re.search(r"\b(describe|commit)\(", text)] == []
 
 
 def test_the_architecture_lists_the_rooms_and_their_imports() -> None:
@@ -178,3 +334,17 @@ def test_the_page_on_tasks_lists_the_schemas_that_are_recognised() -> None:
     assert [row[0] for row in listed] == [schema.name for schema in SCHEMAS]
     for row, schema in zip(listed, SCHEMAS, strict=True):
         assert set(schema.needs) <= set(SPAN.findall(row[1])), row[0]
+
+
+def test_the_words_of_other_libraries_are_those_that_a_config_recognises() -> None:
+    rows = table((ROOT / "docs" / "coming_from.md").read_text(), "| theirs")
+    listed = {word: field.strip("`") for theirs, field in rows for word in SPAN.findall(theirs)}
+    assert listed == PEERS
+
+
+def test_the_examples_for_users_of_other_libraries_are_valid_configs() -> None:
+    text = (ROOT / "docs" / "coming_from.md").read_text()
+    own = [block for language, block in FENCE.findall(text) if language == "toml" and "[[tasks.sources]]" in block]
+    assert len(own) == 3
+    for block in own:
+        parse(tomllib.loads(block))

@@ -18,7 +18,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     what.add_argument(
         "--explain", nargs="?", const="", metavar="KEY", help="describe every field, those of a section, or one field"
     )
-    what.add_argument("--markdown", action="store_true", help="describe every field, as docs/config.md does")
+    what.add_argument("--markdown", action="store_true", help="describe every field, as one Markdown page")
 
     verify_ = commands.add_parser("verify", help="check one submission by hand")
     verify_.add_argument("file", type=Path, help="a submission, as Parquet")

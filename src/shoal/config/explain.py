@@ -1,4 +1,4 @@
-"""Every field of a config with its description, type, default and source: `shoal config --explain`, docs/config.md.
+"""Every field of a config with its description, type, default and source: `shoal config --explain`.
 
 Invariant: all of it is read from the models, so text and code cannot disagree. Called by `cli`.
 """
@@ -21,9 +21,9 @@ LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 HEAD = """\
 # Every config field
 
-Look up what a field means, what it may be, and where its default is from. This page is generated:
-`shoal config --markdown > docs/config.md`. At a shell, `shoal config --explain learner.lr` prints one field,
-`shoal config --explain learner` a section, and `shoal config CONFIG` the resolved values of a file.
+Look up what a field means, what it may be, and where its default is from. `shoal config --markdown` prints
+this page. `shoal config --explain learner.lr` prints one field, `shoal config --explain learner` a section, and
+`shoal config CONFIG` the resolved values of a file.
 
 A config is a TOML file with these sections, see `configs/`. `--set learner.lr=1e-5` overrides one key, and
 `--with FILE` applies another file on top. TOML has no null: leave a key out to get `none`.
@@ -62,7 +62,7 @@ def text(found: list[Field]) -> str:
 
 
 def markdown() -> str:
-    """docs/config.md: a table per section."""
+    """A page with a table per section."""
     lines = [HEAD]
     for name, section, own in _sections(Config, ""):
         if own:

@@ -36,6 +36,7 @@ PEERS = {
     "lr_warmup_steps": "learner.warmup_steps",
     "max_async_level": "coordinator.async_level",
     "max_completion_length": "sampling.max_tokens",
+    "max_completion_tokens": "sampling.max_tokens",
     "max_grad_norm": "learner.grad_clip",
     "max_length": "learner.row_tokens",
     "max_model_len": "learner.row_tokens",
