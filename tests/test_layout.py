@@ -46,8 +46,8 @@ ROOMS = {
         "validator",
     ],
     "launch": [
-        "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
-        "view",
+        "config", "engine", "errors", "files", "model", "plan", "protocol", "rollout", "sft", "tasks", "tracking",
+        "validator", "view",
     ],
     "audit": [
         "config", "coordinator", "errors", "evidence", "learner", "ledger", "model", "protocol", "shardcast", "store",

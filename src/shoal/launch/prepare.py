@@ -6,6 +6,7 @@ Called by `shoal prepare`, `shoal sft` and, as a child process, by `shoal run`, 
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from shoal.launch.check import check_length
 from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
+from shoal.plan.devices import measure
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
+
+SAMPLE = 64  # prompts whose length is measured
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, fetch, convert or train the model and pick the dtype.
 
-    Returns the model's folder and size, the dtype and the GFLOP/s, the task set's digest and what is in it. The set is kept
-    in `task_folder`, if one is given. Raises ConfigError, DeviceError, ModelNotFoundError,
-    UnsupportedModelError, ChatTemplateError.
+    Returns the model's folder and size, the dtype and the GFLOP/s, the machine's speed in that dtype, the length of prompts,
+    the task set's digest and what is in it. The set is kept in `task_folder`, if one is given. Raises ConfigError,
+    DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     dtype.check_device(config.model.device)
     try:
@@ -37,13 +41,17 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)
+    tokenizer = load_tokenizer(folder)
+    prompts = [len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in loaded.heldout[:SAMPLE]]
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
+    device = measure(picked, config.model.device)
     return {
         "folder": str(folder),
         "parameters": count_parameters(folder),
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
+        "prompt_tokens": round(statistics.fmean(prompts)),
+        "machine": {"flops": device.flops, "bandwidth_Bps": device.bandwidth_Bps, "memory_bytes": device.memory_bytes},
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
 

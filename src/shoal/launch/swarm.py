@@ -24,6 +24,7 @@ from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
 from shoal.launch.cores import available_cores
 from shoal.launch.door import Door
+from shoal.launch.estimate import Estimate, of_prepared
 from shoal.launch.folder import locked
 from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.launch.memory import Peaks
@@ -33,7 +34,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
-from shoal.tracking.record import read_evaluations
+from shoal.tracking.record import read_evaluations, trained_steps
 from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
 from shoal.view import LiveView, Terminal, no_signal, sample_lines
 
@@ -69,6 +70,7 @@ class Swarm:
         self.door: Door | None = None
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
+        self.estimate: Estimate | str = ""
 
     def run(self) -> int:
         """The whole run. Returns the exit status. Raises ShoalError if the run could not be finished."""
@@ -158,6 +160,9 @@ class Swarm:
         write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
+        self.estimate = of_prepared(self.config, found, self.cores, trained=trained_steps(self.out))
+        for line in [self.estimate] if isinstance(self.estimate, str) else self.estimate.lines():
+            self._note(line)
         needs, free = disk.needs(self.config, found["parameters"]), disk.free_bytes(self.out)
         self._note(
             f"disk: up to {disk.gigabytes(needs.peak_bytes)} during the run, up to {disk.gigabytes(needs.kept_bytes)} "
@@ -236,6 +241,8 @@ class Swarm:
             restarts=self.children.restarts(),
             peak_rss_bytes=self.peaks.rss_bytes,
             peak_together_bytes=self.peaks.together_bytes,
+            estimated_s=0.0 if isinstance(self.estimate, str) else self.estimate.seconds,
+            estimated_bytes=0.0 if isinstance(self.estimate, str) else self.estimate.memory_bytes,
         )
         write_legs(self.out, self.legs)
 

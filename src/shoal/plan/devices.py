@@ -88,15 +88,19 @@ def this_cpu(flops: float, bandwidth_Bps: float, memory_bytes: float, cores: int
     )
 
 
-def measure(device: str = "cpu", *, size_bytes: int = 1 << 28) -> Device:
-    """This machine: its faster dtype's matrix product, and the speed of reading memory. A second or two."""
+def measure(dtype: str = "", device: str = "cpu", *, size_bytes: int = 1 << 28) -> Device:
+    """This machine: the matrix product of `dtype` (the faster one's if none), and the speed of reading memory.
+
+    A second or two.
+    """
     import os
 
     import torch
 
     from shoal.model.dtype import measure_gflops
 
-    gflops = max(measure_gflops(getattr(torch, name), device) for name in ("float32", "bfloat16"))
+    names = [dtype] if dtype else ["float32", "bfloat16"]
+    gflops = max(measure_gflops(getattr(torch, name), device) for name in names)
     data = torch.ones(size_bytes // 4, device=device)
     best_s = float("inf")
     for _ in range(3):
