@@ -8,7 +8,8 @@ Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed ot
 (`DEVICES`; plan/devices.py has the sources). Seconds a step come from runs on quiet machines; memory and broadcasts also
 from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
 the version until the last worker has verified it. Recorded runs are compared with what `shoal plan` says of their machine,
-whose peak it measures just before. tests/plan/test_measured.py computes the ratios again.
+whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
+tests/plan/test_measured.py computes the ratios again.
 """
 
 import argparse
@@ -61,6 +62,16 @@ COMPLETIONS = (
     "learner.row_tokens=1024",
     "tasks.length_targets=[128]",
 )
+# quickstart.toml when the runs of 16 steps were made
+LONGER = (
+    "run.steps=16",
+    "sampling.max_tokens=16",
+    "learner.row_tokens=2048",
+    "learner.activation_checkpointing=true",
+    "evaluator.n=256",
+    "evaluator.batch=32",
+)
+SAID = ("quickstart", "quickstart-float32")  # runs before which `shoal run` said how long they would take
 WAN = ("quiet", "loss", "faults", "peers", "public", "star")
 
 
@@ -78,8 +89,13 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every comparison."""
+    for name in SAID:
+        yield from _said(name)
     for name, (config, device) in RUNS.items():
-        yield from _of_run(name, load(ROOT / "configs" / f"{config}.toml"), DEVICES[device])
+        runs = _json(name)["runs"]
+        longer = LONGER if config == "quickstart" and runs[0]["steps"] == 16 else ()
+        if "estimated_s" not in runs[0]:
+            yield from _of_run(name, runs, load(ROOT / "configs" / f"{config}.toml", longer), DEVICES[device])
     yield _of_completions()
     for name, run in _json("plan")["runs"].items():
         yield from _of_recorded(name, run)
@@ -96,8 +112,18 @@ def planned(config: Config, work: Work, device: Device) -> Plan:
     )
 
 
-def _of_run(name: str, config: Config, device: Device) -> Iterator[Row]:
-    runs = _json(name)["runs"]
+def _said(name: str) -> Iterator[Row]:
+    """Of the whole run, by the speed of the machine that it measured before it started."""
+    runs = [run for run in _json(name)["runs"] if "estimated_s" in run]
+    for what, planned, measured in (
+        ("run_s", "estimated_s", "wall_s"),
+        ("memory_bytes", "estimated_bytes", "peak_together_bytes"),
+    ):
+        if runs:
+            yield Row(name, what, *(statistics.fmean(run[key] for run in runs) for key in (planned, measured)))
+
+
+def _of_run(name: str, runs: list[dict[str, Any]], config: Config, device: Device) -> Iterator[Row]:
     steps = [step for run in runs for step in run["metrics"][SETTLED:]]
     length = round(statistics.fmean(step["completion/length_mean"] for step in steps))
     flat = statistics.fmean(step.get("reward/zero_std_frac", 0.0) for step in steps)

@@ -54,7 +54,7 @@ def test_the_committed_comparison_is_this_one() -> None:
 
 def test_flops_are_those_that_the_learner_reports() -> None:
     sizes = BUNDLED["bundled:smollm2-135m-instruct"]
-    does = work_of(load(ROOT / "configs" / "quickstart.toml"), prompt=26, length=14)
+    does = work_of(load(ROOT / "configs" / "quickstart.toml"), prompt=26, length=12)
     shape = metrics.Shape(body=sizes.body, head=sizes.head, layers=sizes.layers, width=sizes.width)
     assert forward_flops(sizes, does) == metrics.forward_flops(shape, does.prompt, [does.length] * does.completions)
 
