@@ -6,21 +6,18 @@ Called by `shoal prepare`, `shoal sft` and, as a child process, by `shoal run`, 
 
 import json
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
 from shoal import tasks
+from shoal.check.estimate import SAMPLE, mean_prompt
+from shoal.check.problems import check_length
+from shoal.check.speed import measure
 from shoal.config import Config, ConfigError
-from shoal.launch.check import check_length
 from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
-from shoal.plan.devices import measure
-from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
-
-SAMPLE = 64  # prompts whose length is measured
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
@@ -41,17 +38,15 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    tokenizer = load_tokenizer(folder)
-    prompts = [len(prompt_tokens(tokenizer, config.tasks, task, 0)) for task in loaded.heldout[:SAMPLE]]
+    prompt = mean_prompt(load_tokenizer(folder), config, loaded.heldout[:SAMPLE])
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
-    device = measure(picked, config.model.device)
     return {
         "folder": str(folder),
         "parameters": count_parameters(folder),
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
-        "prompt_tokens": round(statistics.fmean(prompts)),
-        "machine": {"flops": device.flops, "bandwidth_Bps": device.bandwidth_Bps, "memory_bytes": device.memory_bytes},
+        "prompt_tokens": prompt,
+        "machine": measure(picked, config.model.device),
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
 

@@ -16,15 +16,16 @@ from pathlib import Path
 import httpx
 
 from shoal import config as config_module
+from shoal.check import disk
+from shoal.check.cores import available_cores
+from shoal.check.estimate import Estimate, of_measured
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import copy_tree, write_file
-from shoal.launch import disk, members
+from shoal.launch import members
 from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
-from shoal.launch.cores import available_cores
 from shoal.launch.door import Door
-from shoal.launch.estimate import Estimate, of_prepared
 from shoal.launch.folder import locked
 from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.launch.memory import Peaks
@@ -160,14 +161,14 @@ class Swarm:
         write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
-        self.estimate = of_prepared(self.config, found, self.cores, trained=trained_steps(self.out))
-        for line in [self.estimate] if isinstance(self.estimate, str) else self.estimate.lines():
-            self._note(line)
+        self.estimate = of_measured(self.config, found, self.cores, trained=trained_steps(self.out))
+        if isinstance(self.estimate, str):
+            self._note(f"time and memory: {self.estimate}")
+        else:
+            self._note(f"time: {self.estimate.time()}")
+            self._note(f"memory: {self.estimate.memory()}")
         needs, free = disk.needs(self.config, found["parameters"]), disk.free_bytes(self.out)
-        self._note(
-            f"disk: up to {disk.gigabytes(needs.peak_bytes)} during the run, up to {disk.gigabytes(needs.kept_bytes)} "
-            f"after it, {disk.gigabytes(free)} free"
-        )
+        self._note(f"disk: {disk.said(needs, free)}")
         disk.check_space(self.out, needs, free)
 
     # --- starting ----------------------------------------------------------------------------------------------------

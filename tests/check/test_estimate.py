@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
+from shoal.check.cores import shares
+from shoal.check.estimate import START_S, Estimate, estimate, evaluation, expected_length, of_measured
+from shoal.check.memory import memory_of
+from shoal.check.speed import pace, rollouts_s, speed
+from shoal.check.work import BUNDLED, work_of
+from shoal.cli.main import DONE, FAILED, main
 from shoal.config import Config, parse
-from shoal.launch.cores import shares
-from shoal.launch.estimate import START_S, Estimate, estimate, evaluation, expected_length, of_prepared
-from shoal.plan import BUNDLED, Fleet, Links, memory_of, plan, work_of
-from shoal.plan.devices import this_cpu
-from shoal.plan.steps import rollouts_s
 from shoal.view import figures
 from shoal.view.figures import duration
 
 CORES = 2
-CPU = this_cpu(400e9, 10e9, 24e9, CORES)
+CPU = speed(400e9, 10e9, 24e9, CORES)
 SIZES = BUNDLED["bundled:smollm2-135m-instruct"]
 
 
@@ -37,9 +38,8 @@ def settings(**sections: dict[str, Any]) -> Config:
 def test_a_run_is_its_start_one_whole_round_the_other_steps_and_evaluations() -> None:
     config = settings()
     work = work_of(config, prompt=26, length=12, useful=0.5)
-    fleet = Fleet(CPU)
-    step = plan(SIZES, work, 2, 1, fleet, fleet, fleet, Links(), shares=shares(config, CORES))
-    one_s = 2 * rollouts_s(SIZES, evaluation(config, work), 2, fleet)
+    step = pace(SIZES, work, 2, 1, CPU, shares(config, CORES))
+    one_s = 2 * rollouts_s(SIZES, evaluation(config, work), 2, CPU)
     found = estimate(config, SIZES, CPU, "bfloat16", CORES, prompt=26, steps=7, useful=0.5)
     evaluations = 2 if step.step_s == step.working_s else 1
     assert found.seconds == pytest.approx(START_S + step.round_s + 6 * step.step_s + evaluations * one_s)
@@ -48,7 +48,7 @@ def test_a_run_is_its_start_one_whole_round_the_other_steps_and_evaluations() ->
 
 def test_float32_is_planned_in_float32() -> None:
     """Half of the speed, and twice the bytes to read and to hold."""
-    config, slow = settings(), this_cpu(200e9, 10e9, 24e9, CORES)
+    config, slow = settings(), speed(200e9, 10e9, 24e9, CORES)
     fast = estimate(config, SIZES, CPU, "bfloat16", CORES, prompt=26, steps=12)
     full = estimate(config, SIZES, slow, "float32", CORES, prompt=26, steps=12)
     assert full.seconds > 1.2 * fast.seconds
@@ -71,32 +71,42 @@ def test_completions_are_as_long_as_targets_say_or_as_the_limit() -> None:
     assert expected_length(parse(targets | {"sampling": {"max_tokens": 120}})) == 120
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> dict[str, Any]:
-    """What `prepare` finds for SmolLM2 on such a machine."""
-    sizes = {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    machine = {"flops": 400e9, "bandwidth_Bps": 10e9, "memory_bytes": 24e9}
-    return {"folder": str(tmp_path), "dtype": "bfloat16", "prompt_tokens": 26, "machine": machine}
+MEASURED = {
+    "dtype": "bfloat16",
+    "prompt_tokens": 26,
+    "machine": {"flops": 400e9, "bandwidth_Bps": 10e9, "memory_bytes": 24e9},
+}
 
 
-def test_what_is_said_before_a_run_counts_only_the_steps_that_are_left(prepared: dict[str, Any]) -> None:
+def test_what_is_said_before_a_run_counts_only_the_steps_that_are_left() -> None:
     config = settings(run={"steps": 12})
     whole = estimate(config, SIZES, CPU, "bfloat16", CORES, prompt=26, steps=12)
-    assert of_prepared(config, prepared, CORES) == whole
-    time, memory = whole.lines()
-    assert time.startswith(f"time: about {duration(whole.seconds)} on this machine in bfloat16: 12 steps of ")
-    assert memory == f"memory: about {figures.memory(round(whole.memory_bytes))} of 22.4 GiB"
-    rest = of_prepared(config, prepared, CORES, trained=9)
+    assert of_measured(config, MEASURED, CORES) == whole
+    assert whole.time().startswith(f"about {duration(whole.seconds)} on this machine in bfloat16: 12 steps of ")
+    assert whole.memory() == f"about {figures.memory(round(whole.memory_bytes))} of 22.4 GiB"
+    rest = of_measured(config, MEASURED, CORES, trained=9)
     assert isinstance(rest, Estimate) and rest.steps == 3 and rest.seconds < whole.seconds
 
 
-def test_what_the_arithmetic_does_not_cover_is_named(prepared: dict[str, Any], tmp_path: Path) -> None:
+def test_what_the_arithmetic_does_not_cover_is_named(tmp_path: Path) -> None:
     adapters = settings(learner={"lora": {"rank": 4}})
-    assert of_prepared(adapters, prepared, CORES) == "time and memory are not estimated for adapters"
+    assert of_measured(adapters, MEASURED, CORES) == "not estimated for adapters"
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    found = of_prepared(settings(), prepared, CORES)
-    assert isinstance(found, str) and found.startswith("time and memory are not estimated: ") and "lacks" in found
+    found = of_measured(settings(model={"name": str(tmp_path)}), MEASURED, CORES)
+    assert isinstance(found, str) and found.startswith("not estimated: ") and "lacks" in found
+
+
+def test_a_check_of_a_config_says_time_memory_and_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
+) -> None:
+    assert main(["check", "tiny", "--dir", str(tmp_path), "--json"]) == DONE
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    said = {one["name"]: one["found"] for one in findings}  # the last of each name: of the run
+    assert "24 steps of " in said["time"] and said["memory"].startswith("about ")
+    assert "during the run" in said["disk"] and not list(tmp_path.iterdir())
+
+
+def test_a_check_names_what_stops_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "tiny", "--set", "sampling.max_tokens=2000", "--set", "run.threads=4000"]) == FAILED
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fails")]
+    assert len(lines) == 2 and "lower sampling.max_tokens" in lines[0] and "run.threads = 4000" in lines[1]

@@ -1,7 +1,7 @@
 """How the processes of a run share the cores of one machine.
 
 Invariant: every role that computes gets at least one thread; together they get at most the core count, when possible.
-Called by `members`, `swarm` and `shoal plan`.
+Called by `members`, `swarm` and `estimate`.
 """
 
 import os
