@@ -144,7 +144,7 @@ HALVES = {"learner": 0.5, "rollouts": 0.5, "validation": 0.5, "broadcast": 4 / 6
 
 
 @pytest.mark.parametrize(
-    ("level", "step_s", "bottleneck"), [(0, 25.0, "waiting"), (1, 13.5, "this machine"), (5, 13.5, "this machine")]
+    ("level", "step_s", "bottleneck"), [(0, 25.0, "waiting"), (1, 13.5, "all cores"), (5, 13.5, "all cores")]
 )
 def test_roles_with_a_part_of_the_cores_overlap(level: int, step_s: float, bottleneck: str) -> None:
     """Their work is 5 + 4 + 0.5 + 4 seconds of all cores."""

@@ -40,8 +40,8 @@ class Estimate:
 
     def time(self) -> str:
         return (
-            f"about {duration(self.seconds)} on this machine in {self.dtype}: {self.steps} steps of "
-            f"{duration(self.step_s)}; what sets the pace: {self.bottleneck}"
+            f"about {duration(self.seconds)} in {self.dtype}: {self.steps} steps of {duration(self.step_s)}; "
+            f"pace set by {self.bottleneck}"
         )
 
     def memory(self) -> str:

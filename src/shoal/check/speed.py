@@ -122,11 +122,11 @@ class Pace:
     @property
     def bottleneck(self) -> str:
         if self.working_s >= self.paced_s:
-            return "this machine's cores: all of them work all the time"
+            return "all cores"
         slowest = max(self.seconds, key=lambda role: self.seconds[role])
         if self.paced_s == self.seconds[slowest]:
             return slowest
-        return f"waiting: async level {self.async_level} hides too little"
+        return f"waiting (async level {self.async_level})"
 
 
 def pace(
