@@ -8,7 +8,7 @@ activation checkpointing, no reference model, and rows of 40,960 positions (5 co
 and no memory. It loads, makes an update of two rows, computes another row, and gathers a version. Its device is one that
 exists in name only (`tests/learner/pretend.py`). Counted are
 
-    peak      bytes of all storages alive on the device, at the most; against the arithmetic of `plan/memory`
+    peak      bytes of all storages alive on the device, at the most; against the arithmetic of `check/memory`
     host      the same on the host; and the largest slice of a tensor that is read at once, and the largest tensor that
               rank 0 gathers to publish
     traffic   what the rank receives by collectives of weights and gradients for a row
@@ -46,6 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config
 
+from shoal.check.memory import CONTEXT_BYTES, memory_of
+from shoal.check.work import Work, sizes_of
 from shoal.config.recipe import LearnerSection, LossSection
 from shoal.learner import masters
 from shoal.learner import policy as policy_module
@@ -55,8 +57,6 @@ from shoal.learner.ranks import Ranks
 from shoal.model import attention, head
 from shoal.model.sharded import Sharded
 from shoal.model.tree import Pack, Tree, pack
-from shoal.plan import Work, memory_of, sizes_of
-from shoal.plan.memory import CONTEXT_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the device is test code
 from tests.learner.pretend import NAME as DEVICE  # noqa: E402

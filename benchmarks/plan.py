@@ -1,14 +1,15 @@
-"""What `shoal plan` says of runs whose raw figures are committed, beside what was measured: step, memory, broadcast.
+"""What `shoal check` estimates of runs whose raw figures are committed, beside what was measured: step, memory, broadcast.
 
     python benchmarks/plan.py record tiny --steps 16          one `shoal run`; its figures go into results/plan.json
     python benchmarks/plan.py record quickstart --steps 8
     python benchmarks/plan.py                                 the comparison, into results/plan.json; runs nothing
 
 Compared are whole runs of tiny, quickstart and GSM8K on two CPUs whose speed other benchmarks measured part by part
-(`DEVICES`; plan/devices.py has the sources). Seconds a step come from runs on quiet machines; memory and broadcasts also
+(`DEVICES`; check/speed.py has the sources). Seconds a step come from runs on quiet machines; memory and broadcasts also
 from recorded ones, which other work hardly changes. A broadcast on one machine lasts from the report of the step that wrote
-the version until the last worker has verified it. Recorded runs are compared with what `shoal plan` says of their machine,
-whose peak it measures just before. tests/plan/test_measured.py computes the ratios again.
+the version until the last worker has verified it. Recorded runs are compared with the estimate for their machine,
+whose peak it measures just before. Of `SAID`, what `shoal run` said before it started is compared with the whole run.
+tests/check/test_measured.py computes the ratios again.
 """
 
 import argparse
@@ -23,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.check.cores import shares
+from shoal.check.memory import memory_of
+from shoal.check.speed import Pace, Speed, measure, pace, speed
+from shoal.check.work import BUNDLED, Work, work_of
 from shoal.config import Config, load
-from shoal.launch.cores import shares
-from shoal.plan import BUNDLED, Device, Fleet, Links, Plan, Work, memory_of, plan, work_of
-from shoal.plan.devices import measure, this_cpu
-from shoal.plan.steps import broadcast_s
+from shoal.model.dtype import pick
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,12 +40,8 @@ SETTLED = 2  # steps before the first that counts: in them workers, validator an
 PROMPT = {"quickstart": 26, "tiny": 6, "gsm8k": 120}  # tokens; the last by benchmarks/trl.py
 # What both cores achieve. X decodes with two threads: 31 ms for the weights and 2.3 ms a completion; E with one: 26, 1.6.
 DEVICES = {
-    "X": Device(
-        "X", 1327e9, 8.6e9, 25e9, training=0.40, prefill=0.42, attention=0.045, decode=0.089, reading=1.0, cpu=True
-    ),
-    "E": Device(
-        "E", 944e9, 20.6e9, 25e9, training=0.475, prefill=0.46, attention=0.05, decode=0.34, reading=1.0, cpu=True
-    ),
+    "X": Speed(1327e9, 8.6e9, 25e9, training=0.40, prefill=0.42, attention=0.045, decode=0.089, reading=1.0),
+    "E": Speed(944e9, 20.6e9, 25e9, training=0.475, prefill=0.46, attention=0.05, decode=0.34, reading=1.0),
 }
 RUNS = {  # of benchmarks/runs.py: its config, and the CPU
     "tiny-exact": ("tiny", "X"),
@@ -61,7 +59,16 @@ COMPLETIONS = (
     "learner.row_tokens=1024",
     "tasks.length_targets=[128]",
 )
-WAN = ("quiet", "loss", "faults", "peers", "public", "star")
+# quickstart.toml when the runs of 16 steps were made
+LONGER = (
+    "run.steps=16",
+    "sampling.max_tokens=16",
+    "learner.row_tokens=2048",
+    "learner.activation_checkpointing=true",
+    "evaluator.n=256",
+    "evaluator.batch=32",
+)
+SAID = ("quickstart", "quickstart-float32")  # runs before which `shoal run` said how long they would take
 
 
 @dataclass(frozen=True)
@@ -78,26 +85,35 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every comparison."""
+    for name in SAID:
+        yield from _said(name)
     for name, (config, device) in RUNS.items():
-        yield from _of_run(name, load(ROOT / "configs" / f"{config}.toml"), DEVICES[device])
+        runs = _json(name)["runs"]
+        longer = LONGER if config == "quickstart" and runs[0]["steps"] == 16 else ()
+        if "estimated_s" not in runs[0]:
+            yield from _of_run(name, runs, load(ROOT / "configs" / f"{config}.toml", longer), DEVICES[device])
     yield _of_completions()
     for name, run in _json("plan")["runs"].items():
         yield from _of_recorded(name, run)
-    for name in WAN:
-        yield _of_emulated(name)
 
 
-def planned(config: Config, work: Work, device: Device) -> Plan:
+def planned(config: Config, work: Work, machine: Speed) -> Pace:
     """All of `shoal run` on two cores."""
-    fleet = Fleet(device)
-    level = config.coordinator.async_level
-    return plan(
-        BUNDLED[config.model.name], work, BF16, level, fleet, fleet, fleet, Links(), shares=shares(config, CORES)
-    )
+    return pace(BUNDLED[config.model.name], work, BF16, config.coordinator.async_level, machine, shares(config, CORES))
 
 
-def _of_run(name: str, config: Config, device: Device) -> Iterator[Row]:
-    runs = _json(name)["runs"]
+def _said(name: str) -> Iterator[Row]:
+    """Of the whole run, by the speed of the machine that it measured before it started."""
+    runs = [run for run in _json(name)["runs"] if "estimated_s" in run]
+    for what, planned, measured in (
+        ("run_s", "estimated_s", "wall_s"),
+        ("memory_bytes", "estimated_bytes", "peak_together_bytes"),
+    ):
+        if runs:
+            yield Row(name, what, *(statistics.fmean(run[key] for run in runs) for key in (planned, measured)))
+
+
+def _of_run(name: str, runs: list[dict[str, Any]], config: Config, device: Speed) -> Iterator[Row]:
     steps = [step for run in runs for step in run["metrics"][SETTLED:]]
     length = round(statistics.fmean(step["completion/length_mean"] for step in steps))
     flat = statistics.fmean(step.get("reward/zero_std_frac", 0.0) for step in steps)
@@ -122,7 +138,7 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
     config = load(ROOT / "configs" / f"{name}.toml", run["overrides"])
     length = round(statistics.fmean(step["completion/length_mean"] for step in run["steps"]))
     work = work_of(config, prompt=PROMPT[name], length=length)
-    label, here = f"{name}, recorded", this_cpu(**run["device"], memory_bytes=24e9)
+    label, here = f"{name}, recorded", speed(**run["device"], memory_bytes=24e9)
     took_s = _step_s([step["time_s"] for step in run["steps"]])
     flat = statistics.fmean(step["reward/zero_std_frac"] for step in run["steps"][SETTLED:])
     ran = work_of(config, prompt=PROMPT[name], length=length, useful=1 - flat)
@@ -130,15 +146,6 @@ def _of_recorded(name: str, run: dict[str, Any]) -> Iterator[Row]:
     yield from _memory(label, config, work, run["peak_rss_bytes"], run["peak_together_bytes"])
     took_s = statistics.median(run["broadcasts_s"])
     yield Row(label, "broadcast_s", planned(config, work, here).seconds["broadcast"], took_s)
-
-
-def _of_emulated(name: str) -> Row:
-    """One origin, 4 relays, 16 workers."""
-    raw = _json(f"wan-{name}")
-    of = raw["plan"]
-    links = Links(of["origin_bps"], of["relay_bps"], of["client_bps"], of["relays"])
-    took_s = statistics.median(one["seconds"] for one in raw["transfers"] if one["system"] == "shoal")
-    return Row(f"wan-{name}", "broadcast_s", broadcast_s(raw["size_bytes"], links, of["clients"]), took_s)
 
 
 _PROCESSES = {"learner": "learner", "worker-0": "worker", "validator": "validator", "origin": "origin"}
@@ -167,7 +174,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     """One `shoal run` with a small evaluator."""
     from machine import describe  # it imports torch, which the comparison does not need
 
-    machine, found = describe(), measure()
+    machine, found = describe(), measure(pick("auto")[0])
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "run"
         argv = [sys.executable, "-m", "shoal", "run", str(ROOT / "configs" / f"{config}.toml"), "--out", str(out)]
@@ -187,7 +194,7 @@ def record(config: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     return {
         "command": f"python benchmarks/plan.py record {config} --steps {steps}",
         "machine": machine,
-        "device": {"flops": found.flops, "bandwidth_Bps": found.bandwidth_Bps, "cores": machine["cores"]},
+        "device": {"flops": found["flops"], "bandwidth_Bps": found["bandwidth_Bps"], "cores": machine["cores"]},
         "overrides": [override for override in overrides if not override.startswith("tasks.sources")],
         "steps": [{name: report[name] for name in KEPT} for report in reports],
         "broadcasts_s": [

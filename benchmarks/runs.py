@@ -21,6 +21,7 @@ from typing import Any, get_args
 from machine import describe
 
 from shoal.config import Cheat
+from shoal.launch.legs import read_legs
 from shoal.protocol.messages import Evaluation
 from shoal.tracking.report import draw_curve
 
@@ -71,10 +72,12 @@ def one_run(config: str, seed: int, cheat: str, more: list[str]) -> dict[str, An
 
 def record(folder: Path, cheat: str) -> dict[str, Any]:
     """A finished run's summary without the config, and its metrics."""
-    summary = json.loads((folder / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     summary["dtype"] = summary.pop("config")["model"]["dtype"]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"cheat": cheat} | summary | {"metrics": metrics}
+    legs = read_legs(folder)
+    estimated = {name: sum(getattr(leg, name) for leg in legs) for name in ("estimated_s", "estimated_bytes")}
+    return {"cheat": cheat} | summary | estimated | {"metrics": metrics}
 
 
 def plot(label: str) -> None:
@@ -88,12 +91,13 @@ def plot(label: str) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """A Markdown row for each run."""
+    """A Markdown row for each run; in brackets what `shoal run` said before it started."""
     return "\n".join(
         f"| {run['cheat'] or 'seed ' + str(run['seed'])} "
         f"| {run['heldout_before']['sampled']:.2f} → {run['heldout_after']['sampled']:.2f} "
         f"| {run['heldout_before']['greedy']:.2f} → {run['heldout_after']['greedy']:.2f} "
-        f"| {run['wall_s']:.0f} | {run['peak_together_bytes'] / 2**30:.1f} "
+        f"| {run['wall_s']:.0f} ({run['estimated_s']:.0f}) "
+        f"| {run['peak_together_bytes'] / 2**30:.1f} ({run['estimated_bytes'] / 2**30:.1f}) "
         f"| {run['accepted']} | {run['rejected']} | {run['reject_reasons']} |"
         for run in runs
     )

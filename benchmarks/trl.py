@@ -71,7 +71,7 @@ class Workload:
 WORKLOADS = {
     "a": Workload(
         "quickstart",
-        (*ALIKE, "learner.row_tokens=1024", f"tasks.system={CALCULATOR}"),
+        (*ALIKE, "sampling.max_tokens=16", "learner.lr=4e-5", "evaluator.n=256", f"tasks.system={CALCULATOR}"),
         ("evaluator.n=32", "coordinator.prompts_per_step=4", "workers.groups_per_submission=2"),
         16,
         True,

@@ -29,8 +29,8 @@ ROOMS = {
     "view": ["errors", "protocol", "shardcast"],
     "tracking": ["config", "errors", "files", "protocol", "view"],
     "coordinator": ["config", "errors", "evidence", "files", "ledger", "protocol", "shardcast", "store", "tracking"],
-    "plan": ["config", "errors", "model"],
-    "learner": ["config", "diloco", "errors", "files", "model", "plan", "protocol", "shardcast", "store", "tasks"],
+    "check": ["config", "errors", "model", "sandbox", "tasks", "view"],
+    "learner": ["check", "config", "diloco", "errors", "files", "model", "protocol", "shardcast", "store", "tasks"],
     "sft": ["config", "diloco", "errors", "files", "learner", "model", "protocol", "tasks", "tracking"],
     "pretrain": ["config", "diloco", "errors", "files", "learner", "model", "tracking"],
     "rollout": ["config", "engine", "model", "protocol", "shardcast", "store", "tasks", "toploc"],
@@ -46,14 +46,13 @@ ROOMS = {
         "validator",
     ],
     "launch": [
-        "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking", "validator",
-        "view",
+        "check", "config", "engine", "errors", "files", "model", "protocol", "rollout", "sft", "tasks", "tracking",
+        "validator", "view",
     ],
     "audit": [
         "config", "coordinator", "errors", "evidence", "learner", "ledger", "model", "protocol", "shardcast", "store",
         "tasks", "validator",
     ],
-    "doctor": ["config", "errors", "model", "protocol", "sandbox"],
     "serve": [
         "config", "engine", "errors", "evals", "files", "model", "shardcast", "tasks", "toploc", "web",
     ],
@@ -61,8 +60,8 @@ ROOMS = {
         "config", "coordinator", "errors", "files", "ledger", "model", "protocol", "store", "tracking", "view", "web",
     ],
     "cli": [
-        "audit", "config", "coordinator", "dashboard", "diloco", "doctor", "engine", "errors", "evals", "launch", "learner",
-        "ledger", "model", "plan", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
+        "audit", "check", "config", "coordinator", "dashboard", "diloco", "engine", "errors", "evals", "launch", "learner",
+        "ledger", "model", "pretrain", "protocol", "roles", "serve", "sft", "shardcast", "store", "tasks",
         "tracking", "validator", "view",
     ],
     "adversary": [

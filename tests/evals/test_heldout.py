@@ -27,6 +27,9 @@ class Site:
     newest: list[int]
     gone: set[int] = field(default_factory=set)  # versions that no relay serves
     posted: list[tuple[int, bool]] = field(default_factory=list)
+    fetched: list[tuple[int, int]] = field(default_factory=list)  # version, and the newest one then
+    when: list[int] = field(default_factory=list)  # the newest version at each post
+    answered: int = -1
 
     def access(self, publisher: str, config: object) -> None:
         return None
@@ -40,21 +43,28 @@ class Site:
     def beat(self) -> HeartbeatAnswer:
         if not self.newest:
             return HeartbeatAnswer(state="finished", newest_version=9, relays=["http://r"])
-        return HeartbeatAnswer(state="running", newest_version=self.newest.pop(0), relays=["http://r"])
+        self.answered = self.newest.pop(0)
+        return HeartbeatAnswer(state="running", newest_version=self.answered, relays=["http://r"])
 
     def post(self, path: str, message: Evaluation, answer: type[Ok]) -> Ok:
         self.posted.append((message.version, message.final))
+        self.when.append(self.answered)
         return Ok()
 
-    def evaluate(self, version: int, final: bool) -> Evaluation:
+    def fetch(self, version: int) -> Path:
         if version in self.gone:
             raise FetchError(f"no relay gave a valid manifest of version {version}")
+        self.fetched.append((version, self.answered))
+        return Path()
+
+    def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
         return Evaluation(version=version, greedy=0.5, sampled=0.5, n=1, final=final)
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr("shoal.evals.heldout.IDLE_S", 0)
         node: Any = self
         evaluator = Evaluator(node, CONFIG, lambda: None, Path(), "")  # type: ignore[arg-type,return-value]
+        evaluator.fetch = self.fetch  # type: ignore[method-assign]
         evaluator.evaluate = self.evaluate  # type: ignore[method-assign]
         return evaluator.run(threading.Event())
 
@@ -63,6 +73,15 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated(monkeypatch: pyt
     site = Site([0, 1, 2, 4, 5, 9, 9])
     assert site.run(monkeypatch) == "finished"
     assert site.posted == [(0, False), (4, False), (9, True)]
+
+
+def test_the_first_version_is_fetched_at_once_and_evaluated_after_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until then, cores that it shares with workers are theirs."""
+    site = Site([0, 0, 1, 9, 9])
+    assert site.run(monkeypatch) == "finished"
+    assert site.fetched[0] == (0, 0) and site.posted[0] == (0, False) and site.when[0] == 1
 
 
 def test_a_late_evaluator_leaves_out_the_first_version_that_relays_no_longer_hold(

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.check.disk import RESERVE_BYTES, DiskFullError
 from shoal.config import Config, parse
-from shoal.launch.disk import RESERVE_BYTES, DiskFullError
 from shoal.launch.watch import GraderFailsError, StalledError, Watch
 from shoal.protocol.messages import History
 from shoal.protocol.watch import PoolWatch

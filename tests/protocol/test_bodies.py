@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from shoal.cli.sites import meeting_at
-from shoal.doctor import Targets, look
 from shoal.evals.completions import EvalError
 from shoal.evals.evaluate import asked_of
 from shoal.evals.remote import Address, RemoteSampler
@@ -51,11 +50,6 @@ def watch(transport: httpx.MockTransport) -> None:
         PoolWatch(URL, httpx.Client(transport=transport)).look()
 
 
-def doctor(transport: httpx.MockTransport) -> None:
-    [reach], _ = look(Targets(URL), httpx.Client(transport=transport))
-    assert reach.error
-
-
 def meeting(transport: httpx.MockTransport) -> None:
     assert meeting_at(URL, httpx.Client(transport=transport)) is None
 
@@ -66,7 +60,7 @@ def evaluation(transport: httpx.MockTransport) -> None:
         RemoteSampler(Address(f"{URL}/v1", "m"), transport).answer(asked, Sampling(1.0, 8), set(), lambda done: None)
 
 
-READERS = [watch, doctor, meeting, evaluation]
+READERS = [watch, meeting, evaluation]
 
 
 @pytest.mark.parametrize("reader", READERS)

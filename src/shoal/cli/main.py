@@ -7,8 +7,7 @@
     shoal discover URL                   which runs are there, and which of them this machine may join
     shoal learner|origin|relay|worker|validator|evaluator --join INVITE --dir DIR
     shoal origin PATH, shoal relay --upstream URL, shoal fetch URL    SHARDCAST alone, for any large files
-    shoal doctor [ROLE]                  whether this machine will do, and what to do if not
-    shoal plan CONFIG                    memory, seconds a step, bottleneck and cost, by arithmetic
+    shoal check [CONFIG]                 will a run work here, how long, how much memory and disk, what to do
     shoal config, verify, calibrate, plot    look at a config, a submission, this machine's numerics, metrics
     shoal audit RUN                      check a stopped run again, from its ledger and files; `ledger` shows the chain
     shoal stake ACTION                   stake on a worker; an operator's contract on a chain
@@ -35,15 +34,14 @@ from shoal import __version__
 from shoal.cli import (
     audit,
     backup,
+    check,
     dashboard,
     discover,
-    doctor,
     evals,
     filter,
     grade,
     meet,
     nodes,
-    plan,
     pool,
     pretrain,
     run,
@@ -78,8 +76,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "relay": nodes.relay,
     "fetch": shardcast.run_fetch,
     "discover": discover.discover,
-    "doctor": doctor.doctor,
-    "plan": plan.plan,
+    "check": check.check,
     "config": tools.config,
     "verify": tools.verify,
     "calibrate": tools.calibrate,
@@ -121,7 +118,7 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
     for family in (run, pool, discover, nodes, tools, audit, stake, grade, evals, filter, serve):
         family.add_commands(commands)
-    for family in (doctor, plan, backup, dashboard):
+    for family in (check, backup, dashboard):
         family.add_commands(commands)
     shardcast.fetch_arguments(commands.add_parser("fetch", help="download published versions from relays to a folder"))
     sft.sft_arguments(

@@ -114,8 +114,8 @@ def reopen_pool(arguments: argparse.Namespace) -> None:
 
 def init_pool(arguments: argparse.Namespace) -> None:
     config = read_config(arguments)
+    from shoal.check.problems import check_length
     from shoal.coordinator.founding import Members, check_new, found_pool
-    from shoal.launch.check import check_length
     from shoal.launch.task_data import FOLDER, build_tasks
 
     check_length(config)
@@ -143,9 +143,9 @@ def coordinator(arguments: argparse.Namespace) -> None:
     if arguments.host or arguments.connections:
         raise UsageError("--host and --connections go with --runs; for one run set coordinator.host, .connections")
     stop = begin("coordinator", arguments)
+    from shoal.check.problems import check_length
     from shoal.coordinator.founding import CONFIG, PoolFolderError, open_pool
     from shoal.coordinator.service import KEY, serve_forever
-    from shoal.launch.check import check_length
     from shoal.launch.task_data import FOLDER, build_tasks
     from shoal.protocol.address import split_url
     from shoal.protocol.identity import Identity
@@ -193,10 +193,10 @@ def _serve_runs(arguments: argparse.Namespace) -> None:
     if arguments.port is None:
         raise UsageError("with --runs, say where to listen: --port PORT")
     stop = begin("coordinator", arguments)
+    from shoal.check.problems import check_length
     from shoal.config import Config
     from shoal.coordinator.founding import open_pool
     from shoal.coordinator.sharing import serve_shared
-    from shoal.launch.check import check_length
     from shoal.launch.task_data import FOLDER, build_tasks
     from shoal.protocol.address import Address
 

@@ -87,7 +87,7 @@ def _check_model(config: Config, folder: Path) -> None:
 
 
 def _dry_run(config: Config) -> int:
-    from shoal.launch.check import problems
+    from shoal.check.problems import problems
 
     say(config_module.dumps(config).rstrip("\n"))
     notes: list[str] = []

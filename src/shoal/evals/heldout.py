@@ -2,7 +2,8 @@
 
 It is an ordinary member of the pool: it receives versions through SHARDCAST, so it measures what workers received.
 Invariant: the first and the last version are evaluated, on the same tasks, with the same noise. The first is left out only
-if this node joins when relays no longer hold it.
+if this node joins when relays no longer hold it. It is fetched at once, and evaluated when the second one is published: on a
+machine that does everything, the first batch does not wait for this.
 Called by `shoal evaluator`. Left out: pass@k and named benchmark suites.
 """
 
@@ -53,6 +54,7 @@ class Evaluator:
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.environments = environments_of(config)
+        self.held: tuple[int, Path] | None = None  # the version that was fetched last
 
     def close(self) -> None:
         """End the processes that grade and answer."""
@@ -76,13 +78,18 @@ class Evaluator:
                 continue
             version, final = due
             try:
-                found = self.evaluate(version, final)
+                folder = self.fetch(version)
             except FetchError as error:
                 if version > (answer.newest_version or 0) - self.config.relays.keep:
                     raise  # relays hold it: they are down
                 log.warning("version %d is not evaluated, because relays no longer hold it: %s", version, error)
                 done.add(due)
                 continue
+            if answer.newest_version == 0:
+                self.node.doing("the first batch", waiting=True)
+                stop.wait(IDLE_S)
+                continue
+            found = self.evaluate(version, folder, final)
             self.node.post("/v1/evaluations", found, Ok)
             log.info(
                 "version %d is evaluated: greedy %s, sampled %s, n %d", version, found.greedy, found.sampled, found.n
@@ -103,12 +110,17 @@ class Evaluator:
         is_due = every > 0 and newest - max(version for version, _ in done) >= every
         return (newest, False) if is_due else None
 
-    def evaluate(self, version: int, final: bool) -> Evaluation:
+    def fetch(self, version: int) -> Path:
+        """The folder of a version; it is kept until another one is asked for. Raises FetchError."""
+        if self.held is None or self.held[0] != version:
+            self.node.doing(f"fetching version {version}")
+            relays = self.node.answer.relays if self.node.answer else []
+            client = Client(relays, self.access, self.cache, keep=1)
+            self.held = version, fetch_published(client, version)[0]
+        return self.held[1]
+
+    def evaluate(self, version: int, folder: Path, final: bool) -> Evaluation:
         """Accuracy of one version on the held-out tasks; versions between the first and the last use fewer tasks."""
-        self.node.doing(f"fetching version {version}")
-        relays = self.node.answer.relays if self.node.answer else []
-        client = Client(relays, self.access, self.cache, keep=1)
-        folder, _ = fetch_published(client, version)
         engine = self.new_engine()  # for this evaluation only, so that its memory is freed
         engine.load(folder)
         self.node.policy_version = version

@@ -17,8 +17,8 @@ import shutil
 from pathlib import Path
 
 from shoal import config as config_module
+from shoal.check.disk import used_bytes
 from shoal.config import Config
-from shoal.launch.disk import used_bytes
 from shoal.launch.folder import locked, stopped_run
 from shoal.launch.members import MEETING, members
 

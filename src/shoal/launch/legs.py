@@ -20,6 +20,8 @@ class Leg:
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by process
     peak_together_bytes: int = 0
+    estimated_s: float = 0.0  # before it started; 0: not estimated
+    estimated_bytes: float = 0.0
 
 
 def read_legs(folder: Path) -> list[Leg]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from shoal.check.cores import share_threads
 from shoal.config import Cheat, Config
-from shoal.launch.cores import share_threads
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import Role

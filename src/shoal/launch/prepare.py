@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from shoal import tasks
+from shoal.check.estimate import SAMPLE, mean_prompt
+from shoal.check.problems import check_length
+from shoal.check.speed import measure
 from shoal.config import Config, ConfigError
-from shoal.launch.check import check_length
 from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
-from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
 
 
 def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
     """Build the task set, fetch, convert or train the model and pick the dtype.
 
-    Returns the model's folder and size, the dtype and the GFLOP/s, the task set's digest and what is in it. The set is kept
-    in `task_folder`, if one is given. Raises ConfigError, DeviceError, ModelNotFoundError,
-    UnsupportedModelError, ChatTemplateError.
+    Returns the model's folder and size, the dtype and the GFLOP/s, the machine's speed in that dtype, the length of prompts,
+    the task set's digest and what is in it. The set is kept in `task_folder`, if one is given. Raises ConfigError,
+    DeviceError, ModelNotFoundError, UnsupportedModelError, ChatTemplateError.
     """
     dtype.check_device(config.model.device)
     try:
@@ -37,13 +38,15 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)
+    prompt = mean_prompt(load_tokenizer(folder), config, loaded.heldout[:SAMPLE])
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     return {
         "folder": str(folder),
         "parameters": count_parameters(folder),
         "dtype": picked,
         "tasks": {"digest": loaded.digest, "notes": list(loaded.notes)},
+        "prompt_tokens": prompt,
+        "machine": measure(picked, config.model.device),
         "gflops": {name: round(speed, 1) for name, speed in gflops.items()},
     }
 

@@ -16,13 +16,15 @@ from pathlib import Path
 import httpx
 
 from shoal import config as config_module
+from shoal.check import disk
+from shoal.check.cores import available_cores
+from shoal.check.estimate import Estimate, of_measured
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.files import copy_tree, write_file
-from shoal.launch import disk, members
+from shoal.launch import members
 from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
-from shoal.launch.cores import available_cores
 from shoal.launch.door import Door
 from shoal.launch.folder import locked
 from shoal.launch.legs import Leg, read_legs, total, write_legs
@@ -33,7 +35,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
-from shoal.tracking.record import read_evaluations
+from shoal.tracking.record import read_evaluations, trained_steps
 from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
 from shoal.view import LiveView, Terminal, no_signal, sample_lines
 
@@ -69,6 +71,7 @@ class Swarm:
         self.door: Door | None = None
         self.started_s = 0.0
         self.status: Status | None = None  # the newest
+        self.estimate: Estimate | str = ""
 
     def run(self) -> int:
         """The whole run. Returns the exit status. Raises ShoalError if the run could not be finished."""
@@ -158,11 +161,14 @@ class Swarm:
         write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
+        self.estimate = of_measured(self.config, found, self.cores, trained=trained_steps(self.out))
+        if isinstance(self.estimate, str):
+            self._note(f"time and memory: {self.estimate}")
+        else:
+            self._note(f"time: {self.estimate.time()}")
+            self._note(f"memory: {self.estimate.memory()}")
         needs, free = disk.needs(self.config, found["parameters"]), disk.free_bytes(self.out)
-        self._note(
-            f"disk: up to {disk.gigabytes(needs.peak_bytes)} during the run, up to {disk.gigabytes(needs.kept_bytes)} "
-            f"after it, {disk.gigabytes(free)} free"
-        )
+        self._note(f"disk: {disk.said(needs, free)}")
         disk.check_space(self.out, needs, free)
 
     # --- starting ----------------------------------------------------------------------------------------------------
@@ -236,6 +242,8 @@ class Swarm:
             restarts=self.children.restarts(),
             peak_rss_bytes=self.peaks.rss_bytes,
             peak_together_bytes=self.peaks.together_bytes,
+            estimated_s=0.0 if isinstance(self.estimate, str) else self.estimate.seconds,
+            estimated_bytes=0.0 if isinstance(self.estimate, str) else self.estimate.memory_bytes,
         )
         write_legs(self.out, self.legs)
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.check.disk import check_left, free_bytes
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.launch.disk import check_left, free_bytes
 from shoal.protocol.messages import Grading, Status
 from shoal.protocol.watch import PoolWatch, UnreachableError
 from shoal.view import grader_errors, no_signal

@@ -1,6 +1,6 @@
 """What the settings take of this machine, said once when the learner starts: memory of weights and of a row, checkpoints.
 
-By the arithmetic of `plan/memory`. It changes nothing: a row's size decides which sums are rounded where, so only a person
+By the arithmetic of `check/memory`. It changes nothing: a row's size decides which sums are rounded where, so only a person
 changes it. What does not fit is said with the settings that would.
 Called by `shoal learner`, on the leading rank.
 """
@@ -11,12 +11,11 @@ from functools import partial
 
 import torch
 
+from shoal.check.memory import memory_of
+from shoal.check.work import Sizes, SizesError, sizes_of, work_of
 from shoal.config import Config
 from shoal.config.recipe import CHECKPOINT_BYTES
 from shoal.learner.policy import Policy
-from shoal.plan.memory import memory_of
-from shoal.plan.sizes import Sizes, SizesError, sizes_of
-from shoal.plan.work import work_of
 
 GB = 1e9
 SAVED_BYTES = {"adamw": 0, "adamw_8bit": 6, "muon": 4}  # of state, per entry of the blocks' matrices, against AdamW

@@ -30,6 +30,12 @@ def read_evaluations(folder: Path) -> list[Evaluation]:
     return [Evaluation.model_validate_json(line) for line in lines]
 
 
+def trained_steps(folder: Path) -> int:
+    """How many steps the run in this folder has trained."""
+    path = folder / METRICS
+    return len({json.loads(line)["step"] for line in path.read_text().splitlines()}) if path.exists() else 0
+
+
 class Record:
     """The files are in `folder`; `say` takes a line for the person who watches."""
 

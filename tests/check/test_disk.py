@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shoal import config as config_module
+from shoal.check.disk import RESERVE_BYTES, DiskFullError, Needs, check_space, explain, file_system, needs, used_bytes
 from shoal.config import Config, parse
 from shoal.launch.clean import clean_run
-from shoal.launch.disk import RESERVE_BYTES, DiskFullError, Needs, check_space, explain, file_system, needs, used_bytes
 from shoal.launch.folder import LOCK, FolderError, locked
 
 MODEL = 100_000_000  # parameters

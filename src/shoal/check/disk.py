@@ -1,7 +1,7 @@
 """Disk space: what a run needs, what its file system has, and which file system that is.
 
 Invariant: the estimate is an upper bound for checkpoints and weights, which are nearly all of a run's bytes. Rollouts are
-not counted. Called by `swarm`.
+not counted. Called by `shoal check` and `shoal run`.
 """
 
 import math
@@ -65,6 +65,14 @@ def needs(config: Config, parameters: int) -> Needs:
     kept += meeting_round + version if learner.sites else 0
     peak = sites * checkpoints + caches
     return Needs(peak_bytes=peak, kept_bytes=min(kept, peak))
+
+
+def said(needs: Needs, free: int) -> str:
+    """For people."""
+    return (
+        f"up to {gigabytes(needs.peak_bytes)} during the run, up to {gigabytes(needs.kept_bytes)} after it, "
+        f"{gigabytes(free)} free"
+    )
 
 
 def free_bytes(folder: Path) -> int:

@@ -1,8 +1,9 @@
 """What can be known before a run starts: does its config fit this machine, the model, the tasks and the network ports?
 
 Invariant: nothing is started, and only what answers a question is fetched (a hub model's config.json, the hub's tasks).
-torch is imported only for a device other than the CPU. Called by `shoal run --dry-run`; `check_length` also by every
-command that has a config and may have the model. Left out: the memory of rollouts, which depends on their lengths.
+torch is imported only for a device other than the CPU. Called by `shoal check` and `shoal run --dry-run`; `check_length`
+also by every command that has a config and may have the model. Left out: the memory of rollouts, which depends on their
+lengths.
 """
 
 import importlib.util
@@ -13,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from shoal import tasks
+from shoal.check.cores import available_cores
 from shoal.config import Config, ConfigError
-from shoal.launch.cores import available_cores
 from shoal.model import sources
 from shoal.model.positions import positions
 from shoal.model.sources import ModelNotFoundError
@@ -127,7 +128,7 @@ def _memory(config: Config) -> Iterator[str]:
     if config.model.device != "cpu" or config.learner.lora is not None:
         return
     try:
-        folder = _local_folder(config.model.name)
+        folder = local_folder(config.model.name)
         stored = sources.read_config(config.model.name, fetch=False)
     except ModelNotFoundError:
         return  # _model names it
@@ -144,7 +145,7 @@ def _memory(config: Config) -> Iterator[str]:
         )
 
 
-def _local_folder(name: str) -> Path | None:
+def local_folder(name: str) -> Path | None:
     if name in (sources.SMOLLM2, sources.TINY):
         return sources.smollm2_dir() if name == sources.SMOLLM2 else sources.tiny_dir()
     return sources.resolve(name) if name.startswith((".", "/", "~")) else None

@@ -1,7 +1,7 @@
 """How the processes of a run share the cores of one machine."""
 
+from shoal.check.cores import share_threads
 from shoal.config import parse
-from shoal.launch.cores import share_threads
 
 
 def test_roles_that_work_at_once_share_the_cores() -> None:

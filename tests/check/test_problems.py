@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from shoal.check.problems import check_length, problems
 from shoal.config import Config, ConfigError, parse
-from shoal.launch.check import check_length, problems
 from shoal.model.sources import BUNDLED_POSITIONS, SMOLLM2, read_config, resolve
 
 FITTING: dict[str, Any] = {"sampling": {"max_tokens": 64}}

@@ -24,8 +24,7 @@ bytes for each entry of the head (`learner_memory.json`).
 
 from dataclasses import dataclass
 
-from shoal.plan.sizes import Sizes
-from shoal.plan.work import Work, cache_bytes_per_token
+from shoal.check.work import Sizes, Work, cache_bytes_per_token
 
 MB = 10**6
 BASE_BYTES = {  # of a process, without its model
@@ -111,8 +110,3 @@ def activation_bytes(sizes: Sizes, work: Work, compute_bytes: int) -> int:
         gradients = 3 * sizes.intermediate  # of gate, up and their product
         return work.row_tokens * (compute_bytes * (sizes.layers * sizes.hidden + gradients) + each)
     return work.row_tokens * sizes.layers * each
-
-
-def largest_parameters(memory_bytes: float, devices: int, *, lora: bool = False) -> float:
-    """Parameters whose training fits in bf16, a tenth left for activations: all of them, or the weights under adapters."""
-    return 0.9 * memory_bytes * devices / (2 if lora else 4 + MASTER_BYTES)

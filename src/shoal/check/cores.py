@@ -1,7 +1,7 @@
 """How the processes of a run share the cores of one machine.
 
 Invariant: every role that computes gets at least one thread; together they get at most the core count, when possible.
-Called by `members`, `swarm` and `shoal plan`.
+Called by `members`, `swarm` and `estimate`.
 """
 
 import os
@@ -20,6 +20,7 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
     """Threads for each role that computes: at least one, and together at most `cores`, when possible.
 
     With async level 0, generating, checking and learning take turns, so each gets all cores. Sites share the learner's.
+    The last evaluation has the machine to itself.
     """
     sites = config.learner.sites.sites if config.learner.sites else 1
     if config.coordinator.async_level == 0:
@@ -27,11 +28,11 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
             "learner": max(1, cores // sites),
             "validator": max(1, cores // config.validator.count),
             "worker": max(1, cores // config.workers.count),
-            "evaluator": 1,
+            "evaluator": cores,
         }
     learner = max(1, cores // 2)
     each_worker = max(1, (cores - learner) // (config.workers.count + 1))
-    return {"learner": max(1, learner // sites), "validator": each_worker, "worker": each_worker, "evaluator": 1}
+    return {"learner": max(1, learner // sites), "validator": each_worker, "worker": each_worker, "evaluator": cores}
 
 
 def shares(config: Config, cores: int) -> dict[str, float]:

@@ -1,0 +1,14 @@
+"""Will it run here, how long will it take, how much memory and disk does it need, and what is to be done?
+
+    machine     what this machine is and does, measured and judged
+    problems    what of a config does not fit it: model, tasks, device, ports, packages
+    work        a model's sizes, and what one step computes with it
+    speed       seconds of each role for one step, from the measured speed of the cores
+    memory      bytes that each role holds
+    cores       how the roles share the cores of one machine
+    estimate    time and memory of a whole run
+    disk        what a run writes and keeps
+
+Invariant: nothing is started, changed or left behind, and each problem comes with its remedy.
+Called by `shoal check`, `shoal run`, and the learner for its memory.
+"""
