@@ -18,8 +18,9 @@ def test_advantages_have_mean_zero(normalize_std: bool) -> None:
     assert float(group_advantages(REWARDS, normalize_std=normalize_std).mean()) == pytest.approx(0, abs=1e-6)
 
 
-def test_normalised_advantages_have_population_std_one() -> None:
-    assert float(group_advantages(REWARDS, normalize_std=True).std(correction=0)) == pytest.approx(1, abs=1e-4)
+def test_normalised_advantages_have_a_samples_std_of_one() -> None:
+    """As in TRL and verl: a group is a sample of the policy's completions."""
+    assert float(group_advantages(REWARDS, normalize_std=True).std(correction=1)) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
