@@ -5,6 +5,7 @@ import time
 from email.utils import formatdate
 
 import httpx
+import pytest
 
 from shoal.config import Config, parse
 from shoal.doctor import Targets, look
@@ -103,7 +104,8 @@ def test_an_address_where_nothing_answers_is_an_error_and_no_exception() -> None
     assert errors["not a url"]
 
 
-def test_what_answers_in_another_form_is_no_coordinator() -> None:
-    client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text="[1]")))
+@pytest.mark.parametrize("body", ["[1]", "[" * 65_536])
+def test_what_answers_in_another_form_is_no_coordinator(body: str) -> None:
+    client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text=body)))
     errors, _, _ = seen(client, Targets(URL))
     assert errors[URL]

@@ -79,7 +79,7 @@ def _ask(url: str, what: str, client: httpx.Client, clock: Callable[[], float]) 
             return Reach(url, what, f"it is not a Shoal coordinator of protocol {VERSION}: {str(said)[:80]}")
         run = str(said.get("run", "")) if isinstance(said, dict) else ""
         return Reach(url, what, "", took_s, pool_clock.offset_s, run)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, RecursionError) as error:
         return Reach(url, what, str(error).rstrip(".") or type(error).__name__)
 
 

@@ -47,7 +47,7 @@ class Instructions:
         for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
             try:
                 metadata = json.loads(task.metadata)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 grades[n] = Grade(0.0, "grader_error", f"the metadata of task {task.id} is not JSON: {error}")
                 continue
             asked[n] = {"metadata": metadata, "prompt": task.question, "completion": completion}
