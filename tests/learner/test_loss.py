@@ -319,11 +319,12 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_where_ratios_are_clippe
 # ---- KL and entropy
 
 
-@pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 19.0, 25.0, 300.0])
-def test_k3_pulls_towards_the_reference_and_never_overflows(d: float) -> None:
+@pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 4.9, 5.1, 15.0, 300.0])
+def test_k3_pulls_towards_the_reference_and_its_pull_is_bounded(d: float) -> None:
+    """Without a bound one token of 15 nats outweighs three million others; clipped to a constant it would have no pull."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
-    assert float(slope) == pytest.approx(1 - math.exp(min(d, 20.0)))
+    assert float(slope) == pytest.approx(1 - math.exp(min(d, 5.0)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
