@@ -52,7 +52,7 @@ class Evaluator:
         self.access = node.access(publisher, config)
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
-        self.environments = environments_of(config)
+        self.environments = environments_of(config, self.tasks.files)
 
     def close(self) -> None:
         """End the processes that grade and answer."""

@@ -15,6 +15,7 @@ from shoal.launch.check import check_length
 from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
 from shoal.model.load import load_tokenizer
+from shoal.tasks.environments import try_out
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
 
@@ -33,6 +34,7 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         loaded = tasks.load(config.tasks, task_folder)
         with tasks.Graders(config.tasks, files=loaded.files) as graders:
             graders.try_out(loaded.samples)
+        try_out(config, loaded)
     except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)

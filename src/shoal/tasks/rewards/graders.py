@@ -139,8 +139,8 @@ class Graders:
         if not name:
             raise GradeError(f"source {source.label} names no reward, and neither does its schema; set its reward")
         if is_own(name):
-            if _file(name) not in self.files:
-                raise GradeError(f"source {source.label}: its task set does not hold {_file(name)}; make it again")
+            if file_of(name) not in self.files:
+                raise GradeError(f"source {source.label}: its task set does not hold {file_of(name)}; make it again")
         elif name not in REWARDS and name not in SANDBOXED:
             known = ", ".join([*REWARDS, *SANDBOXED])
             raise GradeError(
@@ -153,8 +153,9 @@ class Graders:
         sandbox, tier = self.section.sandbox, tier_of(self.section.sandbox, f"reward {name}")
         try:
             if is_own(name):
-                source = self.files[_file(name)].decode(errors="replace")
-                return Own(name, source, limits_of(sandbox), tier, trusted=trusted(), budget=self.budget)
+                source = self.files[file_of(name)].decode(errors="replace")
+                limits, packages = limits_of(sandbox), packages_of(sandbox)
+                return Own(name, source, limits, tier, trusted=trusted(), budget=self.budget, packages=packages)
             return SANDBOXED[name](limits_of(sandbox), tier, self.budget)
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
@@ -195,6 +196,11 @@ def limits_of(section: SandboxSection) -> Limits:
     return Limits(wall_s=section.wall_s, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
 
 
+def packages_of(section: SandboxSection) -> Sequence[str]:
+    """What rewards and environments of your own may import besides the standard library."""
+    return ("numpy",) if section.numpy else ()
+
+
 def tier_of(section: SandboxSection, user: str) -> str | None:
     """The tier that is asked for; None: the strongest. Raises GradeError where `user` must not run in it."""
     if section.tier == "rlimits" and not trusted():
@@ -205,6 +211,6 @@ def tier_of(section: SandboxSection, user: str) -> str | None:
     return None if section.tier == "auto" else section.tier
 
 
-def _file(name: str) -> str:
-    """The name that a reward's file has in the task set."""
+def file_of(name: str) -> str:
+    """The name that the file of a reward or an environment of your own has in the task set."""
     return Path(name.rpartition(":")[0]).name
