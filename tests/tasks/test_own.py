@@ -148,7 +148,7 @@ def test_after_a_failure_the_next_completion_is_graded(place: str) -> None:
         ("floods", "it printed too much"),
         ("hoards", "MemoryError"),
         ("network", "PermissionError"),
-        ("installed", "ModuleNotFoundError: No module named 'numpy' (mine.py, line 42)"),
+        ("installed", "ModuleNotFoundError: No module named 'numpy' (mine.py, line 38)"),
         ("installed", f"numpy with tasks.sandbox.numpy = true: to import what else is installed, set {TRUST}=1"),
     ],
 )
