@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.learner.advantage import group_advantages
@@ -24,6 +24,7 @@ def test_normalised_advantages_have_a_samples_std_of_one() -> None:
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
+@settings(deadline=None)
 @given(reward=st.floats(-100, 100, width=32), size=st.integers(1, 64))
 def test_equal_rewards_give_exactly_zero(normalize_std: bool, reward: float, size: int) -> None:
     """Exactly, because the online filter drops a group whose advantages are all zero."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.config.recipe import LossKind, LossSection
 
 MAX_LOG_RATIO = 80.0  # far beyond any delta; exp(89) is inf in float32, and its gradient NaN even if clipped
-MAX_LOG_REFERENCE = 5.0  # k3 grows linearly from there: one token weighs at most as much as 147 * beta others
+MAX_LOG_REFERENCE = 8.0  # k3 grows linearly from there; its slope times the default beta is 3, below delta
 
 
 class Surrogate(NamedTuple):
