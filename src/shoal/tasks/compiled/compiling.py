@@ -11,7 +11,7 @@ Called by `tasks.load`, `shoal prepare` and the commands that make a pool.
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -245,7 +245,9 @@ def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
-        named = [("reward", name, check_function) for name in rewards]
+        named: list[tuple[str, str, Callable[[str, bytes], None]]] = [
+            ("reward", name, check_function) for name in rewards
+        ]
         named.append(("environment", source.environment, check_environment))
         for kind, name, check in (one for one in named if ".py:" in one[1]):
             path = Path(name.rpartition(":")[0])
