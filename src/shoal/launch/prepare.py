@@ -14,8 +14,9 @@ from shoal.config import Config, ConfigError
 from shoal.launch.check import check_length
 from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
-from shoal.model.load import load_tokenizer
+from shoal.model.load import eos_ids, load_tokenizer
 from shoal.tasks.environments import try_out
+from shoal.tasks.environments.template import Frame
 from shoal.tasks.prompt import prompt_tokens
 from shoal.tasks.rewards.graders import GradeError
 
@@ -39,7 +40,10 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    prompt_tokens(load_tokenizer(folder), config.tasks, loaded.heldout[0], 0)
+    tokenizer = load_tokenizer(folder)
+    prompt_tokens(tokenizer, config.tasks, loaded.heldout[0], 0)
+    if config.sampling.max_turns > 1:
+        Frame(tokenizer, eos_ids(folder))
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     return {
         "folder": str(folder),
