@@ -20,7 +20,6 @@ from shoal.tasks.rewards.instructions import Instructions
 from shoal.tasks.rewards.math.reward import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.rewards.own.reward import Own
-from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 from shoal.tasks.trust import TRUST, trusted
 
@@ -163,6 +162,28 @@ class Graders:
                 f'reward {name} needs a sandbox: {reason} (in Shoal: tasks.sandbox.tier = "rlimits", with {TRUST}=1 on each '
                 "machine that grades)"
             ) from error
+
+
+def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
+    """Several rewards of one completion as one: the mean by weight, or a wrong format if every reward that counts found one.
+
+    If a reward that counts fails, the whole grade is a `grader_error`, so a broken reward never passes for a low one. A
+    reward of weight 0 does not count: it appears in `parts` and `detail` and changes nothing else.
+    """
+    counted = [grade for name, grade in grades.items() if weights[name]]
+    total = sum(weights.values())
+    score = sum(grades[name].score * weight for name, weight in weights.items()) / total
+    outcomes = {grade.outcome for grade in counted}
+    failed = "grader_error" in outcomes
+    details = [f"{name}: {grade.detail or grade.score}" for name, grade in grades.items()]
+    return Grade(
+        score=0.0 if failed else min(1.0, score),
+        outcome="grader_error" if failed else "wrong_format" if outcomes == {"wrong_format"} else "graded",
+        detail="; ".join(details),
+        tier=next((grade.tier for grade in counted if grade.tier), ""),
+        repeatable=all(grade.repeatable for grade in counted),
+        parts={name: grade.score for name, grade in grades.items()},
+    )
 
 
 def versions() -> str:

@@ -19,8 +19,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable import Killable
-from shoal.tasks.rewards.killable.grading import grade_of
-from shoal.tasks.rewards.killable.pool import Result
+from shoal.tasks.rewards.killable.pool import Result, grade_of
 from shoal.tasks.task import Grade, Task
 
 IFEVAL = Path(__file__).with_name("ifeval.py")

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable import Killable
-from shoal.tasks.rewards.killable.grading import grade_of
+from shoal.tasks.rewards.killable.pool import grade_of
 from shoal.tasks.rewards.math.final_answer import final_answer, tidy
 from shoal.tasks.task import Grade, Task
 
