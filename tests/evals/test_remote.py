@@ -117,11 +117,11 @@ def test_a_cut_off_completion_and_one_without_content_are_told() -> None:
         assert set(ask(server.url).values()) == {Answer("", 8, ended=False)}
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_passing_faults_are_tried_again(status: int) -> None:
+@pytest.mark.parametrize(("status", "wait"), [(429, "0"), (500, "0"), (503, "-1"), (503, "nan")])
+def test_passing_faults_are_tried_again(status: int, wait: str) -> None:
     async def shaky(server: Server, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if server.bodies.count(body) == 1:
-            return web.Response(status=status, headers={"Retry-After": "0"})
+            return web.Response(status=status, headers={"Retry-After": wait})
         return await echo(server, request, body)
 
     with serving(shaky) as server:
@@ -166,6 +166,7 @@ def test_nobody_listening_is_named_with_the_cause() -> None:
         (lambda: web.Response(text="<html>"), "does not answer as the OpenAI API does: <html>"),
         (lambda: web.json_response({"choices": []}), "does not answer as the OpenAI API does"),
         (lambda: web.json_response([1]), "does not answer as the OpenAI API does"),
+        (lambda: web.Response(text="[" * 65_536), "does not answer as the OpenAI API does"),
         (
             lambda: web.json_response({"choices": [{"message": {"content": 5}}]}),
             "does not answer as the OpenAI API does",

@@ -36,6 +36,14 @@ def test_a_model_without_a_chat_template_is_named(tmp_path: Path, tiny_folder: P
     assert not restart_helps(caught.value)
 
 
+def test_a_model_that_no_environment_can_answer_is_named(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    with pytest.raises(ChatTemplateError, match=r"does not write every message once: .* set sampling.max_turns = 1"):
+        prepare(tiny(f"model.name={folder}", "tasks.sources.0.environment=calculator"))
+
+
 def test_the_size_of_the_model_is_read_from_its_files(tiny_folder: Path) -> None:
     weights = load_file(tiny_folder / "model.safetensors")
     assert count_parameters(tiny_folder) == sum(tensor.numel() for tensor in weights.values())

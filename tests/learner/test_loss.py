@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -94,8 +95,10 @@ def slow(data: dict[str, Tensor], s: LossSection) -> tuple[float, list[float]]:
             else:
                 value, slope = weighted_loop(logp[t], r, a[t], s.dppo_max_weight, not masked)
             log_ref = d["reference_N"][t] - logp[t]
-            total += share * (-value + s.beta * (math.exp(log_ref) - 1 - log_ref) - s.entropy * d["entropy_N"][t])
-            slopes[t] += share * s.beta * (1 - math.exp(log_ref))
+            bound = min(log_ref, 8.0)
+            kl = math.exp(bound) * (1 + log_ref - bound) - 1 - log_ref
+            total += share * (-value + s.beta * kl - s.entropy * d["entropy_N"][t])
+            slopes[t] += share * s.beta * (1 - math.exp(bound))
             for u in tokens if s.kind == "gspo" else [t]:  # a rollout's ratio moves with each of its tokens
                 slopes[u] -= share * slope / (len(tokens) if s.kind == "gspo" else 1)
     return total / D, [slope / D for slope in slopes]
@@ -278,6 +281,7 @@ def test_a_batch_without_tokens_has_no_denominator() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@hypothesis.settings(deadline=None)
 @given(
     logp=st.floats(-1e4, 0, width=32),
     behaviour=st.floats(-1e4, 0, width=32),
@@ -319,11 +323,12 @@ def test_a_ratio_too_large_for_float32_gives_no_gradient_where_ratios_are_clippe
 # ---- KL and entropy
 
 
-@pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 19.0, 25.0, 300.0])
-def test_k3_pulls_towards_the_reference_and_never_overflows(d: float) -> None:
+@pytest.mark.parametrize("d", [-30.0, -1.0, 0.5, 7.9, 8.1, 15.0, 300.0])
+def test_k3_pulls_towards_the_reference_and_its_pull_is_bounded(d: float) -> None:
+    """Without a bound one token of 15 nats outweighs three million others; clipped to a constant it would have no pull."""
     logp = torch.tensor(-400.0, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(k3(logp, torch.tensor(d - 400.0, dtype=torch.float64)), logp)
-    assert float(slope) == pytest.approx(1 - math.exp(min(d, 20.0)))
+    assert float(slope) == pytest.approx(1 - math.exp(min(d, 8.0)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

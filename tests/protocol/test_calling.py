@@ -91,10 +91,11 @@ def test_an_answer_that_comes_soon_after_the_stop_counts(tmp_path: Path) -> None
     assert join(FakeCoordinator(), tmp_path, stop=stop).name == "w-0", "a last report is not lost"
 
 
-def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[" * 65_536])
+def test_a_refusal_without_a_reason_tells_its_status(tmp_path: Path, body: str) -> None:
     coordinator = FakeCoordinator()
     node = join(coordinator, tmp_path)
-    coordinator.answers["/v1/claims"] = httpx.Response(502, text="<html>bad gateway</html>")
+    coordinator.answers["/v1/claims"] = httpx.Response(502, text=body)
     with pytest.raises(RefusedError, match="POST /v1/claims: HTTP 502"):
         node.post("/v1/claims", None, Ok)
 

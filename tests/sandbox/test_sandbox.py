@@ -371,6 +371,19 @@ def test_it_starts_whatever_the_umask_of_its_owner(box: Sandbox) -> None:
         os.umask(before)
 
 
+def test_a_package_by_name_may_be_imported_and_its_neighbours_may_not(box: Sandbox) -> None:
+    program = "import numpy; print(numpy.arange(3).sum(), sorted(__import__('os').environ))\nimport httpx"
+    with Sandbox(box.tier, packages=["numpy"]) as own:
+        result = own.run(Program(program))
+    assert result.stdout == b"3 ['PYTHONHASHSEED']\n", result.stderr
+    assert box.tier == "rlimits" or b"No module named 'httpx'" in result.stderr, "rlimits has no wall"
+
+
+def test_a_package_that_is_not_installed_is_named(box: Sandbox) -> None:
+    with Sandbox(box.tier, packages=["no_such"]) as own, pytest.raises(SandboxError, match="pip install no_such"):
+        own.run(Program(""))
+
+
 def test_it_shows_the_library_behind_a_virtual_environment_and_not_the_environment(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)

@@ -8,8 +8,7 @@ from shoal import tasks
 from shoal.config.tasks import SourceSection, TaskSection
 from shoal.sandbox import Budget
 from shoal.tasks.rewards import graders
-from shoal.tasks.rewards.graders import GradeError, Graders
-from shoal.tasks.rewards.weighted import combine
+from shoal.tasks.rewards.graders import GradeError, Graders, combine
 from shoal.tasks.task import Grade
 
 from ..rewards import Always

@@ -110,6 +110,7 @@ def test_data_that_the_library_lacks_are_named() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_missing_metadata_are_a_grader_error() -> None:
-    (found,) = graded([Task(id="t", question="q", answer="")], ["x"])
+@pytest.mark.parametrize("metadata", ["", "[" * 65_536])
+def test_metadata_that_cannot_be_read_are_a_grader_error(metadata: str) -> None:
+    (found,) = graded([Task(id="t", question="q", answer="", metadata=metadata)], ["x"])
     assert (found.outcome, found.score) == ("grader_error", 0)

@@ -53,6 +53,7 @@ def installed(task, completion):
     import numpy
     return numpy.float32(0.5)
 def drawn(task, completion): return random.random()
+def other(task, completion): import httpx
 """
 TASK = Task("s/1", "2+2?", "4", source="s", metadata='{"level": 1}')
 
@@ -147,12 +148,21 @@ def test_after_a_failure_the_next_completion_is_graded(place: str) -> None:
         ("floods", "it printed too much"),
         ("hoards", "MemoryError"),
         ("network", "PermissionError"),
-        ("installed", "ModuleNotFoundError: No module named 'numpy'"),
+        ("installed", "ModuleNotFoundError: No module named 'numpy' (mine.py, line 38)"),
+        ("installed", f"numpy with tasks.sandbox.numpy = true: to import what else is installed, set {TRUST}=1"),
     ],
 )
 def test_the_sandbox_holds_it(name: str, detail: str) -> None:
     [found] = grade(f"mine.py:{name}", "x")
     assert found.outcome == "grader_error" and detail in found.detail
+
+
+def test_the_sandbox_has_numpy_where_the_config_says_so() -> None:
+    with graders("mine.py:installed", numpy=True) as graded:
+        for found in graded.grade([TASK] * 2, ["x", "y"]):
+            assert (found.score, found.outcome, found.tier) == (0.5, "graded", best_tier()), found.detail
+    [found] = grade("mine.py:other", "x", numpy=True)
+    assert "ModuleNotFoundError: No module named 'httpx'" in found.detail
 
 
 def test_it_reads_no_file_of_the_machine() -> None:

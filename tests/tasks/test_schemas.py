@@ -406,6 +406,11 @@ def test_private_tests_may_be_plain_json() -> None:
     assert tests["cases"][1] == {"input": "5\n", "output": "10\n"}
 
 
+def test_deeply_nested_json_is_a_bad_row() -> None:
+    with pytest.raises(RowError, match="verification_info is not JSON"):
+        read(GENESYS | {"verification_info": "[" * 65_536})
+
+
 def test_unknown_columns_are_named_with_what_to_write() -> None:
     with pytest.raises(RowError, match=r'columns \(gold, text\) are of no schema .* fields = \{ question = "gold"'):
         read({"text": "?", "gold": "5"})

@@ -220,12 +220,28 @@ def test_a_bad_file_is_refused_and_named(tmp_path: Path, content: bytes, message
         ({"fields": {"qestion": "text"}}, r"row 1: fields names 'qestion'; the fields are question, answer, tests"),
         ({"fields": {"question": "question.text"}}, r"row 1: column question.text is not JSON"),
         ({"reward": "mine.py:exact"}, r"no reward file at mine.py, from .*; correct the source's reward"),
+        ({"environment": "mine.py:Echo"}, r"no environment file at mine.py, from .*; correct the source's environment"),
         ({"keep": "kept.json"}, r"keep = 'kept.json' is not a manifest of `shoal filter`"),
     ],
 )
 def test_a_wrong_setting_is_named(folder: Path, more: Row, message: str) -> None:
     with pytest.raises(TasksNotFoundError, match=message):
         tasks.load(section(folder, **more))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"answer": "info.gold"}, r"row 1: column info.gold is not JSON \("),
+        ({"metadata": "info"}, r"row 1: a column holds JSON that is nested too deep; flatten it"),
+        ({"tests": "info"}, r"row 1: a column holds JSON that is nested too deep; flatten it"),
+    ],
+)
+def test_columns_of_deeply_nested_json_are_named(tmp_path: Path, fields: dict[str, str], message: str) -> None:
+    row = {"question": "?", "answer": "5", "info": "[" * 65_536}
+    (tmp_path / "some.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(TasksNotFoundError, match=message):
+        tasks.load(section(tmp_path / "some.jsonl", fields={"question": "question", **fields}))
 
 
 @pytest.mark.parametrize(
@@ -259,15 +275,18 @@ def test_files_beside_the_config_are_found_and_the_current_folder_comes_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "own" / "my.jsonl", rows(20, "Ann"))
-    (tmp_path / "own" / "mine.py").write_text("def exact(task, completion): return 1.0\n")
+    source = "def exact(task, completion): return 1.0\n"
+    source += "class Echo:\n    def respond(self, task, seed, turns): return turns[-1]\n"
+    (tmp_path / "own" / "mine.py").write_text(source)
     config = tmp_path / "own" / "my.toml"
     config.write_text(
         '[tasks]\nheldout = 4\n[evaluator]\nn = 4\nn_between = 4\n[[tasks.sources]]\npath = "my.jsonl"\n'
-        'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\n'
+        'reward = { "mine.py:exact" = 1.0, "number" = 0.5 }\nenvironment = "mine.py:Echo"\n'
     )
     found = load(config)
     assert found.tasks.sources[0].path == str(tmp_path / "own" / "my.jsonl")
-    assert tasks.load(found.tasks).files == {"mine.py": b"def exact(task, completion): return 1.0\n"}
+    assert found.tasks.sources[0].environment == f"{tmp_path / 'own' / 'mine.py'}:Echo"
+    assert tasks.load(found.tasks).files == {"mine.py": source.encode()}
     written(tmp_path / "my.jsonl", rows(20, "Bob"))
     assert load(config).tasks.sources[0].path == "my.jsonl"
 

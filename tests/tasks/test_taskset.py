@@ -343,7 +343,7 @@ def test_two_reward_files_of_one_name_and_one_too_large_are_refused(source: Path
         (tmp_path / n).mkdir()
         (tmp_path / n / "mine.py").write_text(f"def exact(task, completion): return 1.0  # {n}\n")
     sources = [SourceSection(name=n, path=str(source), reward=f"{tmp_path / n / 'mine.py'}:exact") for n in "ab"]
-    with pytest.raises(TasksNotFoundError, match=r"two reward files are named mine.py; rename"):
+    with pytest.raises(TasksNotFoundError, match=r"two files of your own are named mine.py; rename"):
         tasks.load(TaskSection(sources=sources, heldout=4))
     (tmp_path / "a" / "mine.py").write_text("#" * (2 << 20))
     with pytest.raises(TasksNotFoundError, match="holds 2.1 MB"):

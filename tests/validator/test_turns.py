@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.adversary.cheats import CHEATS
 from shoal.model.turns import model_positions, model_spans, model_tokens
 from shoal.protocol.messages import HARD, Reason, Verdict
 from shoal.rollout.produce import Producer
 from shoal.store.rollouts import Rollout, RolloutFileError, read_accepted, read_submission
 from shoal.tasks import Grade, Task
+from shoal.tasks.environments import close
 from shoal.validator.by_hand import read_header
 from shoal.validator.checks import FAR, OUTLIERS, endings, special_tokens, termination
 from shoal.validator.service import Validator
@@ -334,3 +336,28 @@ def test_someone_elses_seed_gives_other_answers(worker: Producer, honest: list[R
     assert worker.conversation.fault(task, row.seed, row.tokens, row.turns) is None
     assert worker.conversation.fault(task, row.seed + 1, row.tokens, row.turns) is not None
     assert ALICE.public == worker.identity.public
+
+
+# --- an environment of one's own -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Producer, None), (CHEATS["forged_tool"], Reason.UNREPEATABLE)])
+def test_an_environment_of_ones_own_travels_and_slashes_nobody(
+    talkative_folder: Path, tmp_path: Path, kind: type[Producer], reason: Reason | None
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Short:\n"
+        "    def respond(self, task, seed, turns):\n"
+        "        return str(seed % 1000 + len(task.question)) if len(turns[-1]) < 5 else None\n"
+    )
+    settings = config(f"{file}:Short")
+    honest, validator = make_producer(talkative_folder, settings, kind), make_validator(talkative_folder, settings)
+    try:
+        data = honest.submission(ASKED)
+        assert any(row.turns for row in read_submission(data, max_rows=8, max_tokens=MAX_TOKENS).rows)
+        verdict = judged(validator, ASKED, data)
+    finally:
+        close(honest.environments)
+        close(validator.judge.environments)
+    assert verdict.reason is reason and reason not in HARD, verdict.detail

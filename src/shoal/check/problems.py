@@ -19,7 +19,7 @@ from shoal.config import Config, ConfigError
 from shoal.model import sources
 from shoal.model.positions import positions
 from shoal.model.sources import ModelNotFoundError
-from shoal.tasks.environments import close, environments_of
+from shoal.tasks.environments import try_out
 from shoal.tasks.rewards.graders import GradeError
 
 TRAINED_BYTES = 16  # per trained parameter, at least: weights, gradient, master and two moments of AdamW
@@ -57,7 +57,7 @@ def _tasks(notes: list[str] | None, config: Config) -> Iterator[str]:
         loaded = tasks.load(config.tasks)
         with tasks.Graders(config.tasks, files=loaded.files) as graders:
             graders.try_out(loaded.samples)
-        close(environments_of(config))
+        try_out(config, loaded)
     except (ValueError, ConfigError, GradeError) as error:
         yield str(error)
         return

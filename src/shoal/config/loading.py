@@ -143,7 +143,7 @@ def _find_beside(values: dict[str, Any], folder: Path) -> None:
     tasks = values.get("tasks")
     sources = tasks.get("sources") if isinstance(tasks, dict) else None
     for source in sources if isinstance(sources, list) else []:
-        for key in ("path", "keep", "reward") if isinstance(source, dict) else ():
+        for key in ("path", "keep", "reward", "environment") if isinstance(source, dict) else ():
             if source.get(key):
                 source[key] = _beside(key, source[key], folder)
 
@@ -151,9 +151,10 @@ def _find_beside(values: dict[str, Any], folder: Path) -> None:
 def _beside(key: str, value: Any, folder: Path) -> Any:
     if isinstance(value, dict):  # rewards with weights
         return {_beside(key, name, folder): weight for name, weight in value.items()}
-    if not isinstance(value, str) or (key == "reward" and ".py:" not in value):
+    named = key in ("reward", "environment")  # file.py:name, or a name alone
+    if not isinstance(value, str) or (named and ".py:" not in value):
         return value
-    file, colon, function = value.rpartition(":") if key == "reward" else (value, "", "")
+    file, colon, function = value.rpartition(":") if named else (value, "", "")
     if Path(file).expanduser().exists() or not (folder / file).exists():
         return value
     return f"{folder / file}{colon}{function}"

@@ -40,7 +40,9 @@ class SourceSection(Section):
     )
     prompt: str = Field(default="", description="user message of this source's tasks; empty: tasks.prompt")
     environment: str = Field(
-        default="", description="what answers the model between its turns: calculator or python; empty: nothing"
+        default="",
+        description="what answers the model between its turns: calculator, python, or a class of your own as "
+        "file.py:Class; empty: nothing",
     )
     keep: str = Field(default="", description="a manifest by `shoal filter`: only the tasks in it are used")
 
@@ -87,6 +89,7 @@ class SandboxSection(Section):
     cpu_s: float = Field(default=5.0, gt=0, le=600, description="most seconds of CPU")
     wall_s: float = Field(default=15.0, gt=0, le=3600, description="most seconds by the clock")
     memory_bytes: int = Field(default=512 << 20, ge=64 << 20, description="most memory (address space)")
+    numpy: bool = Field(default=False, description="whether rewards and environments of your own may import numpy")
 
 
 class TaskSection(Section):

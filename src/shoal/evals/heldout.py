@@ -53,7 +53,7 @@ class Evaluator:
         self.access = node.access(publisher, config)
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
-        self.environments = environments_of(config)
+        self.environments = environments_of(config, self.tasks.files)
         self.held: tuple[int, Path] | None = None  # the version that was fetched last
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -109,7 +109,7 @@ class PassRates:
         sampling = Sampling(self.config.sampling.temperature, self.config.sampling.max_tokens, ends)
         with (
             tasks.Graders(self.config.tasks, files=self.tasks.files) as graders,
-            conversing(self.config, tokenizer, ends) as conversation,
+            conversing(self.config, self.tasks.files, tokenizer, ends) as conversation,
         ):
             while len(results) < self.total and not stop.is_set():
                 numbers = range(len(results), min(len(results) + self.batch, self.total))
@@ -218,9 +218,11 @@ class PassRates:
 
 
 @contextmanager
-def conversing(config: Config, tokenizer: Any, eos_ids: Sequence[int]) -> Iterator[Conversation]:
+def conversing(
+    config: Config, files: Mapping[str, bytes], tokenizer: Any, eos_ids: Sequence[int]
+) -> Iterator[Conversation]:
     """The conversation of a run, whose environments end with it."""
-    environments = environments_of(config)
+    environments = environments_of(config, files)
     try:
         yield Conversation(config, environments, tokenizer, eos_ids)
     finally:

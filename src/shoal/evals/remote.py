@@ -146,7 +146,7 @@ class RemoteSampler:
             choice = found["choices"][0]
             text, why = choice["message"].get("content"), choice.get("finish_reason")
             tokens = (found.get("usage") or {}).get("completion_tokens")
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise EvalError(f"{self.route} does not answer as the OpenAI API does: {excerpt}") from error
         if not isinstance(text, str | None) or not isinstance(tokens, int | None):
             raise EvalError(f"{self.route} does not answer as the OpenAI API does: {excerpt}")
@@ -155,7 +155,7 @@ class RemoteSampler:
 
 def _asked_wait_s(response: httpx.Response) -> float | None:
     try:
-        return min(max(float(response.headers["retry-after"]), 0.0), LONGEST_WAIT_S)
+        return min(max(0.0, float(response.headers["retry-after"])), LONGEST_WAIT_S)  # 0 for "nan"
     except (KeyError, ValueError):  # absent, or a date
         return None
 

@@ -16,7 +16,9 @@ from shoal.check.speed import measure
 from shoal.config import Config, ConfigError
 from shoal.launch.task_data import build_tasks
 from shoal.model import dtype, sources
-from shoal.model.load import load_tokenizer
+from shoal.model.load import eos_ids, load_tokenizer
+from shoal.tasks.environments import try_out
+from shoal.tasks.environments.template import Frame
 from shoal.tasks.rewards.graders import GradeError
 
 
@@ -34,11 +36,15 @@ def prepare(config: Config, task_folder: Path | None = None) -> dict[str, Any]:
         loaded = tasks.load(config.tasks, task_folder)
         with tasks.Graders(config.tasks, files=loaded.files) as graders:
             graders.try_out(loaded.samples)
+        try_out(config, loaded)
     except (ValueError, GradeError) as error:
         raise ConfigError(str(error)) from error
     check_length(config, fetch=True)
     folder = model_folder(config.model.name)
-    prompt = mean_prompt(load_tokenizer(folder), config, loaded.heldout[:SAMPLE])
+    tokenizer = load_tokenizer(folder)
+    prompt = mean_prompt(tokenizer, config, loaded.heldout[:SAMPLE])
+    if config.sampling.max_turns > 1:
+        Frame(tokenizer, eos_ids(folder))
     picked, gflops = dtype.pick(config.model.dtype, config.model.device)
     return {
         "folder": str(folder),

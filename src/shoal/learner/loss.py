@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.config.recipe import LossKind, LossSection
 
 MAX_LOG_RATIO = 80.0  # far beyond any delta; exp(89) is inf in float32, and its gradient NaN even if clipped
-MAX_LOG_REFERENCE = 20.0  # k3 grows linearly from there, because exp would overflow
+MAX_LOG_REFERENCE = 8.0  # k3 grows linearly from there; its slope times the default beta is 3, below delta
 
 
 class Surrogate(NamedTuple):
@@ -207,8 +207,9 @@ def dppo(logp_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, threshold:
 def k3(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = reference - logp: >= 0, and its mean over the policy's own samples is KL(policy, reference).
 
-    Beyond d = MAX_LOG_REFERENCE its tangent replaces the exponential, so that the value and its gradient are large but
-    finite. Source: Schulman, "Approximating KL divergence" (2020).
+    Beyond d = MAX_LOG_REFERENCE its tangent replaces the exponential, so that a token that the policy has left neither
+    decides an update nor loses its pull. Source: Schulman, "Approximating KL divergence" (2020); for the bound,
+    benchmarks/kl_bound.py.
     """
     d_N = reference_N - logp_N
     beyond_N = (d_N - MAX_LOG_REFERENCE).clamp(min=0)

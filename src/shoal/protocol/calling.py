@@ -223,5 +223,5 @@ class Caller:
 def _reason(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"HTTP {response.status_code}"

@@ -55,7 +55,7 @@ class Producer:
         self.tasks = task_set or tasks.load(config.tasks)
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files)
         self.curriculum = Curriculum(page)
-        self.environments = environments_of(config)
+        self.environments = environments_of(config, self.tasks.files)
         self.tokenizer: Any = None
         self.conversation: Conversation | None = None
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, (), config.sampling.noise)

@@ -27,7 +27,8 @@ many eyes have read; kernel's by `launch.py` and `mounts.py`.
 
 The same program ends alike everywhere with the same interpreter (`interpreter()`): hash seed 0, `random` seeded with 0, an
 empty environment, fixed arguments, UTC. Left alone: the clock, `os.urandom`, addresses. Left out: other systems than Linux,
-kernels before 5.14, installed packages, GPUs; bugs of the kernel itself. aarch64 has its numbers of calls but was never run.
+kernels before 5.14, installed packages but those in `packages`, GPUs; bugs of the kernel itself. aarch64 has its numbers of
+calls but was never run.
 """
 
 from shoal.sandbox.conversation import Conversation

@@ -1,15 +1,20 @@
 """What of the host's files the sandbox shows: the interpreter, its library, the system's shared libraries, four devices.
 
 Invariant: nothing of a person's, of Shoal's or of /etc (but the loader's cache) is in the list. Called by `process.py`.
-Left out: installed packages outside of the interpreter's own folder. Programs get the standard library.
+Left out: installed packages outside of the interpreter's own folder, but for those that a caller names. Programs get the
+standard library.
 """
 
+import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+from shoal.sandbox.limits import SandboxError
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -27,9 +32,27 @@ def binds() -> list[str]:
     prefix = Path(os.path.realpath(sys.base_prefix))
     bases = dict.fromkeys(("base", "platbase", "installed_base", "installed_platbase"), str(prefix))  # not the venv's
     library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
-    wanted = [executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM]
+    return outermost([executable(), str(prefix / "lib"), *map(os.path.realpath, library), *SYSTEM])
+
+
+def outermost(wanted: Sequence[str]) -> list[str]:
+    """Those that are there, without those inside another."""
     real = sorted({path for path in wanted if Path(path).exists() and not Path(path).is_symlink()})
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+
+
+def installed(packages: Sequence[str]) -> list[Path]:
+    """The folders of packages that this interpreter imports. Raises SandboxError if one is not installed."""
+    found = []
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise SandboxError(
+                f"programs in the sandbox are to import {name}, which is not installed: pip install {name}"
+            )
+        folder = Path(os.path.realpath(spec.origin)).parent
+        found += [folder, folder.with_name(f"{name}.libs")]  # shared libraries of a wheel lie beside it
+    return found
 
 
 @cache

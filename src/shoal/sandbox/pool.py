@@ -7,7 +7,7 @@ Left out: grading. Nothing here knows what a right answer is.
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -26,6 +26,7 @@ class Sandbox:
     `tier` None takes the best strong one; a name takes exactly that one. SandboxError if it does not work here.
 
     `preloaded` is source by module name, compiled and run once in each server: code of your own that programs import.
+    `packages` are installed ones that programs may import too, by name; each server imports them once.
     `budget` stops all programs at its end.
     """
 
@@ -36,6 +37,7 @@ class Sandbox:
         size: int = 1,
         queue_s: float = QUEUE_S,
         preloaded: Mapping[str, str] | None = None,
+        packages: Sequence[str] = (),
         budget: Budget | None = None,
     ) -> None:
         if size < 1:
@@ -44,7 +46,7 @@ class Sandbox:
         self.limits = limits or Limits()
         self.budget = budget or Budget()
         self._queue_s = queue_s
-        self._preloaded = preloaded
+        self._preloaded, self._packages = preloaded, packages
         self._lock = threading.Lock()
         self._closed = False
         self._busy: set[ServerProcess] = set()
@@ -111,7 +113,7 @@ class Sandbox:
             if server and server.dead:
                 server.kill()
                 server = None
-            server = server or ServerProcess(self.tier, self._preloaded)
+            server = server or ServerProcess(self.tier, self._preloaded, self._packages)
         except BaseException:
             self._idle.put(None)
             raise

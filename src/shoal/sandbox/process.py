@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,10 @@ sys.modules[sys.argv[2]].main(blob["config"])
 
 
 class ServerProcess:
-    def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None) -> None:
+    def __init__(self, tier: str, preloaded: Mapping[str, str] | None = None, packages: Sequence[str] = ()) -> None:
         """Start one and wait until it is warm. SandboxError says why it could not."""
-        self.tier, self._preloaded = tier, dict(preloaded or {})
+        self.tier, self._preloaded, self._packages = tier, dict(preloaded or {}), list(packages)
+        self._folders = places.installed(self._packages)
         self._lock = threading.Lock()  # of `kill`: the pool may close while a caller gives up
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._host_uid = HIGH_UID + random.SystemRandom().randrange(1 << 24)
@@ -88,7 +89,9 @@ class ServerProcess:
             "blob": blob,
             "boot": BOOT,
             "bwrap": places.bwrap(),
-            "binds": places.binds(),
+            "packages": self._packages,
+            "paths": list(dict.fromkeys(str(folder.parent) for folder in self._folders)),
+            "binds": places.outermost([*places.binds(), *map(str, self._folders)]),
             "links": places.links(),
             "devices": list(places.DEVICES),
             "scratch": self._scratch,

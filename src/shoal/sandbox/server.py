@@ -36,8 +36,11 @@ def main(config: dict[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"
-    for name in WARM:
+    sys.path += config["paths"]
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would not survive a fork
+    for name in (*WARM, *config["packages"]):
         importlib.import_module(name)
+    del os.environ["OPENBLAS_NUM_THREADS"]
     program.warm_up()
     for name, text in config["preloaded"].items():
         sys.modules[name] = module = types.ModuleType(name)

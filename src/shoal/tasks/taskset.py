@@ -33,7 +33,7 @@ class TaskSet:
 
     @cached_property
     def files(self) -> Mapping[str, bytes]:
-        """Source files of rewards of your own, by file name."""
+        """Source files of rewards and environments of your own, by file name."""
         return {name: self.store.read(sha256, FILE_BYTES) for name, sha256 in self.manifest.files.items()}
 
     @property

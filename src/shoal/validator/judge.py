@@ -103,7 +103,7 @@ class Judge:
         self.graders = tasks.Graders(config.tasks, files=self.tasks.files, budget=self.budget)
         self.curriculum = Curriculum(page)
         self.quarantine = Quarantine(max_rollouts(config), config.sampling.max_tokens)
-        self.environments = environments_of(config)
+        self.environments = environments_of(config, self.tasks.files)
         for environment in self.environments.values():
             environment.within(self.budget)
         self.model: Any = None

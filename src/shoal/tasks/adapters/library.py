@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.sandbox import Budget
-from shoal.tasks.rewards.killable.grading import grade_of
-from shoal.tasks.rewards.killable.pool import ENVIRONMENT, Killable
+from shoal.tasks.rewards.killable.pool import ENVIRONMENT, Killable, grade_of
 from shoal.tasks.task import Grade, Task, TasksNotFoundError
 
 FAR = Path(__file__).parent / "far"

@@ -11,7 +11,7 @@ Called by `tasks.load`, `shoal prepare` and the commands that make a pool.
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from shoal.config.tasks import SourceSection, TaskSection
 from shoal.files import write_file
 from shoal.tasks.compiled.spool import Numbers, Spool
 from shoal.tasks.compiled.table import CHUNK_BYTES, CHUNK_ROWS, FILE_BYTES, Chunk, Manifest, SourceTasks, Store
-from shoal.tasks.rewards.own.file import check_function
+from shoal.tasks.rewards.own.file import check_environment, check_function
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import TasksNotFoundError
 
@@ -103,7 +103,7 @@ def _compile(section: TaskSection, store: Store) -> tuple[Manifest, list[str]]:
             _check_counts(portion, share)
             if portion.source.keep:
                 portion.train = _kept(portion)
-        files = {name: store.put(data) for name, data in _reward_files(section.sources).items()}
+        files = {name: store.put(data) for name, data in _own_files(section.sources).items()}
         manifest = Manifest(
             sources=[
                 SourceTasks(
@@ -240,26 +240,29 @@ def _write_heldout(portions: Sequence[Portion], store: Store) -> list[Chunk]:
     return chunks
 
 
-def _reward_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
-    """Source files of rewards of your own, "file.py:name", by file name without folders."""
+def _own_files(sources: Sequence[SourceSection]) -> dict[str, bytes]:
+    """Source files of rewards and environments of your own, "file.py:name", by file name without folders."""
     found: dict[str, bytes] = {}
     for source in sources:
         rewards = [source.reward] if isinstance(source.reward, str) else list(source.reward)
-        for path in sorted({Path(reward.rpartition(":")[0]) for reward in rewards if ".py:" in reward}):
+        named: list[tuple[str, str, Callable[[str, bytes], None]]] = [
+            ("reward", name, check_function) for name in rewards
+        ]
+        named.append(("environment", source.environment, check_environment))
+        for kind, name, check in (one for one in named if ".py:" in one[1]):
+            path = Path(name.rpartition(":")[0])
             try:
                 data = path.expanduser().read_bytes()
             except OSError as error:
                 raise TasksNotFoundError(
-                    f"source {source.label}: no reward file at {path}, from {Path.cwd()} ({error.strerror}); correct "
-                    "the source's reward"
+                    f"source {source.label}: no {kind} file at {path}, from {Path.cwd()} ({error.strerror}); correct "
+                    f"the source's {kind}"
                 ) from error
             if len(data) > FILE_BYTES:
-                raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; a reward's file holds at most 1 MB")
-            for reward in rewards:
-                if Path(reward.rpartition(":")[0]) == path:
-                    check_function(reward, data)
+                raise TasksNotFoundError(f"{path} holds {len(data) / 1e6:.1f} MB; such a file holds at most 1 MB")
+            check(name, data)
             if found.setdefault(path.name, data) != data:
-                raise TasksNotFoundError(f"two reward files are named {path.name}; rename one of them")
+                raise TasksNotFoundError(f"two files of your own are named {path.name}; rename one of them")
     return found
 
 

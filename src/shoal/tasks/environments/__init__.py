@@ -3,6 +3,7 @@
 interface      what an environment is                    calculator   calc(12*7) is answered 84
 conversation   when turns continue, and with which tokens   template     text to tokens, by the model's chat template
 python         runs the model's programs                 plain        which programs print the same everywhere
+own            a class of your own, in a file that travels with the run
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +14,14 @@ from shoal.sandbox import SandboxError, interpreter
 from shoal.tasks.environments.calculator import Calculator
 from shoal.tasks.environments.conversation import Conversation, responder
 from shoal.tasks.environments.interface import Environment
+from shoal.tasks.environments.own import OwnEnvironment
 from shoal.tasks.environments.python import Python
-from shoal.tasks.rewards.graders import GradeError, limits_of, tier_of
+from shoal.tasks.rewards.graders import GradeError, file_of, is_own, limits_of, packages_of, tier_of
+from shoal.tasks.rewards.own.trusted import RewardError
+from shoal.tasks.taskset import TaskSet
+from shoal.tasks.trust import trusted
 
-__all__ = ["Conversation", "Environment", "close", "environments_of", "interpreter", "responder"]
+__all__ = ["Conversation", "Environment", "close", "environments_of", "interpreter", "responder", "try_out"]
 
 
 def _python(section: SandboxSection) -> Python:
@@ -32,18 +37,17 @@ ENVIRONMENTS: dict[str, Callable[[SandboxSection], Environment]] = {
 }
 
 
-def environments_of(config: Config) -> Mapping[str, Environment]:
+def environments_of(config: Config, files: Mapping[str, bytes] | None = None) -> Mapping[str, Environment]:
     """The environments of a run by the name of the source whose tasks they answer. Raises ConfigError.
 
-    Workers are not trusted, so a validator must be able to compute every answer again. Sources that name the same one share
-    it. The caller ends them with `close`.
+    `files`: the source of environments of your own, by file name, from the task set. Workers are not trusted, so a
+    validator must be able to compute every answer again. Sources that name the same one share it. The caller ends them with
+    `close`.
     """
     made: dict[str, Environment] = {}
     found = {}
     for source, name in _named(config).items():
-        if name not in ENVIRONMENTS:
-            raise ConfigError(f"there is no environment {name!r}; choose one of {', '.join(sorted(ENVIRONMENTS))}")
-        environment = made.get(name) or ENVIRONMENTS[name](config.tasks.sandbox)
+        environment = made.get(name) or _started(name, config.tasks.sandbox, files or {})
         made[name] = environment
         if not environment.deterministic:
             raise ConfigError(
@@ -54,9 +58,46 @@ def environments_of(config: Config) -> Mapping[str, Environment]:
     return found
 
 
+def try_out(config: Config, task_set: TaskSet) -> None:
+    """Start each environment, and give those of your own an empty turn and a task's answer as one. Raises ConfigError."""
+    environments = environments_of(config, task_set.files)
+    try:
+        for task in task_set.samples:
+            environment = environments.get(task.source)
+            if not isinstance(environment, OwnEnvironment):
+                continue
+            for turn in ("", task.answer):
+                try:
+                    environment.ask(task, 0, [turn])
+                except (RewardError, SandboxError) as error:
+                    raise ConfigError(
+                        f"source {task.source}: the environment {environment.name} fails on a trial, task {task.id} with "
+                        f"the turn {turn[:80]!r}: {error}; correct the class"
+                    ) from error
+    finally:
+        close(environments)
+
+
 def close(environments: Mapping[str, Environment]) -> None:
     for environment in environments.values():
         environment.close()
+
+
+def _started(name: str, section: SandboxSection, files: Mapping[str, bytes]) -> Environment:
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name](section)
+    if not is_own(name):
+        raise ConfigError(
+            f"there is no environment {name!r}; choose one of {', '.join(sorted(ENVIRONMENTS))}, or a class of your own as "
+            "file.py:Class"
+        )
+    if file_of(name) not in files:
+        raise ConfigError(f"the environment {name!r}: the task set does not hold {file_of(name)}; make it again")
+    try:
+        source, tier = files[file_of(name)].decode(errors="replace"), tier_of(section, f"environment {name}")
+        return OwnEnvironment(name, source, limits_of(section), tier, trusted(), packages_of(section))
+    except (GradeError, RewardError, SandboxError) as error:
+        raise ConfigError(f"the environment {name!r} cannot run on this machine: {error}") from error
 
 
 def _named(config: Config) -> dict[str, str]:

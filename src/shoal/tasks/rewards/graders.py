@@ -20,7 +20,6 @@ from shoal.tasks.rewards.instructions import Instructions
 from shoal.tasks.rewards.math.reward import Math
 from shoal.tasks.rewards.number import Number
 from shoal.tasks.rewards.own.reward import Own
-from shoal.tasks.rewards.weighted import combine
 from shoal.tasks.task import Grade, Reward, Task
 from shoal.tasks.trust import TRUST, trusted
 
@@ -139,8 +138,8 @@ class Graders:
         if not name:
             raise GradeError(f"source {source.label} names no reward, and neither does its schema; set its reward")
         if is_own(name):
-            if _file(name) not in self.files:
-                raise GradeError(f"source {source.label}: its task set does not hold {_file(name)}; make it again")
+            if file_of(name) not in self.files:
+                raise GradeError(f"source {source.label}: its task set does not hold {file_of(name)}; make it again")
         elif name not in REWARDS and name not in SANDBOXED:
             known = ", ".join([*REWARDS, *SANDBOXED])
             raise GradeError(
@@ -153,8 +152,9 @@ class Graders:
         sandbox, tier = self.section.sandbox, tier_of(self.section.sandbox, f"reward {name}")
         try:
             if is_own(name):
-                source = self.files[_file(name)].decode(errors="replace")
-                return Own(name, source, limits_of(sandbox), tier, trusted=trusted(), budget=self.budget)
+                source = self.files[file_of(name)].decode(errors="replace")
+                limits, packages = limits_of(sandbox), packages_of(sandbox)
+                return Own(name, source, limits, tier, trusted=trusted(), budget=self.budget, packages=packages)
             return SANDBOXED[name](limits_of(sandbox), tier, self.budget)
         except SandboxError as error:
             reason = "; ".join(str(error).splitlines())
@@ -162,6 +162,28 @@ class Graders:
                 f'reward {name} needs a sandbox: {reason} (in Shoal: tasks.sandbox.tier = "rlimits", with {TRUST}=1 on each '
                 "machine that grades)"
             ) from error
+
+
+def combine(grades: Mapping[str, Grade], weights: Mapping[str, float]) -> Grade:
+    """Several rewards of one completion as one: the mean by weight, or a wrong format if every reward that counts found one.
+
+    If a reward that counts fails, the whole grade is a `grader_error`, so a broken reward never passes for a low one. A
+    reward of weight 0 does not count: it appears in `parts` and `detail` and changes nothing else.
+    """
+    counted = [grade for name, grade in grades.items() if weights[name]]
+    total = sum(weights.values())
+    score = sum(grades[name].score * weight for name, weight in weights.items()) / total
+    outcomes = {grade.outcome for grade in counted}
+    failed = "grader_error" in outcomes
+    details = [f"{name}: {grade.detail or grade.score}" for name, grade in grades.items()]
+    return Grade(
+        score=0.0 if failed else min(1.0, score),
+        outcome="grader_error" if failed else "wrong_format" if outcomes == {"wrong_format"} else "graded",
+        detail="; ".join(details),
+        tier=next((grade.tier for grade in counted if grade.tier), ""),
+        repeatable=all(grade.repeatable for grade in counted),
+        parts={name: grade.score for name, grade in grades.items()},
+    )
 
 
 def versions() -> str:
@@ -195,6 +217,11 @@ def limits_of(section: SandboxSection) -> Limits:
     return Limits(wall_s=section.wall_s, cpu_s=section.cpu_s, memory_bytes=section.memory_bytes)
 
 
+def packages_of(section: SandboxSection) -> Sequence[str]:
+    """What rewards and environments of your own may import besides the standard library."""
+    return ("numpy",) if section.numpy else ()
+
+
 def tier_of(section: SandboxSection, user: str) -> str | None:
     """The tier that is asked for; None: the strongest. Raises GradeError where `user` must not run in it."""
     if section.tier == "rlimits" and not trusted():
@@ -205,6 +232,6 @@ def tier_of(section: SandboxSection, user: str) -> str | None:
     return None if section.tier == "auto" else section.tier
 
 
-def _file(name: str) -> str:
-    """The name that a reward's file has in the task set."""
+def file_of(name: str) -> str:
+    """The name that the file of a reward or an environment of your own has in the task set."""
     return Path(name.rpartition(":")[0]).name

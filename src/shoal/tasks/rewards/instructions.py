@@ -19,8 +19,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable import Killable
-from shoal.tasks.rewards.killable.grading import grade_of
-from shoal.tasks.rewards.killable.pool import Result
+from shoal.tasks.rewards.killable.pool import Result, grade_of
 from shoal.tasks.task import Grade, Task
 
 IFEVAL = Path(__file__).with_name("ifeval.py")
@@ -47,7 +46,7 @@ class Instructions:
         for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
             try:
                 metadata = json.loads(task.metadata)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 grades[n] = Grade(0.0, "grader_error", f"the metadata of task {task.id} is not JSON: {error}")
                 continue
             asked[n] = {"metadata": metadata, "prompt": task.question, "completion": completion}

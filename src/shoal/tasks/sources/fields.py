@@ -66,11 +66,14 @@ def as_text(found: Any, column: str) -> str:
 
 
 def as_json(found: Any) -> str:
-    """JSON of a value in one form: text that is JSON already is read and written again."""
-    if isinstance(found, str):
-        with contextlib.suppress(ValueError):  # plain text becomes a JSON string
-            found = json.loads(found)
-    return json.dumps(found, sort_keys=True, ensure_ascii=False, default=str)
+    """JSON of a value in one form: text that is JSON already is read and written again. Raises RowError."""
+    try:
+        if isinstance(found, str):
+            with contextlib.suppress(ValueError):  # plain text becomes a JSON string
+                found = json.loads(found)
+        return json.dumps(found, sort_keys=True, ensure_ascii=False, default=str)
+    except RecursionError as error:
+        raise RowError("a column holds JSON that is nested too deep; flatten it, or leave the column out") from error
 
 
 def metadata(row: Row, *columns: str) -> str:
@@ -85,7 +88,7 @@ def parsed(found: Any, column: str) -> Any:
         return found
     try:
         return json.loads(found)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError(f"column {column} is not JSON ({error})") from error
 
 

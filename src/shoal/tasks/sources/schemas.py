@@ -209,7 +209,7 @@ def _info(found: Any) -> Row:
     if isinstance(found, str):
         try:
             found = json.loads(found)
-        except ValueError:
+        except (ValueError, RecursionError):
             try:
                 found = ast.literal_eval(found)
             except (ValueError, SyntaxError, MemoryError, RecursionError) as error:

@@ -1,7 +1,4 @@
-"""Runs trusted but unbounded functions: `pool` hands values to processes that `trunk` forks and the kernel stops in time.
-
-`grading` turns what came of a call into a grade.
-"""
+"""Runs trusted but unbounded functions: `pool` hands values to processes that `trunk` forks and the kernel stops in time."""
 
 from shoal.tasks.rewards.killable.pool import Killable
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,13 @@ from typing import Any, Literal, Self
 from shoal.errors import ShoalError
 from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable.trunk import LENGTH
+from shoal.tasks.task import Grade
 
 TRUNK = Path(__file__).with_name("trunk.py")
 START_S = 120.0
 SPARE_S = 30.0  # on top of wall_s, before a silent trunk is taken for broken
 MAX_FRAME_BYTES = 2 << 20
+NEAR = 0.5  # a call that used more than this share of a limit is not repeatable on a slower machine
 # The same hashes, and with that the same order of sets, and one time zone on every machine.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
 
@@ -204,3 +206,24 @@ class Killable:
         finally:
             self.idle.put(trunk)
         return Result("died", detail="the process of the grader ended twice")
+
+
+def grade_of(result: Result, pool: Killable, answered: Callable[[Any, bool], Grade]) -> Grade:
+    """The grade of a completion whose reward ran in a pool: a grader error unless the call answered.
+
+    `answered` makes the grade of an answer, from its value and whether it is repeatable: whether the call stayed below half
+    of its limits.
+    """
+    repeatable = result.cpu_s < NEAR * pool.cpu_s and result.memory_bytes < NEAR * pool.memory_bytes
+    match result.ending:
+        case "answered":
+            return answered(result.value, repeatable)
+        case "raised":
+            return Grade(0.0, "grader_error", result.detail, repeatable=repeatable)
+        case "died":
+            return Grade(0.0, "grader_error", f"the grader died: {result.detail}", repeatable=False)
+        case "cpu":
+            detail = f"the limit of {pool.cpu_s:g} s of CPU time passed"
+        case "wall":
+            detail = f"the limit of {pool.wall_s:g} s passed without an answer"
+    return Grade(0.0, "grader_error", detail, repeatable=False)

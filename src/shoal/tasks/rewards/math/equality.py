@@ -22,13 +22,31 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy,
 from math_verify import verify
 from math_verify.grader import get_pct_val, should_treat_as_complex
 from math_verify.parser import get_last_eq
-from sympy import Add, Basic, FiniteSet, Float, MatrixBase, Mul, Number, Pow, Rational, Tuple, factorial, nan, oo, zoo
+from sympy import (
+    Add,
+    Basic,
+    Eq,
+    FiniteSet,
+    Float,
+    MatrixBase,
+    Mul,
+    Number,
+    Pow,
+    Rational,
+    Tuple,
+    factorial,
+    nan,
+    oo,
+    zoo,
+)
+from sympy.core.function import AppliedUndef
 
 MAX_LENGTH = 1_000  # characters of an answer
 MAX_DEPTH = 30  # nested brackets
 MAX_DIGITS = 20_000.0
 SMALL = 0.01
 SIGNIFICANT = 1e-4
+ROUNDING = 1e-12
 
 SYMBOLS = {
     "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ",
@@ -37,6 +55,9 @@ SYMBOLS = {
     "\u00be": r"\frac{3}{4}", "\u00b2": "^{2}", "\u00b3": "^{3}", "\u00a0": " ", "\u2205": r"\emptyset ",
     "\x00": " ", "~": " ",
 }  # fmt: skip
+# Two or three letters behind a number may be a product, as in 3ab: units are those listed here, and longer words.
+SHORT = r"(?:[kcmd]m|[mk]g|[mcd]l|m[si]|k[mp]h|mph|in|ft|yd|lbs?|oz|hrs?|min|sec|day|deg|rad|cts?|[kM]?Hz|[kM][JWNV])"
+UNIT = rf"(?!\s*(?:percent|pct)\b)(?:\s*{SHORT}(?![A-Za-z])|\s+[A-Za-z]{{3,}}|[A-Za-z]{{4,}})"
 REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\[dtc]frac", r"\\frac"),
     (r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
@@ -47,19 +68,22 @@ REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?=\.\d|\s*(?:[A-Za-z%\\]|$))(?!\s*,)", lambda found: found[1].replace(",", "")),
     (r"\\(?:textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mbox|operatorname)(?=\s*\{)", r"\\text"),
     (r"^\\text\s*\{([^{}]*\d[^{}]*)\}$", r"\1"),  # \text{18 dollars}
-    (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])", ","),
+    (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|(?<=[\d)])or(?=[A-Za-z]+(?:\([a-z]\))?\s*=)", ","),
     (r"\\text\s*\{\s*\(?([A-Za-z])\)?\s*\}", r"\\text{\1}"),
     (r"^\(([A-Za-z])\)$", r"\1"),
     (r"(?<=[\d}%])\s*\\text\s*\{\s*percent\s*\}", r"\\%"),
     # Units: words after a number, or \text{...} after anything, at the end.
     (r"(?<=[\w})\]%])(?:\s|\\[ ,;!])*\\text\s*\{[^{}\d,;]*\}(?:\s*\^\s*(?:\d|\{\d\}))?\s*$", ""),
-    (r"^([-+]?[\d.,/ ]*\d)\s*(?!percent\b|pct\b)[A-Za-z]{2,}(?:[ ./][A-Za-z]+)*(?:\s*\^\s*\{?\d\}?)?$", r"\1"),
+    (rf"^([-+]?[\d.,/ ]*\d){UNIT}(?:[ ./][A-Za-z]+)*(?:\s*\^\s*\{{?\d\}}?)?$", r"\1"),
     (r"^([-+]?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(?<![A-Za-z\d.])([\d.]*\d)[eE]([-+]?\d{1,9})(?![\w.])", r"\1\\times 10^{\2}"),
     (r"(?<=[\d.])\s*\*\s*(?=10\s*\^)", r"\\times "),
     (r"\*\*", "^"),
+    (r"\^\s*(-\s*\d+)", r"^{\1}"),
+    (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
 ]  # fmt: skip
 COMPILED = [(re.compile(pattern), by) for pattern, by in REWRITES]
+PRIME = re.compile(r"[A-Za-z)\]}]\s*(?:'|\u2032|\^\s*\{?\s*\\prime)")
 TWICE_ESCAPED = re.compile(r"\\\\(?=[A-Za-z]{2})")
 DECIMAL_COMMA = re.compile(r"([-+]?(?:0|\d+(?!,\d{3}$))),(\d+)")
 DECIMAL_POINT = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)\.\d+")
@@ -83,6 +107,8 @@ def compare(gold: str, answer: str) -> dict[str, Any]:
         raise ValueError(f"the gold answer {why}")
     if (why := too_large(answer)) is not None:
         return {"equal": False, "detail": f"the answer {why}"}
+    if len(PRIME.findall(gold.rpartition("=")[2])) != len(PRIME.findall(answer.rpartition("=")[2])):
+        return {"equal": False, "detail": "another derivative: the library does not read primes"}
     wanted, found = read(gold), read(answer)
     if wanted is None:
         return {"equal": False, "detail": "the gold answer is text, and the answer is not the same"}
@@ -140,10 +166,13 @@ def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
     exact = exactly(gold, answer)
     if exact is not None:
         return exact
+    answer = renamed(gold, answer)
     if is_number(gold) and is_number(answer) and oo in (abs(gold.doit()), abs(answer.doit())):
         return bool(gold.doit() == answer.doit())
     if small_and_apart(gold, answer):
         return False
+    if same_but_for_rounding(gold, answer):
+        return True
     rounding = 6 + max(0, math.ceil(-2 - math.log10(smallest(gold))))
     return bool(
         verify(
@@ -193,6 +222,30 @@ def small_and_apart(gold: Any, answer: Any) -> bool:
 def apart(wanted: Any, found: Any) -> bool:
     size, difference = max_size(wanted, found), abs(wanted - found).evalf()
     return isinstance(difference, Number) and size < SMALL and bool(difference > SIGNIFICANT * size)
+
+
+def same_but_for_rounding(gold: Any, answer: Any) -> bool:
+    """The library compares 15 digits: it finds that 7^{0.5} is not the square root of 7."""
+    if not (is_number(gold) and is_number(answer) and (gold.has(Float) or answer.has(Float))):
+        return False
+    difference = abs(gold.doit() - answer.doit()).evalf()
+    return isinstance(difference, Number) and bool(difference <= ROUNDING * max_size(gold.doit(), answer.doit()))
+
+
+def renamed(gold: Any, answer: Any) -> Any:
+    """`answer` with gold's name for the variable of the function that both define: f(t) = t^2 is f(x) = x^2."""
+    ours, theirs = defined(gold), defined(answer)
+    if ours is None or theirs is None or ours.func != theirs.func or ours.args[0] in answer.free_symbols:
+        return answer
+    return answer.subs(theirs.args[0], ours.args[0])
+
+
+def defined(value: Any) -> Any:
+    """The f(x) of `f(x) = ...`, or of several such; None if it is not of one symbol."""
+    parts = list(value) if isinstance(value, FiniteSet) else [value]
+    left = {part.lhs if isinstance(part, Eq) else None for part in parts}
+    found = left.pop() if len(left) == 1 else None
+    return found if isinstance(found, AppliedUndef) and len(found.args) == 1 and found.args[0].is_Symbol else None
 
 
 def max_size(*numbers: Any) -> float:

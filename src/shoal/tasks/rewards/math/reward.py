@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.sandbox import Budget
 from shoal.tasks.rewards.killable import Killable
-from shoal.tasks.rewards.killable.grading import grade_of
+from shoal.tasks.rewards.killable.pool import grade_of
 from shoal.tasks.rewards.math.final_answer import final_answer, tidy
 from shoal.tasks.task import Grade, Task
 
@@ -23,6 +23,7 @@ EQUALITY = Path(__file__).with_name("equality.py")
 CPU_S = 1.0
 MEMORY_BYTES = 512 << 20
 MAX_GOLD = 1_000  # characters that `equality` reads
+UNCLOSED = re.compile(r"^\\+boxed\s*\{(?!.*\}\s*$)", re.DOTALL)  # of a gold answer that was cut off
 INTEGER = re.compile(r"([-\u2212]?)\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?", re.ASCII)
 
 
@@ -52,7 +53,8 @@ def _answered(value: dict[str, Any], repeatable: bool) -> Grade:
 
 def _gold(task: Task) -> str:
     worked = "\\boxed" in task.answer or len(task.answer) > MAX_GOLD  # a whole solution
-    return (final_answer(task.answer) if worked else None) or tidy(task.answer.removeprefix("####"))
+    found = final_answer(task.answer) if worked else None
+    return found or tidy(UNCLOSED.sub("", task.answer.removeprefix("####")))
 
 
 def _at_sight(gold: str, answer: str) -> Grade | None:

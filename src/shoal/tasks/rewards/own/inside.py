@@ -1,17 +1,20 @@
-"""Inside the sandbox, or in a plain process where the run is trusted: calls a reward of your own.
+"""Inside the sandbox, or in a plain process where the run is trusted: calls a reward or an environment of your own.
 
-Invariant: `random` starts again with every call and the hash seed is fixed, so a function that only reads its
-arguments gives the same score everywhere. Sent by `own` as the program.
+Invariant: `random` starts again with every call and the hash seed is fixed, so code that only reads its arguments
+answers the same everywhere. An environment is made anew for each call. Sent by `own` as the program.
 
-setup   [file, source, function]         R0   it takes one completion a call
+setup   [file, source, name]             R0   a function: it takes one completion a call
                                          R1   it takes a batch
+                                         R2   a class: an environment
                                          X    text: what the file raised
 call    [tasks as dicts, completions]    V    one score for each
-                                         X    text: what the function raised, or returned in place of a score
+        [task as dict, seed, turns]      V    an environment's answer, text or none
+                                         X    text: what the code raised, or returned in place of the above
 """
 
 import os
 import random
+import sys
 import types
 from typing import Any
 
@@ -21,30 +24,38 @@ from shoal.tasks.rewards.wire import pack, unpack
 
 def main() -> None:
     file, source, name = unpack(channel.receive() or b"")
-    module = types.ModuleType("reward")
+    sys.modules["own"] = module = types.ModuleType("own")
     try:
         exec(compile(source, file, "exec"), module.__dict__)
-        function = getattr(module, name)
-        code = function.__code__
-        batched = code.co_varnames[: code.co_argcount][:2] == ("tasks", "completions")
+        found = getattr(module, name)
+        environment = isinstance(found, type)
+        code = None if environment else found.__code__
+        batched = code is not None and code.co_varnames[: code.co_argcount][:2] == ("tasks", "completions")
     except BaseException as error:  # noqa: BLE001 - the file may raise anything
         return channel.send(b"X" + last_line(error, file))
-    channel.send(b"R1" if batched else b"R0")
+    channel.send(b"R2" if environment else b"R1" if batched else b"R0")
     while (frame := channel.receive()) is not None:
-        tasks, completions = unpack(frame)
         random.seed(0)
         try:
-            found = call(function, [readable(task) for task in tasks], completions, batched)
-            channel.send(b"V" + pack(found))
+            value = answer(found, *unpack(frame)) if environment else scores(found, batched, *unpack(frame))
+            channel.send(b"V" + pack(value))
         except BaseException as error:  # noqa: BLE001 - shown to those who ask why a score is 0
             channel.send(b"X" + last_line(error, file))
     os._exit(0)
 
 
-def call(function: Any, tasks: list[Any], completions: list[str], batched: bool) -> list[float]:
+def answer(environment: Any, task: dict[str, str], seed: int, turns: list[str]) -> str | None:
+    text = environment().respond(readable(task), seed, turns)
+    if not isinstance(text, str | None):
+        raise TypeError(f"respond returned {type(text).__name__} {str(text)[:60]!r} in place of text or None")
+    return text
+
+
+def scores(function: Any, batched: bool, tasks: list[dict[str, str]], completions: list[str]) -> list[float]:
+    shown = [readable(task) for task in tasks]
     if not batched:
-        return [score(function(task, completion)) for task, completion in zip(tasks, completions, strict=True)]
-    found = list(function(tasks, completions))
+        return [score(function(task, completion)) for task, completion in zip(shown, completions, strict=True)]
+    found = list(function(shown, completions))
     if len(found) != len(tasks):
         raise ValueError(f"{len(found)} scores for {len(tasks)} completions")
     return [score(value) for value in found]

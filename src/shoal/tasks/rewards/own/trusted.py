@@ -1,8 +1,8 @@
-"""A plain process for a reward of a trusted run: it sees what this user sees, and may import what is installed here.
+"""A plain process for a reward or environment of a trusted run: it sees what this user sees, and imports what is installed.
 
 Invariant: no wait without a deadline; a process that misses it is killed with all it started, and the next call gets
 a new one.
-Called by `own` where SHOAL_TRUST_RUN=1. Left out: isolation. That is the point, and why a person must ask for it.
+Called by `own.reward` where SHOAL_TRUST_RUN=1. Left out: isolation. That is the point, and why a person must ask for it.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ class RaisedError(RewardError):
 
 
 class TrustedFunction:
-    """A process that runs `inside`; started by the first call and kept warm. For one thread at a time."""
+    """A process that runs `inside`; started by the first call and kept warm. Calls of several threads wait their turn."""
 
     def __init__(self, modules: Mapping[str, str], setup: bytes, wall_s: float) -> None:
         self.text = BOOT.format(modules={"channel": Path(channel.__file__).read_text(), **modules}) + RUN
@@ -47,9 +48,14 @@ class TrustedFunction:
         self.process: subprocess.Popen[bytes] | None = None
         self.socket = socket.socket()
         self.ready = b""  # its answer to the setup
+        self.lock = threading.Lock()
 
     def ask(self, call: bytes | None) -> tuple[bytes, bool]:
         """The answer to a call, or to the setup alone; and whether it came within half of the limit. Raises RewardError."""
+        with self.lock:
+            return self._ask(call)
+
+    def _ask(self, call: bytes | None) -> tuple[bytes, bool]:
         started = time.monotonic()
         try:
             if self.process is None:

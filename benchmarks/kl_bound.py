@@ -1,0 +1,118 @@
+"""How far k3 may grow: what one token that the policy has left does to an update, by where the estimator is bounded.
+
+    python benchmarks/kl_bound.py [--seeds 20]
+
+A table of softmax rows stands for the policy: its logits are the reference's and a drift. Tokens are drawn from it, with
+advantages of 1 and -1. In each batch one token is planted whose probability under the policy lies `outlier` nats below the
+reference's, as after many updates against it. The batch's gradient is clipped to the recipe's norm. Per bound it reports
+
+    share     norm of that token's own gradient over that of all others together
+    progress  of what the update would do for all other tokens without it, how much is left (1: all)
+    pull      whether the update makes the token likelier again
+    kept      cosine of the KL gradient without the planted token to that of the unbounded estimator
+
+`tangent` continues the exponential by its tangent beyond so many nats. `verl` clips the difference to 20 and the value to 10
+as that library does: no gradient beyond. Writes benchmarks/results/kl_bound.json.
+"""
+
+import argparse
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+ROWS, VOCABULARY, DRIFT = 64, 256, 1.0  # the drift: std of a logit's change, in nats
+GRAD_CLIP = 0.1
+BETAS = (0.001, 0.04)
+OUTLIERS = (8.0, 15.0)
+TOKENS = (4096, 65536)
+Estimator = Callable[[Tensor], Tensor]
+
+
+def tangent(beyond: float) -> Estimator:
+    def kl(d_N: Tensor) -> Tensor:
+        over_N = (d_N - beyond).clamp(min=0)
+        return torch.exp(d_N - over_N) * (1 + over_N) - d_N - 1
+
+    return kl
+
+
+def verl(d_N: Tensor) -> Tensor:
+    d_N = d_N.clamp(-20, 20)
+    return (torch.exp(d_N) - d_N - 1).clamp(-10, 10)
+
+
+ESTIMATORS: dict[str, Estimator] = {f"tangent {at:g}": tangent(at) for at in (20.0, 10.0, 8.0, 5.0, 3.0)} | {
+    "verl": verl
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    for tokens in TOKENS:
+        for beta in BETAS:
+            for outlier in OUTLIERS:
+                for name, kl in ESTIMATORS.items():
+                    runs = [measure(seed, tokens, beta, outlier, kl) for seed in range(arguments.seeds)]
+                    mean = {key: float(f"{fmean(run[key] for run in runs):.4g}") for key in runs[0]}
+                    found.append({"tokens": tokens, "beta": beta, "outlier": outlier, "bound": name} | mean)
+                    print(json.dumps(found[-1]))  # noqa: T201
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    report = {
+        "command": f"python benchmarks/kl_bound.py --seeds {arguments.seeds}",
+        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+        "grad_clip": GRAD_CLIP,
+        "cases": found,
+    }
+    (HERE / "results" / "kl_bound.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(seed: int, tokens: int, beta: float, outlier: float, kl: Estimator) -> dict[str, float]:
+    draw = torch.Generator().manual_seed(seed)
+    reference_RV = torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64).mul(2).log_softmax(-1)
+    logits_RV = reference_RV + DRIFT * torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64)
+    planted = int(reference_RV[0].argmax())
+    # log p = x - log(Z + e^x), so with log p below -4 the logit is log p + log Z to within 2 %
+    rest = torch.cat([logits_RV[0, :planted], logits_RV[0, planted + 1 :]]).logsumexp(0)
+    logits_RV[0, planted] = reference_RV[0, planted] - outlier + rest
+    logits_RV.requires_grad_()
+    drawn_N = torch.multinomial(logits_RV.detach().softmax(-1).flatten(), tokens, replacement=True, generator=draw)
+    row_N, token_N = drawn_N // VOCABULARY, drawn_N % VOCABULARY
+    row_N[0], token_N[0] = 0, planted
+    advantage_N = torch.randint(2, (tokens,), generator=draw).double() * 2 - 1
+    one = torch.zeros(tokens, dtype=torch.bool)
+    one[0] = True
+
+    def gradient(of_N: Tensor, estimator: Estimator, surrogate: bool) -> Tensor:
+        logp_N = logits_RV.log_softmax(-1)[row_N, token_N]
+        loss_N = beta * estimator(reference_RV[row_N, token_N] - logp_N) - surrogate * advantage_N * logp_N
+        (found,) = torch.autograd.grad((loss_N * of_N).sum() / tokens, logits_RV)
+        return found
+
+    own, others = gradient(one, kl, True), gradient(~one, kl, True)
+    update, without = clipped(own + others), clipped(others)
+    kept, unbounded = (gradient(~one, estimator, False).flatten() for estimator in (kl, ESTIMATORS["tangent 20"]))
+    return {
+        "share": float(own.norm() / others.norm()),
+        "progress": float((update * others).sum() / (without * others).sum()),
+        "pull": float(update[0, planted] < 0),
+        "kept": float(torch.cosine_similarity(kept, unbounded, dim=0)),
+    }
+
+
+def clipped(gradient: Tensor) -> Tensor:
+    return gradient * min(1.0, GRAD_CLIP / float(gradient.norm()))
+
+
+if __name__ == "__main__":
+    main()
