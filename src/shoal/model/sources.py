@@ -133,11 +133,12 @@ def _converted_smollm2() -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from shoal.model.load import save_model
+    from shoal.model.load import quiet, save_model
 
     source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
