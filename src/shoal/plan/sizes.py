@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 
 OPTIONAL = ("head_dim", "num_key_value_heads")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-class SizesError(ShoalError):
+class SizesError(UserError):
     """A config.json whose sizes are not those of a dense decoder."""
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from shoal.coordinator.tables.connection import copy_sqlite, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import discard, fsync
 
 TABLES, NONCES = "pool.sqlite", "nonces.sqlite"
 BOOT = "a backup"  # no machine's
 
 
-class BackupError(ShoalError):
+class BackupError(UserError):
     """Nothing was copied, or what was copied is broken; the message says what to do."""
 
 
