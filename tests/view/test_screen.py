@@ -225,7 +225,8 @@ def test_no_line_breaks_a_word(width: int, height: int) -> None:
 
 def test_a_state_that_does_not_fit_ends_with_a_whole_word() -> None:
     nodes = [node("worker-0", seen_s=170.0, suspended_s=90.0, suspension="3 tasks expired because of the network")]
-    assert re.search(r"suspended for 1m 30s: 3 tasks( expired)?( because)?( of)?( the)?… ", "\n".join(in_terminal(mid_run(nodes=nodes), 24)))
+    text = "\n".join(in_terminal(mid_run(nodes=nodes), 24))
+    assert re.search(r"suspended for 1m 30s: 3 tasks( expired| because| of| the)*… ", text)
 
 
 def test_a_long_name_is_cut_in_its_middle() -> None:

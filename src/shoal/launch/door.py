@@ -26,8 +26,9 @@ def listen(host: str, port: int, what: str = "the dashboard") -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise DoorError(
-            f"{what} cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}; choose another port, or 0 for a free one"
+            f"{what} cannot listen at {host}:{port}: {why}; choose another port, or 0 for a free one"
         ) from error
 
 

@@ -27,7 +27,6 @@ from shoal.launch.clean import remove_caches
 from shoal.launch.cores import available_cores
 from shoal.launch.door import Door
 from shoal.launch.folder import locked
-from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.launch.members import Member
 from shoal.launch.memory import Peaks
 from shoal.launch.process import Interrupted, signals_interrupt
@@ -36,6 +35,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
+from shoal.tracking.legs import Leg, read_legs, total, write_legs
 from shoal.tracking.record import read_evaluations
 from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
 from shoal.view import LiveView, Terminal, no_signal, sample_lines
@@ -246,7 +246,7 @@ class Swarm:
                 status = self.watch.look()
                 if status is not None:
                     self.status = status
-                    self.view.update(status, self.pool.history)
+                    self.view.update(status, self.pool.history, self._wall_s())
                     if status.state == "finished" and self._trained() is not None and self._may_end(status):
                         return
                 self._measure()
@@ -262,6 +262,10 @@ class Swarm:
         """Keep the figures of this leg on disk, so that they survive this process."""
         if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
             self._save_leg()
+
+    def _wall_s(self) -> float:
+        """What the run has taken so far, all its legs together."""
+        return total(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
 
     def _save_leg(self) -> None:
         self.legs[-1] = Leg(

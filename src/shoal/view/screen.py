@@ -53,10 +53,17 @@ NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
 
 
 def render(
-    status: Status, history: RunHistory, pace: Pace | None = None, *, width: int | None = None, hint: str = ""
+    status: Status,
+    history: RunHistory,
+    pace: Pace | None = None,
+    *,
+    width: int | None = None,
+    hint: str = "",
+    wall_s: float | None = None,
 ) -> RenderableType:
-    """The whole screen, at most `width` columns wide. `hint`: which keys there are."""
-    return Screen(status, history, pace or Pace(), width, hint)
+    """The whole screen, at most `width` columns wide. `hint`: which keys there are. `wall_s`: what the run has taken."""
+    elapsed_s = status.now_s - status.started_s if wall_s is None else wall_s
+    return Screen(status, history, pace or Pace(), width, hint, elapsed_s)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Screen:
     pace: Pace
     width: int | None
     hint: str
+    elapsed_s: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or MAX_WIDTH, options.max_width)
@@ -77,7 +85,7 @@ class Screen:
         def lines(part: RenderableType) -> int:
             return len(console.render_lines(part, options.update(width=width, height=None), pad=False))
 
-        header = _header(self.status, self.history, width)
+        header = _header(self.status, self.history, self.elapsed_s, width)
         training = _panel("training", _training(self.status, self.history, width), self.hint)
         tree_table, takers_hidden = weights_table(self.status, width, takers)
         weights = _panel("weights", tree_table, more(takers_hidden))
@@ -109,13 +117,13 @@ def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
     )
 
 
-def _header(status: Status, history: RunHistory, width: int) -> RenderableType:
+def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -> RenderableType:
     running, done = status.state == "running", len(history.metrics)
     items = [
         Text(middle(clean(status.run), max(width // 2, 12)) or NONE, style="bold"),
         Text(status.state, style="green"),
         Text(f"step {done} of {status.steps}"),
-        Text(f"elapsed {duration(status.now_s - status.started_s)}"),
+        Text(f"elapsed {duration(elapsed_s)}"),
     ]
     if running:
         items.append(Text(f"ETA {duration(eta_s(status, history.metrics))}"))
