@@ -7,7 +7,7 @@ import { ask } from "./run.js";
 
 const MANY = 9; // nodes from which on they are cells instead of rows
 const EVERY_MS = 4000;
-const LONGEST_NAME = 24; // of another run, in a legend
+const LONGEST_NAME = 18; // of a node or of another run
 const FLOW = [["useful", "useful", "c-soft"], ["filtered", "no signal", "c-idle"], ["stale", "too old", "c-warn"], ["late", "too late", "c-muted"], ["rejected", "rejected", "c-bad"]];
 
 export class Overview {
@@ -149,7 +149,7 @@ function memberRow(node) {
   const busy = node.busy === null ? null : Math.round(100 * node.busy);
   const words = node.tone === "good" || node.tone === "none" ? (node.speed && node.role !== "learner" ? `${count(node.speed)} tok/s` : node.role) : node.condition;
   const share = busy === null ? "" : `${busy} % busy`;
-  return h("div", { class: "member" }, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), h("span", { class: "name", title: node.name }, middle(node.name, LONGEST_NAME)), h("span", { class: "meter", "aria-hidden": "true" }, h("i", { "width%": busy ?? 0 })), h("span", { class: "is", title: busy === null ? "" : "share of its time" }, share), h("span", { class: "is" }, words));
+  return h("div", { class: "member" }, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), h("span", { class: "name", title: node.name }, middle(node.name, LONGEST_NAME)), busy === null ? h("span") : h("span", { class: "meter", "aria-hidden": "true" }, h("i", { "width%": busy })), h("span", { class: "is", title: "share of its time" }, share), h("span", { class: "is" }, words));
 }
 
 function answerCard(answer) {
