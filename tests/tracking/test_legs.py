@@ -57,4 +57,5 @@ def test_a_run_took_what_its_legs_took_and_a_running_one_since(tmp_path: Path) -
     write_legs(tmp_path, [Leg(wall_s=40.0), Leg(wall_s=16.0)])
     os.utime(tmp_path / "legs.json", (1000.0, 1000.0))
     assert wall_s(tmp_path, 1007.0, running=True) == 63.0
-    assert wall_s(tmp_path, 9999.0, running=False) == 56.0
+    assert wall_s(tmp_path, 1007.0, running=False) == 56.0
+    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "its coordinator goes on without it"

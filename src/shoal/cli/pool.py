@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 
 from shoal.cli.arguments import (
@@ -284,6 +285,7 @@ def status(arguments: argparse.Namespace) -> None:
     from shoal.cli.sites import meeting_at, screen, watch_meeting
     from shoal.protocol.address import find_coordinator
     from shoal.protocol.watch import PoolWatch, UnreachableError
+    from shoal.tracking.legs import wall_s
     from shoal.tracking.report import SUMMARY
     from shoal.view.live import Terminal
     from shoal.view.pool import show, watch
@@ -298,7 +300,7 @@ def status(arguments: argparse.Namespace) -> None:
             return
         look = watch if arguments.watch else show
         try:
-            look(PoolWatch(url, client), Terminal())
+            look(PoolWatch(url, client), Terminal(), lambda: wall_s(Path(arguments.pool), time.time(), running=True))
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise

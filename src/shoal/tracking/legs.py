@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.files import write_file
 
 FILE = "legs.json"
+ENDED_S = 60.0  # a leg that was kept longer ago than this has ended
 
 
 @dataclass
@@ -33,8 +34,8 @@ def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
     path = folder / FILE
     if not path.exists():
         return None
-    since_s = max(now_s - path.stat().st_mtime, 0.0) if running else 0.0  # of the running leg, since it was last kept
-    return total(read_legs(folder)).wall_s + since_s
+    since_s = now_s - path.stat().st_mtime  # of the running leg, since it was last kept
+    return total(read_legs(folder)).wall_s + (since_s if running and 0 < since_s < ENDED_S else 0.0)
 
 
 def write_legs(folder: Path, legs: list[Leg]) -> None:
