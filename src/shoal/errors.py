@@ -17,6 +17,10 @@ class ShoalError(Exception):
     restart_helps: bool = False
 
 
+class UserError(ShoalError):
+    """What was given is wrong: an argument, or a file, folder, address or config that it names. The command exits with 2."""
+
+
 def restart_helps(error: Exception) -> bool:
     """Whether the process that ended with `error` may succeed when it is started again unchanged."""
     if isinstance(error, ShoalError):

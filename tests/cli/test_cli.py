@@ -1,7 +1,9 @@
 """What a person at a shell meets: exit codes, one-line messages, and commands that start without loading torch."""
 
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -27,9 +29,17 @@ def small(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_dry_run_prints_the_resolved_config(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_its_verdict(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", small, "--dry-run"]) == DONE
+    assert capsys.readouterr().out == "nothing stands in the way of this run here\n"
+    assert main(["run", small, "--verbose"]) == USAGE
+
+
+def test_a_verbose_dry_run_prints_the_resolved_config_too(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = ["--set", "learner.loss.beta=0.5", "--set", "model.name=bundled:tiny", "--seed", "9"]
-    assert main(["run", small, "--dry-run", *overrides]) == DONE
+    assert main(["run", small, "--dry-run", "--verbose", *overrides]) == DONE
     printed = tmp_path / "printed.toml"
     printed.write_text(capsys.readouterr().out)
     config = load(printed)
@@ -41,7 +51,7 @@ def test_overlays_are_applied_in_order(small: str, tmp_path: Path, capsys: pytes
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"[validator]\nbatch = {number}\n")
     above = ["--with", str(tmp_path / "1.toml"), "--with", str(tmp_path / "2.toml")]
-    assert main(["run", small, "--dry-run", *above]) == DONE
+    assert main(["run", small, "--dry-run", "--verbose", *above]) == DONE
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     config = load(tmp_path / "printed.toml")
     assert (config.run.steps, config.validator.batch) == (3, 2)
@@ -67,17 +77,17 @@ def test_a_dry_run_starts_and_writes_nothing(small: str, tmp_path: Path, monkeyp
         (["config", "{small}", "--explain"], USAGE, "leave the config out"),
         (["prepare", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
         (["calibrate", "{small}", "--set", "sampling.max_tokens=8192"], USAGE, "share its 8192 positions"),
-        (["status", "nowhere"], FAILED, "'nowhere' is neither a folder nor a coordinator's URL"),
-        (["status", "{small}.d"], FAILED, "is neither a folder"),
-        (["status", "ftp://pool:1"], FAILED, "write http://HOST:PORT"),
+        (["status", "nowhere"], USAGE, "'nowhere' is neither a folder nor a coordinator's URL"),
+        (["status", "{small}.d"], USAGE, "is neither a folder"),
+        (["status", "ftp://pool:1"], USAGE, "write http://HOST:PORT"),
         (["worker", "--join", "missing.file", "--dir", "w"], USAGE, "no file at missing.file"),
         (["worker", "--join", "{small}", "--dir", "w"], USAGE, "small.toml: not an invite"),
         (["run", "{small}", "--with", "over.toml"], USAGE, "no config at over.toml"),
-        (["verify", "nowhere.parquet", "--config", "{small}"], FAILED, "nowhere.parquet"),
+        (["verify", "nowhere.parquet", "--config", "{small}"], USAGE, "nothing is at nowhere.parquet"),
         (["prepare", "{small}", "--set", "tasks.sources.0.options.operand_max=3"], USAGE, "raise operand_max"),
-        (["prepare", "{small}", "--set", "model.name=./nowhere"], FAILED, "no model at"),
-        (["prepare", "{small}", "--set", "model.name=bundled:large"], FAILED, "there are 'bundled:smollm2"),
-        (["invite", "{small}.d", "--role", "worker", "--name", "w"], FAILED, "is not the folder of a coordinator"),
+        (["prepare", "{small}", "--set", "model.name=./nowhere"], USAGE, "no model at"),
+        (["prepare", "{small}", "--set", "model.name=bundled:large"], USAGE, "there are 'bundled:smollm2"),
+        (["invite", "{small}.d", "--role", "worker", "--name", "w"], USAGE, "is not the folder of a coordinator"),
     ],
 )
 def test_a_failure_is_one_line_and_an_exit_status(
@@ -88,6 +98,80 @@ def test_a_failure_is_one_line_and_an_exit_status(
     assert printed.out == ""
     assert printed.err.startswith(f"shoal {arguments[0]}: ") and words in printed.err
     assert len(printed.err.splitlines()) == 1
+
+
+WRONG = {  # an argument of each command that names what is not there, or is nothing of its kind
+    "run": "nowhere.toml",
+    "prepare": "nowhere.toml",
+    "clean": "nowhere",
+    "pool": "up nowhere",
+    "coordinator": "--dir nowhere",
+    "invite": "nowhere --role worker --name w",
+    "evict": "nowhere relay",
+    "drain": "nowhere worker",
+    "readmit": "nowhere worker",
+    "status": "nowhere",
+    "backup": "nowhere copy",
+    "learner": "--join nowhere --dir new",
+    "worker": "--join nowhere --dir new",
+    "validator": "--join nowhere --dir new",
+    "evaluator": "--join nowhere --dir new",
+    "origin": "nowhere",
+    "relay": "--upstream http://127.0.0.1:9 --key none",
+    "fetch": "http://127.0.0.1:9 --key none --out new",
+    "discover": "ftp://nowhere",
+    "doctor": "--join nowhere",
+    "plan": "nowhere.toml",
+    "config": "nowhere.toml",
+    "verify": "nowhere.parquet --config {small}",
+    "calibrate": "nowhere.toml",
+    "plot": "nowhere",
+    "audit": "nowhere",
+    "ledger": "nowhere",
+    "stake": "settle nowhere",
+    "dashboard": "nowhere",
+    "report": "nowhere",
+    "grade": "{small} nowhere.jsonl",
+    "filter": "nowhere.toml --out new",
+    "sft": "nowhere.toml",
+    "pretrain": "nowhere.toml",
+    "meet": "nowhere.toml --dir new",
+    "eval": "nosuch --model ./nowhere",
+    "serve": "./nowhere",
+    "verify-reply": "nowhere.json --model ./nowhere",
+}
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_a_wrong_argument_of_any_command_is_one_line_and_exits_with_2(
+    command: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *WRONG[command].replace("{small}", small).split()]) == USAGE
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"shoal {command}: ") and len(printed.err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"], "nothing was made"
+
+
+def test_a_file_that_a_command_itself_misses_is_no_wrong_argument(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(path: Path) -> Callable[[object], int]:
+        return lambda arguments: len(path.read_bytes())
+
+    monkeypatch.setitem(COMMANDS, "report", reads(tmp_path / "lost"))
+    assert main(["report", str(tmp_path)]) == FAILED
+    assert main(["report", str(tmp_path / "lost")]) == USAGE
+    monkeypatch.setitem(COMMANDS, "report", reads(tmp_path / "nowhere" / "lost"))
+    assert main(["report", str(tmp_path / "nowhere")]) == USAGE
+
+
+def test_serving_at_a_port_in_use_says_what_to_do(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "bundled:tiny", "--port", str(port)]) == USAGE
+    where = f"shoal serve: the endpoint cannot listen at 127.0.0.1:{port}: "
+    assert capsys.readouterr().err == f"{where}Address already in use; choose another port, or 0 for a free one\n"
 
 
 def test_a_run_is_not_resumed_with_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +265,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_dry_run_prints_none_too(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", small, "--dry-run"]) == DONE
+    assert main(["run", small, "--dry-run", "--verbose"]) == DONE
     printed = capsys.readouterr().out
     assert "# shard_bytes = none\n" in printed and "# lora = none\n" in printed
 
@@ -200,7 +284,9 @@ def test_a_dry_run_names_each_problem_in_one_line(small: str, capsys: pytest.Cap
     lines = printed.err.splitlines()
     assert len(lines) == 3 and all(line.startswith("shoal run: ") for line in lines)
     assert "no model at" in lines[0] and "operand_max" in lines[1] and "no.pem" in lines[2]
-    assert 'name = "./nowhere"' in printed.out, "the values are printed all the same"
+    assert printed.out == ""
+    assert main(["run", small, "--dry-run", "--verbose", *wrong]) == USAGE
+    assert 'name = "./nowhere"' in capsys.readouterr().out, "the values are printed all the same"
 
 
 def test_the_values_of_a_config_are_printed_unchecked(

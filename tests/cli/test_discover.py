@@ -88,7 +88,7 @@ def test_a_run_is_joined_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_run_of_several_has_a_folder_of_its_places_name(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert init(config, tmp_path / "runs" / "other", url=f"{URL}/runs/sums") == FAILED
+    assert init(config, tmp_path / "runs" / "other", url=f"{URL}/runs/sums") == USAGE
     assert "--dir RUNS/sums" in capsys.readouterr().err and not (tmp_path / "runs" / "other").exists()
     assert init(config, tmp_path / "runs" / "sums", url=f"{URL}/runs/sums") == DONE
     printed = capsys.readouterr().out
@@ -115,10 +115,10 @@ def test_only_a_run_that_shares_its_listener_is_closed(tmp_path: Path, capsys: p
     Address(url=f"{URL}/runs/sums", run="r").write(tmp_path)
     assert main(["pool", "close", str(tmp_path)]) == DONE and (tmp_path / CLOSED).exists()
     assert main(["pool", "reopen", str(tmp_path)]) == DONE and not (tmp_path / CLOSED).exists()
-    assert main(["pool", "reopen", str(tmp_path)]) == FAILED
+    assert main(["pool", "reopen", str(tmp_path)]) == USAGE
     Address(url=URL, run="r").write(tmp_path)
     capsys.readouterr()
-    assert main(["pool", "close", str(tmp_path)]) == FAILED
+    assert main(["pool", "close", str(tmp_path)]) == USAGE
     assert "has its coordinator for itself" in capsys.readouterr().err and not (tmp_path / CLOSED).exists()
 
 

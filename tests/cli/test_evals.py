@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.cli.main import DONE, FAILED, USAGE
+from shoal.cli.main import DONE, USAGE
 from shoal.evals.evaluate import Contestant
 from shoal.evals.suites import TABLE
 from tests.evals.support import FakeSampler
@@ -84,7 +84,7 @@ def test_other_settings_in_the_same_folder_fail_with_the_difference(
     rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluate(rows, "--model", "weak")
-    assert evaluate(rows, "--model", "weak", "--max-tokens", "100") == FAILED
+    assert evaluate(rows, "--model", "weak", "--max-tokens", "100") == USAGE
     assert "max_tokens of GSM8K = 2048, and this is 100" in capsys.readouterr().err
 
 
@@ -117,8 +117,8 @@ def test_incomplete_arguments_say_what_is_missing(
 
 
 def test_an_unknown_suite_and_a_missing_file_fail_with_one_line(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "MMLU", "--model", "m"]) == FAILED
-    assert main(["eval", "GSM8K", "--model", "m", "--path", str(rows.parent / "none.jsonl")]) == FAILED
+    assert main(["eval", "MMLU", "--model", "m"]) == USAGE
+    assert main(["eval", "GSM8K", "--model", "m", "--path", str(rows.parent / "none.jsonl")]) == USAGE
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert "no suite 'mmlu'; there are AIME24" in lines[0]

@@ -137,7 +137,7 @@ def test_a_second_init_is_refused_and_changes_nothing(
     init(config, tmp_path / "pool")
     before = {path: path.read_bytes() for path in (tmp_path / "pool").rglob("*") if path.is_file()}
     capsys.readouterr()
-    assert init(config, tmp_path / "pool", "--workers", "9") == FAILED
+    assert init(config, tmp_path / "pool", "--workers", "9") == USAGE
     printed = capsys.readouterr()
     assert (
         "is not empty; choose another --dir" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
@@ -148,12 +148,12 @@ def test_a_second_init_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     ("url", "more", "status", "words"),
     [
-        ("10.1.2.3:8700", (), FAILED, "is not a coordinator's URL: write http://HOST:PORT"),
-        ("http://10.1.2.3:99999", (), FAILED, "is not a coordinator's URL"),
-        ("http://h:1/pool", (), FAILED, "is not a coordinator's URL"),
-        ("https://h", (), FAILED, "--set coordinator.port=PORT"),
+        ("10.1.2.3:8700", (), USAGE, "is not a coordinator's URL: write http://HOST:PORT"),
+        ("http://10.1.2.3:99999", (), USAGE, "is not a coordinator's URL"),
+        ("http://h:1/pool", (), USAGE, "is not a coordinator's URL"),
+        ("https://h", (), USAGE, "--set coordinator.port=PORT"),
         (URL, ("--set", "sampling.max_tokens=1024"), USAGE, "share its 1024 positions"),
-        (URL, ("--set", "model.name=./nowhere"), FAILED, "no model at"),
+        (URL, ("--set", "model.name=./nowhere"), USAGE, "no model at"),
         (URL, ("--run", "two words"), USAGE, "'two words' cannot name a run: use 1 to 100 ASCII characters"),
     ],
 )
@@ -284,7 +284,7 @@ def test_an_invite_that_nobody_could_use_is_not_made(
 ) -> None:
     init(config, tmp_path / "pool")
     capsys.readouterr()
-    assert main(["invite", str(tmp_path / "pool"), "--role", "worker", *more]) == FAILED
+    assert main(["invite", str(tmp_path / "pool"), "--role", "worker", *more]) == USAGE
     printed = capsys.readouterr()
     assert words in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
 

@@ -59,7 +59,7 @@ def test_a_stopped_training_says_how_to_resume(
 @pytest.mark.parametrize(
     ("override", "status", "words"),
     [
-        ("sft.data=nowhere.jsonl", FAILED, "no file at"),
+        ("sft.data=nowhere.jsonl", USAGE, "no file at"),
         ("sft.data=", USAGE, "sft.data is empty"),
         ("sft.bach=3", USAGE, "did you mean 'sft.batch'?"),
     ],

@@ -71,7 +71,7 @@ def model(folder: Path) -> Path:
 
 def test_an_origin_of_nothing_says_so_and_creates_no_key(tmp_path: Path) -> None:
     arguments = command_line().parse_args(["origin", f"{tmp_path}/nowhere", "--key-file", f"{tmp_path}/key"])
-    with pytest.raises(PublishError, match="nothing is at .*/nowhere; name a file, a folder, or a folder of versions"):
+    with pytest.raises(UsageError, match="nothing is at .*/nowhere; name a file, a folder, or a folder of versions"):
         run_origin(arguments, threading.Event())
     assert not list(tmp_path.iterdir())
 

@@ -32,7 +32,7 @@ def test_an_evicted_relay_is_named_to_nobody_and_its_key_is_banned(tmp_path: Pat
 def test_only_relays_are_evicted_by_hand(
     tmp_path: Path, nodes: Nodes, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evict", str(tmp_path), name]) == 1
+    assert main(["evict", str(tmp_path), name]) == 2
     assert f"{name} is not a relay of this pool; its relays are: relay-0, relay-1" in capsys.readouterr().err
     assert nodes.evicted_keys() == []
 
@@ -50,7 +50,7 @@ def test_a_worker_is_drained_and_readmitted(tmp_path: Path, nodes: Nodes, capsys
     assert "worker-2 is draining (drained by the operator): `drain` changes nothing" in capsys.readouterr().err
     assert main(["readmit", str(tmp_path), "worker-2"]) == 0
     assert state(nodes, "key2") == "active"
-    assert main(["drain", str(tmp_path), "relay-0"]) == 1
+    assert main(["drain", str(tmp_path), "relay-0"]) == 2
 
 
 def test_what_was_held_against_a_dismissed_worker_is_forgotten_when_it_is_readmitted(

@@ -30,6 +30,13 @@ test("the losses of sites are found among the curves, by name", () => {
   assert.deepEqual(figures.siteLosses(values), [["site-0", [3, 4]], ["site-1", [null, 2]]]);
 });
 
+test("a verdict's number comes first, and a long name loses its middle", () => {
+  assert.equal(figures.verdicts("", 12), "12 accepted");
+  assert.equal(figures.verdicts("proof", 1), "1 rejected: proof");
+  assert.equal(figures.middle("words-of-seven-letters-3", 16), "words-of…tters-3");
+  assert.equal(figures.middle("tiny-0", 16), "tiny-0");
+});
+
 test("ticks are round and within the range", () => {
   assert.deepEqual(figures.ticks(0, 0.76, 4), [0, 0.2, 0.4, 0.6]);
   assert.deepEqual(figures.wholeTicks(1, 3, 6), [1, 2, 3]);

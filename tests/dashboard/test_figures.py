@@ -30,7 +30,7 @@ def status(**changes: object) -> Status:
 
 
 def answers(found: Status, history: RunHistory) -> dict[str, tuple[str, str]]:
-    told = overview(found, history, config=None, queries=None, running=True)["answers"]
+    told = overview(found, history, config=None, queries=None, running=True, wall_s=100.0)["answers"]
     return {one["question"]: (one["answer"], one["tone"]) for one in told}
 
 
@@ -105,7 +105,7 @@ def two_sites(rewards: list[float], **of_1: float) -> list[dict[str, float]]:
 
 def test_the_sites_of_a_learner_are_shown_with_their_curves() -> None:
     history = RunHistory(metrics=two_sites([0.1, 0.2], computed_s=3.0, synced_s=1.0, sent_bytes=5.0, loss=0.5))
-    told = overview(status(), history, config=None, queries=None, running=True)["sites"]
+    told = overview(status(), history, config=None, queries=None, running=True, wall_s=100.0)["sites"]
     assert [(site["name"], site["state"], site["tone"]) for site in told] == [
         (f"site-{n}", "counts", "good") for n in (0, 1)
     ]
@@ -161,3 +161,20 @@ def test_a_run_of_another_format_is_named(finished: Path, tmp_path: Path) -> Non
     database.close()
     with pytest.raises(WatchedError, match="format 2"):
         WatchedFolder(tmp_path)
+
+
+def test_a_rejection_is_told_with_its_number_first() -> None:
+    def detail(found: Status) -> str:
+        told = overview(found, RunHistory(), config=None, queries=None, running=True, wall_s=100.0)["answers"]
+        return str(told[2]["detail"])
+
+    caught = status(slashed=["worker-liar"], reject_reasons={"proof": 1})
+    assert detail(caught) == "Slashed: worker-liar (1 rejected: proof). Rejected work is never trained on."
+    suspected = status(reject_reasons={"proof": 2, "reward": 1, "unreadable": 5})
+    assert detail(suspected) == "Provably false: 3 rejected: 2 proof, 1 reward."
+
+
+def test_what_a_run_took_is_told_once_for_all() -> None:
+    found = status(state="finished", trained=10)
+    told = overview(found, RunHistory(), config=None, queries=None, running=False, wall_s=63.0)
+    assert told["elapsed_s"] == 63.0 and "10 steps in 1m 03s" in told["answers"][1]["detail"]

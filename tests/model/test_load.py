@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from shoal.model.load import (
     WEIGHTS,
@@ -22,6 +23,7 @@ from shoal.model.load import (
     stored_shapes,
     tied_names,
 )
+from shoal.model.plain import plain_model
 from shoal.model.support import UnsupportedModelError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -303,3 +305,18 @@ def test_end_tokens_are_the_tokenizers_then_the_generation_configs(
     GenerationConfig(eos_token_id=declared).save_pretrained(tmp_path)
     monkeypatch.setattr("shoal.model.load.load_tokenizer", lambda folder: SimpleNamespace(eos_token_id=tokenizers))
     assert eos_ids(tmp_path) == expected
+
+
+def test_loading_prints_no_progress_and_leaves_the_bars_of_others(
+    tiny_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
+    try:
+        load_model(tiny_folder, "float32")
+        plain_model(tiny_folder, seed=None)
+        assert "Loading" not in capfd.readouterr().err
+        assert transformers_logging.is_progress_bar_enabled()
+    finally:
+        if not shown:
+            transformers_logging.disable_progress_bar()

@@ -26,6 +26,15 @@ def test_register_log_out_log_in(page: Running) -> None:
     assert person.get("me").json()["name"] == "grace"
 
 
+def test_the_page_knows_whether_anybody_has_an_account(tiny_folder: Path, tmp_path: Path) -> None:
+    with serving(tiny_folder, tmp_path, ready=False, hasher=CHEAP) as running:
+        person = Person(running, "grace")
+        assert person.get("me").json()["first"] is True
+        assert person.enter().status_code == 200
+        assert "first" not in person.get("me").json(), "only who is not logged in is told"
+        assert Person(running, "ada").get("me").json()["first"] is False
+
+
 def test_a_conversation_is_streamed_saved_listed_searched_exported_and_deleted(ada: Person) -> None:
     id = ada.begin()
     events = ada.say(id, "a question about whales")

@@ -189,7 +189,7 @@ def test_the_table_at_the_end_tells_the_run_in_short(tmp_path: Path, width: int)
         "40.0k generated, 15.0k trained",
         "busy 75 %, rollouts at most 2 versions old",
         "liar 1, worker-0 40 (41 in all)",
-        "liar 2 (2 in all): proof 2",
+        "liar 2 (2 in all): 2 proof",
         "learner 1 (1 in all)",
         "2.5 GiB",
         "runs/sums/: summary.json, reward.png",

@@ -33,7 +33,7 @@ def test_plain_mode_prints_each_event_exactly_once() -> None:
         "held-out at v30 (final): greedy 61.0 %, sampled 58.0 %, n 256",
     ]
     assert [line for line in lines if line.startswith("rejected")] == [
-        "rejected: worker-liar 2, worker-1 1; reason: proof 2, unreadable 1"
+        "rejected: 2 of worker-liar, 1 of worker-1; reason: 2 proof, 1 unreadable"
     ]
     assert [line for line in lines if line.startswith(("slashed", "evicted"))] == [
         "evicted: worker-liar (worker)",
@@ -53,7 +53,7 @@ def test_a_plain_line_of_a_step_is_not_wrapped() -> None:
 def test_a_later_rejection_prints_only_what_is_new() -> None:
     nodes = [node("worker-1", seen_s=170.0, rejected=2)]
     lines = plain_lines(mid_run(), mid_run(nodes=nodes, reject_reasons={"proof": 2, "unreadable": 1, "bounds": 1}))
-    assert lines[-1] == "rejected: worker-1 1; reason: bounds 1"
+    assert lines[-1] == "rejected: 1 of worker-1; reason: 1 bounds"
 
 
 def test_coming_and_going_is_told() -> None:

@@ -60,6 +60,12 @@ def test_one_look_shows_the_state() -> None:
     assert "sums" in printed(screen) and max(map(len, printed(screen).splitlines())) <= 80
 
 
+def test_what_a_run_took_is_shown_where_it_was_measured() -> None:
+    screen = console()
+    show(pool(RUNNING), screen, lambda: 63.0)
+    assert "elapsed 1m 03s" in printed(screen)
+
+
 def test_it_is_watched_until_the_run_has_finished() -> None:
     clock = Clock()
     watch(pool(RUNNING, RUNNING, FINISHED), console(), sleep=clock.sleep, clock=clock)

@@ -2,12 +2,14 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from shoal.protocol.messages import LARGEST, NodeStatus, Signal
 from shoal.view import Pace, render
+from shoal.view.figures import words_in
 from shoal.view.tree import weights_tree
 
 from .support import Seen, finished, mid_run, node, status, step
@@ -62,7 +64,7 @@ def test_a_run_under_way_shows_where_it_stands(width: int) -> None:
         "4 groups grew too old",
         "busy 60 %, waiting 40 %",
         "5 of 16 groups accepted for step 4",
-        "79 accepted, 3 rejected (proof 2, unreadable 1)",
+        "79 accepted, 3 rejected: 2 proof, 1 unreadable",
         "slashed  worker-liar",
     ):
         assert words in text
@@ -116,9 +118,9 @@ def test_every_node_has_its_line(width: int) -> None:
     text = screen(mid_run(), width)
     assert re.search(r"v3 +serving v3 +– +now", row(text, "origin"))
     assert re.search(r"v2 +fetching v3 +– +5s", row(text, "relay-0"))
-    assert re.search(r"worker +v3 +generating +– +41 +0 +900 ?M(iB)? +now", row(text, "worker-0"))
-    assert re.search(r"38 +1 +– +1m 10s", row(text, "worker-1"))
-    assert re.search(r"slashed +– +0 +2 +– +evicted", row(text, "worker-liar|worker-lia…"))
+    assert re.search(r"(worker +)?v3 +generating +– +41 +0( +900 ?M(iB)?)? +now", row(text, "worker-0"))
+    assert re.search(r"38 +1( +–)? +1m 10s", row(text, "worker-1"))
+    assert re.search(r"slashed +– +0 +2( +–)? +evicted", row(text, "worker-liar|worker-lia…"))
     assert re.search(r"validator +– ", row(text, "validator"))
     assert row(text, "learner") and row(text, "evaluator")
 
@@ -157,12 +159,12 @@ def test_a_terminal_that_is_too_low_shows_the_troubled_nodes_and_counts_the_rest
     console.print(render(*mid_run(nodes=nodes)))
     text = console.export_text()
     shown = len(re.findall(r"│ worker-", text))
-    assert "worker-29" in text and shown >= 12 and f"and {30 - shown} more" in text
+    assert "worker-29" in text and shown >= 12 and f"+{30 - shown} more" in text
     assert len(text.splitlines()) <= 35
 
 
-def in_terminal(shown: Seen, height: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, height=height, force_terminal=True, record=True)
+def in_terminal(shown: Seen, height: int, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, record=True)
     console.print(render(*shown))
     return console.export_text().splitlines()
 
@@ -177,6 +179,65 @@ def test_a_terminal_of_80x24_shows_what_matters(shown: Seen) -> None:
     assert shown.status.state == "finished" or "ETA 13m 20s" in text
     assert "worker-0" in text, "the rest of the room is for nodes"
     assert "weights" not in text
+
+
+def busy(workers: int, **values: Any) -> Seen:
+    """A pool whose nodes say the longest things that honest ones say, with two servers."""
+    told = [
+        node("evaluator", "evaluator", seen_s=170.0, stats={"doing": "a version to evaluate", "waiting": True}),
+        node("learner", "learner", seen_s=170.0, stats={"doing": "step 24's batch", "waiting": True}),
+        node("validator", "validator", seen_s=170.0, stats={"doing": "submissions", "waiting": True}),
+        node("origin", "origin", url="http://o"),
+        node("relay-0", "relay", url="http://r"),
+    ]
+    told += [
+        node(f"worker-{number}", seen_s=170.0, stats={"doing": "generating for step 24"}) for number in range(workers)
+    ]
+    return mid_run(nodes=told, **values)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4, 9])
+def test_every_node_has_a_row_in_80x24_or_is_counted(workers: int) -> None:
+    lines = in_terminal(busy(workers), 24)
+    text = "\n".join(lines)
+    assert len(lines) <= 24
+    shown = len(re.findall(r"│ (worker-|learner  +v|validator|evaluator)", text))
+    assert shown >= min(workers + 3, 6) and f" +{workers + 5 - shown} more ─╯" in text
+    for words in ("waiting for a version to evaluate", "waiting for step 24's batch", "waiting for submissions"):
+        assert words in text, "what a node does is told whole"
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (40, 12)])
+def test_no_line_breaks_a_word(width: int, height: int) -> None:
+    reasons = {"special_tokens": 3, "distribution": 2, "unrepeatable": 1, "termination": 4}
+    grading = {
+        "total": 40,
+        "recent": 40,
+        "errors": 3,
+        "error": "ModuleNotFoundError: no module named somethingratherlong",
+    }
+    seen = busy(3, reject_reasons=reasons, grading=grading, slashed=["worker-a", "worker-b", "worker-c", "worker-d"])
+    text = " ".join("\n".join(in_terminal(seen, height, width)).replace("│", " ").split())
+    for word in ("distribution", "unrepeatable", "termination", "verdicts", "worker-d"):
+        assert re.search(rf"(^| ){word}[ ,:…]", f"{text} "), word
+    assert max(len(line) for line in in_terminal(seen, height, width)) <= width
+
+
+def test_a_state_that_does_not_fit_ends_with_a_whole_word() -> None:
+    nodes = [node("worker-0", seen_s=170.0, suspended_s=90.0, suspension="3 tasks expired because of the network")]
+    text = "\n".join(in_terminal(mid_run(nodes=nodes), 24))
+    assert re.search(r"suspended for 1m 30s: 3 tasks( expired| because| of| the)*… ", text)
+
+
+def test_a_long_name_is_cut_in_its_middle() -> None:
+    text = "\n".join(in_terminal(mid_run(run="words-of-seven-letters-by-the-second-site-17-0123456789abcdef"), 24))
+    assert "words-of-seven-" in text and "…" in text and "0123456789abcdef" in text
+
+
+def test_words_are_cut_between_them() -> None:
+    assert words_in("one two three", 13) == "one two three"
+    assert [words_in("one two three", cells) for cells in (12, 9, 8, 7)] == ["one two…", "one two…", "one two…", "one…"]
+    assert words_in("immeasurable", 5) == "imme…"
 
 
 @pytest.mark.parametrize("height", [14, 16, 18, 20, 30, 40])
@@ -215,7 +276,7 @@ def test_sources_beyond_the_width_are_counted() -> None:
     many = {f"reward/source-{n}/mean": 0.5 for n in range(20)}
     text = screen(status(metrics=[step(0, 0.5) | many]), 70)
     shown = len(re.findall(r"source-\d+ 0.500", text))
-    assert 0 < shown < 20 and f"and {20 - shown} more" in row(text, "sources")
+    assert 0 < shown < 20 and f"+{20 - shown} more" in row(text, "sources")
 
 
 def test_the_screen_says_that_the_grader_fails() -> None:

@@ -27,7 +27,7 @@ def share_threads(config: Config, cores: int) -> dict[str, int]:
         return {
             "learner": max(1, cores // sites),
             "validator": max(1, cores // config.validator.count),
-            "worker": max(1, cores // config.workers.count),
+            "worker": max(1, cores // max(1, config.workers.count)),
             "evaluator": cores,
         }
     learner = max(1, cores // 2)

@@ -88,6 +88,7 @@ def of_measured(config: Config, measured: Mapping[str, Any], cores: int, *, trai
         "a GPU": config.model.device != "cpu",
         "adapters": config.learner.lora,
         "sites": config.learner.sites,
+        "workers elsewhere": not config.workers.count,
     }
     if why := [what for what, there in not_covered.items() if there]:
         return f"not estimated for {' and '.join(why)}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 
 OPTIONAL = ("head_dim", "num_key_value_heads")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -30,7 +30,7 @@ COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
 VERSION_BYTES = 2  # per parameter: versions are published in bf16
 
 
-class SizesError(ShoalError):
+class SizesError(UserError):
     """A config.json whose sizes are not those of a dense decoder."""
 
 

@@ -13,14 +13,14 @@ from typing import NoReturn, TextIO
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.errors import ShoalError, printable
+from shoal.errors import ShoalError, UserError, printable
 
 USAGE = 2
 RUN_NAME = re.compile("[!-~]{1,100}")
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; argparse has no public name for it
 
 
-class UsageError(ShoalError):
+class UsageError(UserError):
     """Arguments that contradict each other or are incomplete."""
 
 
@@ -100,6 +100,13 @@ def takes_config(parser: argparse.ArgumentParser, *, required: bool = True) -> N
 
 def takes_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=threads, default=0, help="cores to compute on (default: all)")
+
+
+def takes_dashboard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dashboard", type=port, default=0, metavar="PORT", help="of the page that shows the run (default: any)"
+    )
+    parser.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="open no such page")
 
 
 def read_config(arguments: argparse.Namespace) -> Config:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from random import Random, SystemRandom
 
-from shoal.cli.arguments import Commands, say, whole
+from shoal.cli.arguments import Commands, UsageError, say, whole
 
 MOST = whole(0, 1_000_000)
 
@@ -47,7 +47,16 @@ def _takes_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ledger", type=Path, metavar="FILE", help="read the ledger from this export")
 
 
+def _check_there(arguments: argparse.Namespace) -> None:
+    """Raise UsageError if what was named is not there: that is no broken link."""
+    if not arguments.run.is_dir():
+        raise UsageError(f"no folder at {arguments.run}: name the folder of a run, or of its coordinator")
+    if arguments.ledger and not arguments.ledger.is_file():
+        raise UsageError(f"no file at {arguments.ledger}: `shoal ledger RUN --out FILE` writes one")
+
+
 def audit(arguments: argparse.Namespace) -> int:
+    _check_there(arguments)
     from shoal.audit.audit import Asked
     from shoal.audit.audit import audit as check
     from shoal.audit.opened import BrokenError
@@ -72,6 +81,7 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def ledger(arguments: argparse.Namespace) -> None:
+    _check_there(arguments)
     from shoal.audit.opened import open_run
     from shoal.ledger.chain import write_export
 

@@ -2,6 +2,7 @@
 
     shoal run CONFIG                     everything on this machine; `prepare` and `clean` go with it
     shoal pool init CONFIG --dir DIR     a pool of several machines: the coordinator's folder and all invites
+    shoal pool up DIR                    its trusted roles, all on this machine, on one screen
     shoal coordinator --dir DIR          its control plane; `invite`, `evict`, `drain`, `readmit`; `status`, `backup`
     shoal coordinator --runs FOLDER      the control plane of several pools at one address; `pool close`, `pool reopen`
     shoal discover URL                   which runs are there, and which of them this machine may join
@@ -20,15 +21,18 @@
     shoal pretrain CONFIG                training on plain text, alone or as one of several sites
     shoal meet CONFIG --dir DIR          where these sites meet
 
-Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration (verify:
-unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart does not fix, 130 interrupted.
+Exit status: 0 done, 1 failed (verify: rejected; audit: a broken link), 2 wrong usage or configuration, or something that
+was named is not there (verify: unreadable), 3 evicted, 4 a node or the coordinator failed for a reason that a restart
+does not fix, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from shoal import __version__
 from shoal.cli import (
@@ -51,10 +55,9 @@ from shoal.cli import (
     stake,
     tools,
 )
-from shoal.cli.arguments import USAGE, Parser, UsageError, say
+from shoal.cli.arguments import USAGE, Parser, say
 from shoal.cli.nodes import EVICTED, ROLES
-from shoal.config import ConfigError
-from shoal.errors import ShoalError, restart_helps
+from shoal.errors import ShoalError, UserError, restart_helps
 
 DONE, FAILED, LASTING, INTERRUPTED = 0, 1, 4, 130
 __all__ = ["COMMANDS", "DONE", "EVICTED", "FAILED", "INTERRUPTED", "LASTING", "USAGE", "main"]
@@ -104,10 +107,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the one place where an error becomes a message and a status
-        status = _status_of(error, arguments.command_name)
+        status = _status_of(error, arguments)
         if status is None:
             raise
-        say(f"shoal {arguments.command_name}: {error}", sys.stderr)
+        words = f"nothing is at {error.filename}" if isinstance(error, FileNotFoundError) and error.filename else error
+        say(f"shoal {arguments.command_name}: {words}", sys.stderr)
         return status
 
 
@@ -129,10 +133,20 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _status_of(error: Exception, command: str) -> int | None:
+def _status_of(error: Exception, arguments: argparse.Namespace) -> int | None:
     """The exit status of an error that its message explains; None for one that needs its traceback."""
-    if isinstance(error, (ConfigError, UsageError)):
+    if isinstance(error, UserError) or _is_missing(error, arguments):
         return USAGE
-    if command in ("coordinator", *ROLES) and not restart_helps(error):
+    if arguments.command_name in ("coordinator", *ROLES) and not restart_helps(error):
         return LASTING
     return FAILED if isinstance(error, (ShoalError, OSError)) else None
+
+
+def _is_missing(error: Exception, arguments: argparse.Namespace) -> bool:
+    """Whether a file or folder that was named is not there, or not of its kind."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)) or error.filename is None:
+        return False
+    path = Path(os.fsdecode(error.filename))
+    values = [each for value in vars(arguments).values() for each in (value if isinstance(value, list) else [value])]
+    named = [Path(value) for value in values if isinstance(value, (str, Path)) and str(value)]
+    return path in named or any(each in path.parents and not each.is_dir() for each in named)

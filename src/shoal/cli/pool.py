@@ -1,9 +1,10 @@
-"""Commands of a pool's operator: `shoal pool`, `coordinator`, `invite`, `status`, `evict`, `drain`, `readmit`."""
+"""Commands of a pool's operator: `shoal pool ACTION`, `coordinator`, `invite`, `status`, `evict`, `drain`, `readmit`."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 
 from shoal.cli.arguments import (
@@ -15,6 +16,7 @@ from shoal.cli.arguments import (
     run_name,
     say,
     takes_config,
+    takes_dashboard,
     takes_threads,
     whole,
 )
@@ -25,7 +27,7 @@ NAME_IT = "name it with --run NAME"
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    pool = commands.add_parser("pool", help="set up a pool of several machines")
+    pool = commands.add_parser("pool", help="set up a pool of several machines, and start its trusted roles")
     actions = pool.add_subparsers(required=True, metavar="ACTION")
     init = actions.add_parser("init", help="make the coordinator's folder and an invite for every node")
     init.set_defaults(action=init_pool)
@@ -40,6 +42,10 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--evaluator", action=argparse.BooleanOptionalAction, default=True, help="invite an evaluator (default: yes)"
     )
     init.add_argument("--days", type=days, default=30.0, help="until the invites expire (default: 30)")
+    up = actions.add_parser("up", help="start every trusted role of a pool on this machine, on one screen")
+    up.set_defaults(action=up_pool)
+    up.add_argument("dir", type=Path, help="the folder that `shoal pool init` made")
+    takes_dashboard(up)
     for name, action, what in (
         ("close", close_pool, "stop serving one run of a shared listener; its other runs continue"),
         ("reopen", reopen_pool, "serve it again from the next start of its coordinator on"),
@@ -94,8 +100,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     status_.add_argument("--watch", action="store_true", help="keep showing it until the run ends")
 
 
-def pool(arguments: argparse.Namespace) -> None:
-    arguments.action(arguments)
+def pool(arguments: argparse.Namespace) -> int | None:
+    status: int | None = arguments.action(arguments)
+    return status
 
 
 def close_pool(arguments: argparse.Namespace) -> None:
@@ -134,6 +141,14 @@ def init_pool(arguments: argparse.Namespace) -> None:
             arguments.dir, config, name, arguments.url, members, days=arguments.days, task_data=Path(built) / FOLDER
         )
     say("\n".join([*(f"tasks: {note}" for note in notes), *steps]))
+
+
+def up_pool(arguments: argparse.Namespace) -> int:
+    from shoal.coordinator.founding import open_pool
+    from shoal.launch.pool import PoolSwarm
+
+    config, address = open_pool(arguments.dir)
+    return PoolSwarm(arguments.dir, config, address, dashboard=arguments.dashboard).run()
 
 
 def coordinator(arguments: argparse.Namespace) -> None:
@@ -192,6 +207,8 @@ def _serve_runs(arguments: argparse.Namespace) -> None:
         raise UsageError("with --runs, each run has its config, name and metrics in its own folder")
     if arguments.port is None:
         raise UsageError("with --runs, say where to listen: --port PORT")
+    if not arguments.runs.is_dir():
+        raise UsageError(f"no folder at {arguments.runs}: it holds the folder of each run that is served")
     stop = begin("coordinator", arguments)
     from shoal.check.problems import check_length
     from shoal.config import Config
@@ -268,6 +285,7 @@ def status(arguments: argparse.Namespace) -> None:
     from shoal.cli.sites import meeting_at, screen, watch_meeting
     from shoal.protocol.address import find_coordinator
     from shoal.protocol.watch import PoolWatch, UnreachableError
+    from shoal.tracking.legs import wall_s
     from shoal.tracking.report import SUMMARY
     from shoal.view.live import Terminal
     from shoal.view.pool import show, watch
@@ -282,7 +300,7 @@ def status(arguments: argparse.Namespace) -> None:
             return
         look = watch if arguments.watch else show
         try:
-            look(PoolWatch(url, client), Terminal())
+            look(PoolWatch(url, client), Terminal(), lambda: wall_s(Path(arguments.pool), time.time(), running=True))
         except UnreachableError as error:
             if not (Path(arguments.pool) / SUMMARY).exists():
                 raise

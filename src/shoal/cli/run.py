@@ -16,11 +16,11 @@ from shoal.cli.arguments import (
     USAGE,
     Commands,
     UsageError,
-    port,
     read_config,
     run_name,
     say,
     takes_config,
+    takes_dashboard,
     takes_threads,
 )
 from shoal.config import Config
@@ -32,13 +32,9 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     run_.add_argument("--resume", type=Path, metavar="DIR", help="resume the run in DIR (instead of a config)")
     run_.add_argument("--seed", type=int, help="overrides run.seed")
     run_.add_argument("--out", type=Path, help="folder of this run (default: runs/CONFIG-TIME)")
-    run_.add_argument(
-        "--dashboard", type=port, default=0, metavar="PORT", help="of the page that shows the run (default: any)"
-    )
-    run_.add_argument("--no-dashboard", dest="dashboard", action="store_const", const=None, help="open no such page")
-    run_.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config, check it on this machine, and stop"
-    )
+    takes_dashboard(run_)
+    run_.add_argument("--dry-run", action="store_true", help="check the config on this machine, say so, and stop")
+    run_.add_argument("--verbose", action="store_true", help="with --dry-run: print the whole resolved config too")
 
     prepare_ = commands.add_parser(
         "prepare", help="build the task set, fetch the model and measure the dtype; prints all as JSON"
@@ -65,8 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_config(arguments)
     if arguments.resume:
         _check_model(config, arguments.resume)
+    if arguments.verbose and not arguments.dry_run:
+        raise UsageError("--verbose goes with --dry-run")
     if arguments.dry_run:
-        return _dry_run(config)
+        return _dry_run(config, whole=arguments.verbose)
     from shoal.launch.folder import stopped_run
     from shoal.launch.swarm import Swarm
 
@@ -86,15 +84,19 @@ def _check_model(config: Config, folder: Path) -> None:
         raise UsageError(f"the run in {folder} trains {held}, not {config.model.name}: start a new run for that model")
 
 
-def _dry_run(config: Config) -> int:
+def _dry_run(config: Config, *, whole: bool) -> int:
     from shoal.check.problems import problems
 
-    say(config_module.dumps(config).rstrip("\n"))
+    if whole:
+        say(config_module.dumps(config).rstrip("\n"))
     notes: list[str] = []
     found = problems(config, notes)
     for line in [*(f"tasks: {note}" for note in notes), *(f"shoal run: {one}" for one in found)]:
         say(line, sys.stderr)
-    return USAGE if found else 0
+    if found:
+        return USAGE
+    say("# nothing stands in the way of this run here" if whole else "nothing stands in the way of this run here")
+    return 0
 
 
 def prepare(arguments: argparse.Namespace) -> None:

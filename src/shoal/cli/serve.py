@@ -61,12 +61,14 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def serve(arguments: argparse.Namespace) -> None:
     from shoal.launch import process
+    from shoal.launch.door import listen
     from shoal.serve.sources import source_of
 
     if arguments.open and arguments.host not in ("127.0.0.1", "localhost", "::1"):
         raise UsageError("--open has no login, so it serves this machine only; leave --host out, or --open")
     stop = process.begin("serve", threads=arguments.threads)
     source = source_of(arguments.what)
+    listen(arguments.host, arguments.port, "the endpoint").close()  # a port that is taken costs no loading of weights
     from shoal.model.threads import compute_on
     from shoal.serve.decoding.scheduler import Limits
     from shoal.serve.service import Settings, serve_forever

@@ -81,15 +81,15 @@ def fetch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_origin(arguments: argparse.Namespace, stop: threading.Event) -> None:
     from shoal.protocol.identity import Identity
-    from shoal.shardcast import Origin, PublishError
+    from shoal.shardcast import Origin
     from shoal.shardcast.alone import serve_origin
     from shoal.shardcast.publish.contents import check_apart
     from shoal.shardcast.serve.front import nginx
 
     if arguments.server == "nginx" and arguments.tls_cert:
-        raise PublishError("nginx is not used with --tls-cert here; choose --server python")
+        raise UsageError("nginx is not used with --tls-cert here; choose --server python")
     if not arguments.path.exists():
-        raise PublishError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
+        raise UsageError(f"nothing is at {arguments.path}; name a file, a folder, or a folder of versions")
     keys = [arguments.key_file, *([arguments.tls_key] if arguments.tls_key else [])]
     check_apart(arguments.path, arguments.store, *keys)  # before a key is created
     store = _store(arguments)

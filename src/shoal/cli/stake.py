@@ -175,6 +175,8 @@ def _operated(run: Path) -> EvmStakes:
     from shoal.audit.opened import settings_of
     from shoal.ledger.evm.opening import open_contract
 
+    if not run.is_dir():
+        raise UsageError(f"no folder at {run}: name the folder of a run, or of its coordinator")
     section = settings_of(run).ledger
     if section.backend != "evm":
         raise UsageError(f"the pool in {run} keeps no stakes on a chain ([ledger] in its config)")

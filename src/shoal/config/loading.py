@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from shoal.config.config import Config
 from shoal.config.peers import PEERS
 from shoal.config.section import Section
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 
 PACKAGED = Path(__file__).parent.parent / "configs"  # in a checkout: a link to the folder of that name
 
 
-class ConfigError(ShoalError):
+class ConfigError(UserError):
     """A config that cannot be used. The message names the key and the next step."""
 
 

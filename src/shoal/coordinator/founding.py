@@ -19,7 +19,7 @@ from shoal.config.config import LOOPBACK
 from shoal.coordinator.http.routes import TASKS
 from shoal.coordinator.served import KEY
 from shoal.coordinator.sharing import CLOSED
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import write_file
 from shoal.protocol.address import Address, coordinator_url, split_url
 from shoal.protocol.identity import Identity
@@ -30,7 +30,7 @@ from shoal.shardcast.fetch.reach import narrowest
 CONFIG, INVITES = "config.toml", "invites"
 
 
-class PoolFolderError(ShoalError):
+class PoolFolderError(UserError):
     """A folder that cannot become, or is not, a pool's; the message says what to do."""
 
 

@@ -102,6 +102,7 @@ class Feed:
             config=self.run.config,
             queries=self.run.queries,
             running=self.run.running() and not self.problem,
+            wall_s=self.run.wall_s(self.status),
         )
         text = json.dumps(found, allow_nan=False)
         changed, self._overview = text != self._overview, text

@@ -16,7 +16,7 @@ from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, NodeStatus, Status
 from shoal.tracking.estimates import wilson
 from shoal.view import busy_frac, clean, count, duration, grader_errors, no_signal, number, percent, total
-from shoal.view.figures import SILENT_S, eta_s
+from shoal.view.figures import SILENT_S, eta_s, rejections
 from shoal.view.sites import SiteRow, sites_of
 
 LEAST_STEPS = 6  # before a trend is worth a word
@@ -35,8 +35,15 @@ class Answer:
 
 
 def overview(
-    status: Status, history: RunHistory, *, config: Config | None, queries: Queries | None, running: bool
+    status: Status,
+    history: RunHistory,
+    *,
+    config: Config | None,
+    queries: Queries | None,
+    running: bool,
+    wall_s: float,
 ) -> dict[str, Any]:
+    """`wall_s`: what the run has taken so far."""
     state = status.state if status.state == "finished" else "running" if running else "stopped"
     accepted, rejected = sum(node.accepted for node in status.nodes), sum(node.rejected for node in status.nodes)
     waits = queries.waits_s(64) if queries else []
@@ -48,11 +55,11 @@ def overview(
         "version": status.newest_version,
         "have": status.have,
         "need": status.need,
-        "elapsed_s": _about(status.now_s - status.started_s, 10.0 if state == "running" else 0.1),
+        "elapsed_s": _about(wall_s, 10.0 if state == "running" else 0.1),
         "left_s": _about(eta_s(status, history.metrics), 5.0) if state == "running" else None,
         "answers": [
             asdict(_learning(history)),
-            asdict(_healthy(status, history, state)),
+            asdict(_healthy(status, history, state, wall_s)),
             asdict(_cheating(status, accepted, rejected)),
         ],
         "tokens": status.tokens_generated,
@@ -135,7 +142,7 @@ def _learning(history: RunHistory) -> Answer:
     return Answer(question, "Not visibly", "warn", f"{change}, within its noise.")
 
 
-def _healthy(status: Status, history: RunHistory, state: str) -> Answer:
+def _healthy(status: Status, history: RunHistory, state: str, wall_s: float) -> Answer:
     question, problems = "Is it healthy?", []
     if state == "stopped":
         return Answer(question, "It has stopped", "bad", f"After {status.trained} of {status.steps} steps.")
@@ -159,8 +166,7 @@ def _healthy(status: Status, history: RunHistory, state: str) -> Answer:
     here = sum(not node.evicted and node.state != "left" for node in status.nodes)
     pace = _pace(history)
     if state == "finished":
-        took = duration(status.now_s - status.started_s)
-        return Answer(question, "Yes, and finished", "good", f"{status.trained} steps in {took}{pace}.")
+        return Answer(question, "Yes, and finished", "good", f"{status.trained} steps in {duration(wall_s)}{pace}.")
     return Answer(question, "Yes", "good", f"All {here} nodes answer{pace}.")
 
 
@@ -169,16 +175,10 @@ def _cheating(status: Status, accepted: int, rejected: int) -> Answer:
     hard = {reason: n for reason, n in status.reject_reasons.items() if is_hard(reason)}
     if status.slashed:
         names = ", ".join(clean(name) for name in status.slashed[:STATED])
-        why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())
-        return Answer(
-            question,
-            "Caught",
-            "bad",
-            f"Slashed: {names}{f' ({why})' if why else ''}. Rejected work is never trained on.",
-        )
+        why = f" ({rejections(sum(hard.values()), hard)})" if hard else ""
+        return Answer(question, "Caught", "bad", f"Slashed: {names}{why}. Rejected work is never trained on.")
     if hard:
-        why = ", ".join(f"{clean(reason)} {n}" for reason, n in hard.items())
-        return Answer(question, "Suspected", "bad", f"{sum(hard.values())} submissions are provably false: {why}.")
+        return Answer(question, "Suspected", "bad", f"Provably false: {rejections(sum(hard.values()), hard)}.")
     if not accepted and not rejected:
         return Answer(question, "Nothing checked yet", "none", "The first verdict is still to come.")
     exact = status.exact

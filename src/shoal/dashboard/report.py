@@ -7,7 +7,6 @@ Left out: what is only live (queue, broadcast), and whole rollouts (`shoal dashb
 
 import base64
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from html import escape
@@ -26,12 +25,13 @@ from shoal.dashboard.watched import WatchedFolder
 from shoal.dashboard.words import said
 from shoal.files import write_file
 from shoal.protocol.history import RunHistory
+from shoal.tracking.report import read_summary
 from shoal.view import Pace, clean, count, duration, memory, number, percent
 
 STYLE = (Path(__file__).parent / "static" / "report.css").read_text()
 MOST_SAMPLES = 12
 MOST_WORKERS = 200
-AUDIT, SUMMARY = "audit.txt", "summary.json"
+AUDIT = "audit.txt"
 HIDDEN = ("database", "endpoint", "url", "host", "token")  # keys of the config that name places
 
 
@@ -52,9 +52,16 @@ def write_report(run: WatchedFolder, out: Path) -> tuple[int, list[Path]]:
 def render(run: WatchedFolder) -> str:
     status = run.look()
     assert run.queries is not None and run.config is not None and run.folder is not None
-    found = overview(status, run.history, config=run.config, queries=run.queries, running=run.running())
+    found = overview(
+        status,
+        run.history,
+        config=run.config,
+        queries=run.queries,
+        running=run.running(),
+        wall_s=run.wall_s(status),
+    )
     rows = node_table(status, Pace(), run.queries, state=found["state"], alpha=run.config.evidence.alpha, public=True)
-    summary = _json(run.folder / SUMMARY)
+    summary = read_summary(run.folder)
     drawn = charts(run.history, run.queries, run.config.coordinator.async_level)
     parts = [
         _head(found, summary),
@@ -82,7 +89,7 @@ def render(run: WatchedFolder) -> str:
 def _head(found: dict[str, Any], summary: dict[str, Any]) -> str:
     facts = {
         "steps": f"{found['trained']} of {found['steps']}",
-        "took": duration(summary.get("wall_s") or found["elapsed_s"]),
+        "took": duration(found["elapsed_s"]),
         "tokens generated": count(found["tokens"]),
         "tokens trained": count(found["tokens_trained"]),
         "learner busy": percent(found["busy"], 0),
@@ -184,12 +191,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: int) ->
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{cells("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Nothing where there is no such file, or no object in it."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

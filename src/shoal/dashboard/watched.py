@@ -23,7 +23,7 @@ from shoal.coordinator.state.database import Database, PoolError
 from shoal.coordinator.state.opening import named_database
 from shoal.coordinator.tables.connection import Connection, SqliteConnection
 from shoal.dashboard.queries import Queries
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.ledger.interface import JSON, Entry
 from shoal.ledger.stakes import LedgerStakes
 from shoal.ledger.table import read_since
@@ -31,12 +31,14 @@ from shoal.protocol.address import Address, AddressError, coordinator_url
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
+from shoal.tracking import legs
+from shoal.tracking.report import read_summary
 
 DATABASE = "pool.sqlite"
 AWAY_S = 60.0  # a run in which nothing has happened for this long has ended, finished or not
 
 
-class WatchedError(ShoalError):
+class WatchedError(UserError):
     """A folder or address that holds no run; the message names it and the next step."""
 
 
@@ -56,6 +58,10 @@ class Watched(Protocol):
         ...
 
     def running(self) -> bool: ...
+
+    def wall_s(self, status: Status) -> float:
+        """What the run has taken: as its summary says, or `shoal run` measures, else since its coordinator first started."""
+        ...
 
     def stakes(self) -> Mapping[str, int] | None:
         """What each node has at stake, by name, where anything is; None: not known here."""
@@ -93,6 +99,13 @@ class WatchedFolder:
     def running(self) -> bool:
         assert self.queries is not None and self.config is not None
         return self.clock() - self.queries.newest_s() < AWAY_S and not self.db.is_finished(self.config.run.steps)
+
+    def wall_s(self, status: Status) -> float:
+        assert self.folder is not None
+        if status.state == "finished" and (told := read_summary(self.folder).get("wall_s")):
+            return float(told)
+        measured = legs.wall_s(self.folder, self.clock(), running=self.running())
+        return status.now_s - status.started_s if measured is None else measured
 
     def look(self) -> Status:
         assert self.config is not None
@@ -163,6 +176,9 @@ class WatchedPool:
 
     def running(self) -> bool:
         return self._state == "running"
+
+    def wall_s(self, status: Status) -> float:
+        return status.now_s - status.started_s
 
     def stakes(self) -> Mapping[str, int] | None:
         return None

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserError
 from shoal.files import fsync
 from shoal.model.sampling import rollout_seed
 
 
 class EvalError(ShoalError):
     """An evaluation that cannot start or continue; the message names the next step."""
+
+
+class EvalUsageError(EvalError, UserError):
+    """What was asked for cannot be evaluated: a suite, a server's address, or a folder of another evaluation."""
 
 
 @dataclass(frozen=True)

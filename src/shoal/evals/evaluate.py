@@ -19,7 +19,7 @@ from rich.console import Console
 
 from shoal.config.tasks import TaskSection
 from shoal.evals import suites as suites_module
-from shoal.evals.completions import Answer, Asked, CompletionLog, EvalError
+from shoal.evals.completions import Answer, Asked, CompletionLog, EvalUsageError
 from shoal.evals.results import Difference, Graded, Result, compare, summarise
 from shoal.evals.samplers import Sampler, Sampling
 from shoal.evals.suites import Suite
@@ -68,10 +68,10 @@ class Entry:
 def evaluate(
     contestants: Sequence[Contestant], entries: Sequence[Entry], folder: Path, console: Console, *, seed: int = 0
 ) -> tuple[list[Result], list[Difference]]:
-    """Results in the order of suites, then models. Raises EvalError, ShoalError."""
+    """Results in the order of suites, then models. Raises EvalUsageError, ShoalError."""
     for entry in entries:
         if entry.k > 1 and entry.sampling.temperature == 0:
-            raise EvalError(
+            raise EvalUsageError(
                 f"{entry.k} greedy completions of {entry.suite.name} would be equal: add --temperature 0.6, or --k 1"
             )
     check_graders(entries)
@@ -154,7 +154,7 @@ def grade(label: str, entry: Entry, log: CompletionLog, console: Console, seed: 
 def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[Entry], seed: int) -> None:
     """Record what is evaluated, or check that it is what the folder was made with. Models and suites may be added.
 
-    Raises EvalError, naming the first difference.
+    Raises EvalUsageError, naming the first difference.
     """
     new: dict[str, Any] = {
         "seed": seed,
@@ -163,26 +163,26 @@ def write_down(path: Path, contestants: Sequence[Contestant], entries: Sequence[
     }
     old = recorded(path)
     if old.get("seed", seed) != seed:
-        raise EvalError(_differs(path, "seed", old["seed"], seed))
+        raise EvalUsageError(_differs(path, "seed", old["seed"], seed))
     for kind in ("models", "suites"):
         held = old.get(kind, {})
         for name, facts in new[kind].items():
             for fact, value in facts.items() if name in held else ():
                 if fact != SOURCE and held[name].get(fact) != value:
-                    raise EvalError(_differs(path, f"{fact} of {name}", held[name].get(fact), value))
+                    raise EvalUsageError(_differs(path, f"{fact} of {name}", held[name].get(fact), value))
         new[kind] = held | new[kind]
     if new != old:
         write_file(path, (json.dumps(new, indent=2) + "\n").encode())
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """What an evaluation's folder was made with; empty if there is none. Raises EvalError."""
+    """What an evaluation's folder was made with; empty if there is none. Raises EvalUsageError."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise EvalError(f"{path} is not readable ({error}); give another --out") from error
+        raise EvalUsageError(f"{path} is not readable ({error}); give another --out") from error
     return found
 
 

@@ -7,7 +7,7 @@ Called by `shoal eval`.
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.evals.completions import EvalError
+from shoal.evals.completions import EvalUsageError
 from shoal.evals.evaluate import Contestant
 from shoal.evals.samplers import EngineSampler
 from shoal.model import sources
@@ -18,14 +18,14 @@ COUNTED = (".json", ".jinja", ".safetensors", ".txt", ".model")
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a model given by its name, its folder or its run's. Raises EvalError, ModelNotFoundError."""
+    """The folder of a model given by its name, its folder or its run's. Raises EvalUsageError, ModelNotFoundError."""
     path = Path(name).expanduser()
     if not path.is_dir():
         return sources.resolve(name)
     for folder in (path, path / MODEL):
         if (folder / "config.json").is_file():
             return folder
-    raise EvalError(
+    raise EvalUsageError(
         f"{path} holds no model: neither config.json nor {MODEL}/config.json, which a run writes at its end; for a "
         "version of a run under way give its own folder"
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from shoal.evals.completions import Answer, Asked, EvalError, Key
+from shoal.evals.completions import Answer, Asked, EvalError, EvalUsageError, Key
 from shoal.evals.evaluate import Contestant
 from shoal.evals.samplers import Done, Sampling
 from shoal.protocol.bodies import PLAIN, BodyError, OversizeError, check_plain
@@ -103,9 +103,9 @@ class RemoteSampler:
         try:
             response = await self._post(client, body)
         except httpx.InvalidURL as error:
-            raise EvalError(f"{self.route} is not a URL ({error}); give --url http://HOST:PORT/v1") from error
+            raise EvalUsageError(f"{self.route} is not a URL ({error}); give --url http://HOST:PORT/v1") from error
         except httpx.UnsupportedProtocol as error:
-            raise EvalError(f"{self.route} is not an http or https URL; give --url http://HOST:PORT/v1") from error
+            raise EvalUsageError(f"{self.route} is not an http or https URL; give --url http://HOST:PORT/v1") from error
         except BodyError as error:
             raise EvalError(f"the answer of {self.route} is not read: {error}") from error
         except httpx.TransportError as error:

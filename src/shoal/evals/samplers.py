@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from shoal.engine.protocol import Engine
 from shoal.engine.protocol import Sampling as EngineSampling
-from shoal.evals.completions import Answer, Asked, EvalError, Key
+from shoal.evals.completions import Answer, Asked, EvalUsageError, Key
 
 Done = Callable[[Sequence[tuple[Asked, Answer]]], None]
 
@@ -45,7 +45,7 @@ class EngineSampler:
         engine.load(folder)
 
     def answer(self, asked: Sequence[Asked], sampling: Sampling, known: Container[Key], done: Done) -> None:
-        """Raises EvalError if prompt and completion exceed the model's positions."""
+        """Raises EvalUsageError if prompt and completion exceed the model's positions."""
         settings = EngineSampling(sampling.temperature, sampling.max_tokens, self.eos_ids)
         prompts = {message: prompt_of(self.tokenizer, message) for message in {one.message for one in asked}}
         check_room(self.folder, max(map(len, prompts.values()), default=0), sampling.max_tokens)
@@ -83,7 +83,7 @@ def prompt_of(tokenizer: Any, message: str) -> list[int]:
 
 
 def check_room(folder: Path, longest_prompt: int, max_tokens: int) -> None:
-    """Raises EvalError, naming the most tokens that fit."""
+    """Raises EvalUsageError, naming the most tokens that fit."""
     from shoal.model.positions import positions
     from shoal.model.sources import read_config
 
@@ -91,8 +91,10 @@ def check_room(folder: Path, longest_prompt: int, max_tokens: int) -> None:
     if most is None or longest_prompt + max_tokens <= most:
         return
     if longest_prompt >= most:
-        raise EvalError(f"a prompt of {longest_prompt} tokens exceeds the {most} positions of the model in {folder}")
-    raise EvalError(
+        raise EvalUsageError(
+            f"a prompt of {longest_prompt} tokens exceeds the {most} positions of the model in {folder}"
+        )
+    raise EvalUsageError(
         f"the longest prompt has {longest_prompt} tokens and completions may have {max_tokens}, but the model in {folder} "
         f"has {most} positions for both; add --max-tokens {most - longest_prompt}"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.tasks import SourceSection
-from shoal.evals.completions import EvalError
+from shoal.evals.completions import EvalUsageError
 from shoal.tasks.compiled.spool import content_id
 from shoal.tasks.sources.reading import Reading
 from shoal.tasks.task import Task
@@ -144,14 +144,14 @@ SUITES = {suite.name: suite for suite in TABLE}
 
 
 def find(names: str) -> list[Suite]:
-    """The suites of a list of names with commas, in any case. Raises EvalError."""
+    """The suites of a list of names with commas, in any case. Raises EvalUsageError."""
     by_name = {name.lower(): suite for name, suite in SUITES.items()}
     wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in by_name:
-            raise EvalError(f"no suite {name!r}; there are {', '.join(SUITES)}")
+            raise EvalUsageError(f"no suite {name!r}; there are {', '.join(SUITES)}")
     if not wanted or len(set(wanted)) < len(wanted):
-        raise EvalError(f"name each suite once, out of {', '.join(SUITES)}")
+        raise EvalUsageError(f"name each suite once, out of {', '.join(SUITES)}")
     return [by_name[name] for name in wanted]
 
 
@@ -167,7 +167,7 @@ def sources(suite: Suite, path: str = "") -> list[tuple[SourceSection, str]]:
 def read(suite: Suite, path: str = "", n: int = 0) -> list[Task]:
     """A suite's tasks in the order of a hash of their ids, so that the first `n` are a fair sample; 0: all.
 
-    A task that is there twice counts once. Raises TasksNotFoundError, EvalError.
+    A task that is there twice counts once. Raises TasksNotFoundError, EvalUsageError.
     """
     found: dict[str, Task] = {}
     for source, split in sources(suite, path):
@@ -175,9 +175,9 @@ def read(suite: Suite, path: str = "", n: int = 0) -> list[Task]:
             name = f"{suite.name}/{content_id(fields)}"
             found[name] = Task(name, fields.question, fields.answer, suite.name, fields.tests, fields.metadata)
     if not found:
-        raise EvalError(f"suite {suite.name} has no tasks in {path or suite.hub}")
+        raise EvalUsageError(f"suite {suite.name} has no tasks in {path or suite.hub}")
     if n > len(found):
-        raise EvalError(f"suite {suite.name} has {len(found)} tasks, fewer than --n {n}")
+        raise EvalUsageError(f"suite {suite.name} has {len(found)} tasks, fewer than --n {n}")
     ordered = sorted(found.values(), key=lambda task: hashlib.sha256(f"shoal/eval/{task.id}".encode()).digest())
     return ordered[:n] if n else ordered
 

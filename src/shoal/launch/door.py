@@ -12,22 +12,23 @@ import sys
 import threading
 from pathlib import Path
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 
 STOP_S = 5.0
 
 
-class DoorError(ShoalError):
-    """The dashboard cannot listen where it was told to."""
+class DoorError(UserError):
+    """A page cannot be served where it was told to be."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, what: str = "the dashboard") -> socket.socket:
     """Raises DoorError."""
     try:
         return socket.create_server((host, port))
     except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise DoorError(
-            f"the dashboard cannot listen at {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+            f"{what} cannot listen at {host}:{port}: {why}; choose another port, or 0 for a free one"
         ) from error
 
 

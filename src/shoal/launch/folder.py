@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.protocol.address import Address, AddressError
 
 LOCK = ".running"
 
 
-class FolderError(ShoalError):
+class FolderError(UserError):
     """A folder that holds no run, or a run that is still going."""
 
 

@@ -1,4 +1,4 @@
-"""`shoal run`: starts every process of a run on this machine, watches them, and stops them.
+"""`shoal run`: starts every process of a run on this machine, watches them, and stops them. `pool` starts a pool's with it.
 
 The processes are the same commands that run on separate machines, and they speak HTTP on loopback. This one holds no state
 that a run needs: it can be killed, and its children end with it.
@@ -11,7 +11,9 @@ import shlex
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -27,7 +29,7 @@ from shoal.launch.children import Children
 from shoal.launch.clean import remove_caches
 from shoal.launch.door import Door
 from shoal.launch.folder import locked
-from shoal.launch.legs import Leg, read_legs, total, write_legs
+from shoal.launch.members import Member
 from shoal.launch.memory import Peaks
 from shoal.launch.process import Interrupted, signals_interrupt
 from shoal.launch.watch import Watch
@@ -35,6 +37,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.invite import run_id
 from shoal.protocol.messages import Status
 from shoal.protocol.watch import PoolWatch
+from shoal.tracking.legs import Leg, read_legs, total, write_legs
 from shoal.tracking.record import read_evaluations, trained_steps
 from shoal.tracking.report import MODEL, SUMMARY, summary_table, write_report
 from shoal.view import LiveView, Terminal, no_signal, sample_lines
@@ -56,8 +59,10 @@ class Swarm:
 
     def __init__(self, config: Config, run: str, out: Path, address: str = "", dashboard: int | None = None) -> None:
         self.config = config
+        self.here = config  # of what runs on this machine
         self.run_name = run
         self.out = out.resolve()
+        self.coordinator = self.out / "coordinator"  # its folder
         self.url = address
         self.resume = bool(address)
         self.console = Terminal()
@@ -125,7 +130,7 @@ class Swarm:
         if summary["steps"] < max(finals):  # of an earlier leg: the last one was killed before it wrote its own
             return False
         self.console.print(summary_table(summary, self.out))
-        more = f"{self._resuming()} --set run.steps={max(finals) + self.config.run.steps}"
+        more = self._training_more(max(finals) + self.config.run.steps)
         self.console.print(f"the run has trained its {max(finals)} steps; to train more: {more}", soft_wrap=True)
         return True
 
@@ -147,49 +152,73 @@ class Swarm:
         asked = self.out / "asked.toml"  # a resumed run keeps the config it has until this one proves right
         write_file(asked, config_module.dumps(self.config).encode())
         self._note(f"preparing {self.config.model.name} (the first time takes a minute)")
-        kept = ["--tasks", str(self.out / "coordinator" / "tasks")]
+        kept = ["--tasks", str(self.coordinator / "tasks")]
         try:
             prepared = self.children.run("prepare", ["prepare", str(asked), "--threads", str(self.cores), *kept])
         finally:
             asked.unlink()
         found = json.loads(prepared)
-        model = self.config.model.model_copy(update={"dtype": found["dtype"]})
-        tasks = self.config.tasks.model_copy(update={"digest": found["tasks"]["digest"]})
-        self.config = self.config.model_copy(update={"model": model, "tasks": tasks})
+        self._resolve(found)
         for note in found["tasks"]["notes"]:
             self._note(f"tasks: {note}")
-        write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
         measured = ", ".join(f"{name} {speed:.0f}" for name, speed in found["gflops"].items())
         self._note(f"computing in {found['dtype']}" + (f" (GFLOP/s: {measured})" if measured else ""))
-        self.estimate = of_measured(self.config, found, self.cores, trained=trained_steps(self.out))
+        self.estimate = of_measured(self.here, found, self.cores, trained=trained_steps(self.out))
         if isinstance(self.estimate, str):
             self._note(f"time and memory: {self.estimate}")
         else:
             self._note(f"time: {self.estimate.time()}")
             self._note(f"memory: {self.estimate.memory()}")
-        needs, free = disk.needs(self.config, found["parameters"]), disk.free_bytes(self.out)
+        needs, free = disk.needs(self.here, found["parameters"]), disk.free_bytes(self.out)
         self._note(f"disk: {disk.said(needs, free)}")
         disk.check_space(self.out, needs, free)
+
+    def _resolve(self, found: dict[str, Any]) -> None:
+        """Save the config with what was found on this machine: all of the run is here."""
+        model = self.config.model.model_copy(update={"dtype": found["dtype"]})
+        tasks = self.config.tasks.model_copy(update={"digest": found["tasks"]["digest"]})
+        self.config = self.here = self.config.model_copy(update={"model": model, "tasks": tasks})
+        write_file(self.out / "config.toml", config_module.dumps(self.config).encode())
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
-        identity = Identity.load_or_create(self.out / "coordinator" / "identity.pem")
-        host = self.config.coordinator.host
-        if not self.url:
-            self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
+        command = self._coordinator_command()
         self.pool.url = self.url
-        self.run_name = run_id(self.run_name, identity.public)
-        self.watch = Watch(self.config, self.out, self.pool)
-        self.children.start("coordinator", members.coordinator_command(self.run_name, self.out, self.url))
+        self.watch = Watch(self.here, self.out, self.pool)
+        self.children.start("coordinator", command)
         self._wait_for_coordinator()
         if self.config.learner.sites:
             self.children.start(members.MEETING, members.meeting_command(self.out))
             self._wait_for_meeting()
-        for member in members.members(self.config):
-            members.invite(member, identity, self.run_name, self.url, self.out)
-            command = members.command(member, self.config, self.out, self.cores)
-            self.children.start(member.name, command, members.module_of(member.command))
+        for member in self._members():
+            self._invite(member)
+        for name, command, module in self.plan():
+            self.children.start(name, command, module)
+
+    def plan(self) -> Iterator[tuple[str, list[str], str]]:
+        """Every process but coordinator and meeting, in the order to start them: name, command line, module."""
+        for member in self._members():
+            command = members.command(member, self.here, self.out, self.cores)
+            yield member.name, command, members.module_of(member.command)
+
+    def _coordinator_command(self) -> list[str]:
+        """Its command line; from now on the run has its name and its address."""
+        host = self.config.coordinator.host
+        if not self.url:
+            self.url = f"http://{host}:{self.config.coordinator.port or _free_port(host)}"
+        self.run_name = run_id(self.run_name, self._identity().public)
+        return members.coordinator_command(self.run_name, self.out, self.url)
+
+    def _identity(self) -> Identity:
+        return Identity.load_or_create(self.coordinator / "identity.pem")
+
+    def _members(self) -> list[Member]:
+        """Every other process."""
+        return list(members.members(self.config))
+
+    def _invite(self, member: Member) -> None:
+        members.invite(member, self._identity(), self.run_name, self.url, self.out)
 
     def _wait_for_coordinator(self) -> None:
         coordinator = self.children.all[0]
@@ -223,18 +252,26 @@ class Swarm:
                 status = self.watch.look()
                 if status is not None:
                     self.status = status
-                    self.view.update(status, self.pool.history)
-                    if status.state == "finished" and self._trained() is not None:
+                    self.view.update(status, self.pool.history, self._wall_s())
+                    if status.state == "finished" and self._trained() is not None and self._may_end(status):
                         return
                 self._measure()
                 self.children.revive(self._say)
                 self.watch.check()
                 time.sleep(POLL_S)
 
+    def _may_end(self, status: Status) -> bool:
+        """Whether nobody else needs a finished run's coordinator: every process is this one's child."""
+        return True
+
     def _measure(self) -> None:
         """Keep the figures of this leg on disk, so that they survive this process."""
         if self.peaks.measure(self.children.pids() | {"shoal run": os.getpid()}):
             self._save_leg()
+
+    def _wall_s(self) -> float:
+        """What the run has taken so far, all its legs together."""
+        return total(self.legs[:-1]).wall_s + time.monotonic() - self.started_s
 
     def _save_leg(self) -> None:
         self.legs[-1] = Leg(
@@ -267,17 +304,20 @@ class Swarm:
 
     def _trained(self) -> Path | None:
         """The model that the learner left when it ended; all of its sites leave the same one."""
-        names = [member.name for member in members.members(self.config) if member.role == "learner"]
+        names = [member.name for member in self._members() if member.role == "learner"]
         return next((self.out / name / MODEL for name in names if self.children.has_ended(name)), None)
 
     def _how_to_resume(self) -> str:
-        if not (self.out / "coordinator" / "coordinator.json").exists():
+        if not (self.coordinator / "coordinator.json").exists():
             return ""
         return f"; resume with: {self._resuming()}"
 
     def _resuming(self) -> str:
         """The command line, to be pasted into a shell."""
         return f"shoal run --resume {shlex.quote(str(self.out))}"
+
+    def _training_more(self, steps: int) -> str:
+        return f"{self._resuming()} --set run.steps={steps}"
 
     def _finish(self) -> None:
         """The trained model, the report and the table; then free what is no longer needed."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from shoal.errors import ShoalError, first_line
+from shoal.errors import UserError, first_line
 
 DtypeName = Literal["float32", "bfloat16"]
 
@@ -19,7 +19,7 @@ REPEATS = 5
 BFLOAT16_MUST_WIN_BY = 1.2  # bf16 loses precision, so it must be clearly faster
 
 
-class DeviceError(ShoalError):
+class DeviceError(UserError):
     """The configured device does not exist on this machine."""
 
 

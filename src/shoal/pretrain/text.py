@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.model.hub import HubError, data_files
 
 PIECE_BYTES = 16 << 10
@@ -31,7 +31,7 @@ HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # ORGANISATION/NAME:PATTERN
 SUFFIXES = (*JSON, ".parquet", ".txt")
 
 
-class TextError(ShoalError):
+class TextError(UserError):
     """Data that cannot be trained on. The message names the file and line."""
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import write_file
 
 FILE = "coordinator.json"
@@ -22,7 +22,7 @@ PLACE = re.compile("[a-z0-9][a-z0-9-]{0,39}")
 FOREIGN = re.compile(r"[\s?#@]")  # of a query, a fragment or a user; urlsplit drops some of these without a word
 
 
-class AddressError(ShoalError):
+class AddressError(UserError):
     """A text that is not the URL of a coordinator, or a folder that holds none."""
 
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import BaseModel, ConfigDict
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import write_new_file
 
 PUBLIC_HEX = re.compile("[0-9a-f]{64}")
@@ -39,7 +39,7 @@ ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
 SMALL_ORDER_Y = {0, 1, FIELD_PRIME - 1, ORDER_8_Y, FIELD_PRIME - ORDER_8_Y}
 
 
-class IdentityError(ShoalError, ValueError):
+class IdentityError(UserError, ValueError):
     """A key file, a public key or a signed payload that cannot be used; the message says what to do next."""
 
 

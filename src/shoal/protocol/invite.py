@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import write_file
 from shoal.protocol.address import AddressError, coordinator_url
 from shoal.protocol.identity import Identity, IdentityError, Signed
@@ -21,7 +21,7 @@ PREFIX = "shoal1."
 DOMAIN = "invite"
 
 
-class InviteError(ShoalError):
+class InviteError(UserError):
     """A text that is not a valid invite; the message says what to do."""
 
 

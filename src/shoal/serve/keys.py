@@ -11,14 +11,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import write_new_file
 from shoal.shardcast.serve.connections import network
 
 LEAST = 16  # characters of a key
 
 
-class KeyFileError(ShoalError):
+class KeyFileError(UserError):
     """A key file that cannot be read."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal import config as config_module
 from shoal.config import Config
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.evals.local import label_of
 from shoal.model import sources
 from shoal.model.load import WEIGHTS
@@ -23,7 +23,7 @@ CONFIG = "config.toml"
 VERSIONS = Path("learner") / "versions"
 
 
-class SourceError(ShoalError):
+class SourceError(UserError):
     """What was named holds nothing that can be served."""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.model.hub import HubError, ask, data_files
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("messages", "prompt", "completion", "tools")
 
 
-class ConversationError(ShoalError):
+class ConversationError(UserError):
     """Data that cannot be trained on. The message names the file and line, or the data set."""
 
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config.tasks import TaskSection
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.tasks.budget import instruction
 from shoal.tasks.task import Task
 
 
-class ChatTemplateError(ShoalError):
+class ChatTemplateError(UserError):
     """The model's tokenizer has no chat template."""
 
 

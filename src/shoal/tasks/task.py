@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ class Reward(Protocol):
         ...
 
 
-class TasksNotFoundError(ShoalError, ValueError):
+class TasksNotFoundError(UserError, ValueError):
     """Tasks cannot be read, or differ from those of the config; the message names the next step."""

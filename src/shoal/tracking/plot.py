@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.tracking.record import EVALUATIONS, METRICS
 from shoal.tracking.report import INK, plain, write_png
 from shoal.view import clean
@@ -63,7 +63,7 @@ UNITS = {  # of the y axis, by metric or by the part before the slash; the rest 
 SUFFIXES = {"_s": "seconds", "_bytes": "bytes", "_frac": "share"}
 
 
-class PlotError(ShoalError):
+class PlotError(UserError):
     """A run or metric that cannot be drawn; the message says which, and what there is instead."""
 
 

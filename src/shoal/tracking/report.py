@@ -23,7 +23,7 @@ from shoal.files import write_file
 from shoal.protocol.history import RunHistory
 from shoal.protocol.messages import Evaluation, Status
 from shoal.tracking.estimates import wilson
-from shoal.view import busy_frac, clean, count, duration, first_of, memory, number, percent, total
+from shoal.view import busy_frac, clean, count, counted, duration, first_of, memory, number, percent, total
 
 SUMMARY = "summary.json"
 CURVE = "reward.png"
@@ -55,6 +55,15 @@ def write_report(
     write_file(folder / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     draw_curve(history.metrics, history.evaluations, folder / CURVE, status.run)
     return summary
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What `write_report` left in `folder`; nothing where there is no such file, or no object in it."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def summarize(
@@ -250,4 +259,4 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _reasons(reasons: dict[str, int]) -> str:
-    return f": {', '.join(f'{clean(name)} {n}' for name, n in sorted(reasons.items()))}" if reasons else ""
+    return f": {counted(reasons)}" if reasons else ""

@@ -141,7 +141,7 @@ class Events:
         self._rejected |= rejected
         self._reasons |= status.reject_reasons
         if who or why:
-            yield f"rejected: {counted(who) or NONE}; reason: {counted(why) or NONE}"
+            yield f"rejected: {counted(who, 'of ') or NONE}; reason: {counted(why) or NONE}"
 
     def _slashes(self, status: Status) -> Iterator[str]:
         for name in status.slashed:

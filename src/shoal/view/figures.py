@@ -144,6 +144,36 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400}d {whole % 86_400 // 3600:02}h"
 
 
-def counted(counts: dict[str, int]) -> str:
-    """`proof 2, reward 1`, the most frequent first."""
-    return ", ".join(f"{clean(name)} {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n)
+def counted(counts: dict[str, int], of: str = "") -> str:
+    """`2 proof, 1 reward`, the most frequent first; `2 of worker-0`."""
+    return ", ".join(f"{n} {of}{clean(name)}" for name, n in sorted(counts.items(), key=lambda item: -item[1]) if n)
+
+
+def rejections(rejected: int, reasons: dict[str, int]) -> str:
+    """`1 rejected: proof`, or `3 rejected: 2 proof, 1 unreadable`."""
+    known = [name for name, n in reasons.items() if n]
+    why = clean(known[0]) if len(known) == 1 else counted(reasons)
+    return f"{rejected} rejected" + (f": {why}" if why else "")
+
+
+def more(hidden: int) -> str:
+    """`+2 more`, where rows or items are hidden; else empty."""
+    return f"+{hidden} more" if hidden else ""
+
+
+def middle(text: str, cells: int) -> str:
+    """`text` in at most `cells` characters, without its middle: names begin and end with what tells them apart.
+
+    >>> middle("words-of-seven-letters-3", 16)
+    'words-of…tters-3'
+    """
+    end = (cells - 1) // 2
+    return text if len(text) <= cells else f"{text[: cells - 1 - end]}…{text[len(text) - end :]}"
+
+
+def words_in(text: str, cells: int) -> str:
+    """As many whole words of `text` as fit; one that is longer alone is cut."""
+    if len(text) <= cells:
+        return text
+    words = text[: cells - 1].rpartition(" ")[0] if text[cells - 1 : cells] != " " else text[: cells - 1]
+    return f"{words.rstrip(' ,:;') or text[: cells - 1]}…"

@@ -57,7 +57,8 @@ class LiveView:
             self._live.stop()
             self._keys.__exit__(kind, error, trace)
 
-    def update(self, status: Status, history: RunHistory) -> None:
+    def update(self, status: Status, history: RunHistory, wall_s: float | None = None) -> None:
+        """`wall_s`: what the run has taken, if it was measured; else since its coordinator first started."""
         self._pace.add(status)
         if self._live is None:
             for line in self._events.new(status, history):
@@ -66,7 +67,9 @@ class LiveView:
         if self._keys.pressed().count("s") % 2:
             self._samples = not self._samples
         hint = HINT if self._keys.works else ""
-        screen = SampleScreen(history) if self._samples else render(status, history, self._pace, hint=hint)
+        screen = (
+            SampleScreen(history) if self._samples else render(status, history, self._pace, hint=hint, wall_s=wall_s)
+        )
         self._live.update(screen, refresh=True)
 
     def log(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""`shoal status`: the view of any pool, once or until its run ends.
+"""`shoal status`: the view of any pool, once or until its run ends. `wall_s` tells what the run has taken, where measured.
 
 Invariant: a coordinator that went away is waited for, up to a deadline. Called by `cli`.
 """
@@ -16,15 +16,21 @@ POLL_S = 1.0
 PATIENCE_S = 120.0  # a coordinator that restarts is back sooner
 
 
-def show(pool: PoolWatch, console: Console) -> None:
+def unmeasured() -> float | None:
+    """Only the coordinator's start is known."""
+    return None
+
+
+def show(pool: PoolWatch, console: Console, wall_s: Callable[[], float | None] = unmeasured) -> None:
     """The state now. Raises UnreachableError."""
     status = pool.look()
-    console.print(render(status, pool.history))
+    console.print(render(status, pool.history, wall_s=wall_s()))
 
 
 def watch(
     pool: PoolWatch,
     console: Console,
+    wall_s: Callable[[], float | None] = unmeasured,
     *,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
@@ -32,7 +38,7 @@ def watch(
     """The state until the run has finished. Raises UnreachableError, at once if the first look fails."""
     status, seen_s, away = pool.look(), clock(), False
     with LiveView(console) as view:
-        view.update(status, pool.history)
+        view.update(status, pool.history, wall_s())
         while status.state != "finished":
             sleep(POLL_S)
             try:
@@ -44,4 +50,4 @@ def watch(
                     view.log(str(error))
                 away = True
                 continue
-            view.update(status, pool.history)
+            view.update(status, pool.history, wall_s())

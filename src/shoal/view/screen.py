@@ -30,17 +30,20 @@ from shoal.view.figures import (
     eta_s,
     exactness,
     grader_errors,
+    middle,
+    more,
     no_signal,
     number,
     percent,
     ratio,
+    rejections,
     sparkline,
     total,
     useful_share,
 )
 from shoal.view.pace import Pace
 from shoal.view.sites import sites_of, sites_table, summary
-from shoal.view.tables import nodes_table, weights_table
+from shoal.view.tables import nodes_table, weights_table, worth_showing
 
 MAX_WIDTH = 120  # more would only pull the columns apart
 TAKERS = 4  # nodes in that tree that only receive, on a terminal
@@ -50,10 +53,17 @@ NODES: tuple[Role, ...] = ("learner", "worker", "validator", "evaluator")
 
 
 def render(
-    status: Status, history: RunHistory, pace: Pace | None = None, *, width: int | None = None, hint: str = ""
+    status: Status,
+    history: RunHistory,
+    pace: Pace | None = None,
+    *,
+    width: int | None = None,
+    hint: str = "",
+    wall_s: float | None = None,
 ) -> RenderableType:
-    """The whole screen, at most `width` columns wide. `hint`: which keys there are."""
-    return Screen(status, history, pace or Pace(), width, hint)
+    """The whole screen, at most `width` columns wide. `hint`: which keys there are. `wall_s`: what the run has taken."""
+    elapsed_s = status.now_s - status.started_s if wall_s is None else wall_s
+    return Screen(status, history, pace or Pace(), width, hint, elapsed_s)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class Screen:
     pace: Pace
     width: int | None
     hint: str
+    elapsed_s: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or MAX_WIDTH, options.max_width)
@@ -74,9 +85,10 @@ class Screen:
         def lines(part: RenderableType) -> int:
             return len(console.render_lines(part, options.update(width=width, height=None), pad=False))
 
-        header = _header(self.status, self.history, width)
+        header = _header(self.status, self.history, self.elapsed_s, width)
         training = _panel("training", _training(self.status, self.history, width), self.hint)
-        weights = _panel("weights", weights_table(self.status, width, takers))
+        tree_table, takers_hidden = weights_table(self.status, width, takers)
+        weights = _panel("weights", tree_table, more(takers_hidden))
         verdicts = Padding(_verdicts(self.status, width - 4), (0, 2))
         room -= sum(map(lines, (header, training, verdicts)))
         sites = self._sites(width)
@@ -84,7 +96,7 @@ class Screen:
         room -= sum(map(lines, sites))
         tree = [weights] if room - lines(weights) >= FRAME + FEW else []
         room -= sum(map(lines, tree))
-        nodes = _nodes_panel(self.status, self.pace, width, room)
+        nodes = _nodes_panel(self.status, self.pace, width, room, weights_shown=bool(tree))
         yield from console.render(Group(header, training, *sites, *tree, nodes, verdicts), options.update(width=width))
 
     def _sites(self, width: int) -> list[RenderableType]:
@@ -105,13 +117,13 @@ def _panel(title: str, content: RenderableType, hint: str = "") -> Panel:
     )
 
 
-def _header(status: Status, history: RunHistory, width: int) -> RenderableType:
+def _header(status: Status, history: RunHistory, elapsed_s: float, width: int) -> RenderableType:
     running, done = status.state == "running", len(history.metrics)
     items = [
-        Text(clean(status.run) or NONE, style="bold"),
+        Text(middle(clean(status.run), max(width // 2, 12)) or NONE, style="bold"),
         Text(status.state, style="green"),
         Text(f"step {done} of {status.steps}"),
-        Text(f"elapsed {duration(status.now_s - status.started_s)}"),
+        Text(f"elapsed {duration(elapsed_s)}"),
     ]
     if running:
         items.append(Text(f"ETA {duration(eta_s(status, history.metrics))}"))
@@ -124,7 +136,7 @@ def _training(status: Status, history: RunHistory, width: int) -> RenderableType
     cells = width - 17  # what the frame and the labels leave
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
-    rows.add_column(overflow="fold")
+    rows.add_column(overflow="ellipsis")
     rows.add_row("reward", _reward(history, cells - 32))
     last = history.metrics[-1] if history.metrics else {}
     if len(sources := by_name(last, "reward", "mean")) > 1:
@@ -159,7 +171,7 @@ def _one_line(items: Sequence[str], cells: int, style: str = "") -> Text:
     kept = list(items)
     while True:
         hidden = len(items) - len(kept)
-        text = Text("   ".join([*kept, *([f"and {hidden} more"] if hidden else [])]), style=style)
+        text = Text("   ".join([*kept, *([more(hidden)] if hidden else [])]), style=style)
         if text.cell_len <= cells or not kept:
             return text
         kept.pop()
@@ -234,35 +246,37 @@ def _batch(status: Status) -> Text:
     return text.append(f", {share}" if (share := useful_share(status.signal)) else "")
 
 
-def _nodes_panel(status: Status, pace: Pace, width: int, room: int) -> RenderableType:
-    """The nodes in at most `room` lines: a table, or one line that counts them."""
+def _nodes_panel(status: Status, pace: Pace, width: int, room: int, *, weights_shown: bool) -> RenderableType:
+    """The nodes in at most `room` lines: a table, or one line that counts them. What has no row is counted as hidden."""
     nodes = [node for role in NODES for node in status.nodes if node.role == role]
     if not nodes:
         return _panel("nodes", Text("no learner, worker, validator or evaluator yet", style="dim"))
+    elsewhere = len(status.nodes) - len(nodes) if weights_shown else 0
     title = f"nodes ({len(status.nodes)})"
     if room <= FRAME + 1:
-        return Padding(Text(title, style="dim"), (0, 2))
-    rows = room - FRAME
-    return _panel(title, nodes_table(nodes, status, pace, width, rows if rows >= len(nodes) else rows - 1))
+        return Padding(Text(f"{title}  {more(len(status.nodes) - elsewhere)}", style="dim"), (0, 2))
+    shown = worth_showing(nodes, status, room - FRAME)
+    table = nodes_table(shown, status, pace, width)
+    return _panel(title, table, more(len(status.nodes) - elsewhere - len(shown)))
 
 
 def _verdicts(status: Status, cells: int) -> Text:
     workers = [node for node in status.nodes if node.role == "worker"]
     accepted, rejected = sum(node.accepted for node in workers), sum(node.rejected for node in workers)
-    reasons, slashed = counted(status.reject_reasons), ", ".join(clean(name) for name in status.slashed)
+    slashed = ", ".join(clean(name) for name in status.slashed)
     missed = {clean(node.name): node.missed for node in workers if node.missed}
     items = [
-        Text(f"verdicts  {accepted} accepted, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
+        Text(f"verdicts  {accepted} accepted, {rejections(rejected, status.reject_reasons)}"),
         *([Text(exactness(status.exact))] if status.exact.submissions else []),
         Text("slashed  ").append(slashed or "none", style="bold red" if slashed else ""),
-        *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed)})")] if missed else []),
+        *([Text(f"tasks that never came  {sum(missed.values())} ({counted(missed, 'of ')})")] if missed else []),
     ]
     return _flow(items, cells)
 
 
 def _flow(items: Sequence[Text], cells: int) -> Text:
     """The items next to each other. An item that does not fit starts a new line."""
-    text, used = Text(), 0
+    text, used = Text(overflow="ellipsis"), 0
     for item in items:
         fits = used + 3 + item.cell_len <= cells
         text.append("   " if used and fits else "\n" if used else "").append(item)

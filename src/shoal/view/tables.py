@@ -1,26 +1,32 @@
 """The tables of the screen: the tree along which weights spread, and the nodes.
 
-Invariant: a table is never wider than the width it is made for, whatever a node reports. Called by `screen`.
+Invariant: a table is never wider than the width it is made for, whatever a node reports, and no word of it is broken by a
+line. Called by `screen`.
 """
 
-from rich.console import Group, RenderableType
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from shoal.protocol.messages import NodeStatus, Status
-from shoal.view.figures import NONE, SILENT_S, clamp, clean, count, duration, memory, number
+from shoal.view.figures import NONE, SILENT_S, clamp, clean, count, duration, memory, middle, number, words_in
 from shoal.view.pace import Pace
 from shoal.view.tree import SERVERS, weights_tree
 
 WIDE = 110  # from this width on, headings are whole words
+NARROW = 90  # below this width, what a node does takes the room of its role and memory
 EDGES = 3  # senders named in a line of the tree of weights
 
 
-def weights_table(status: Status, width: int, takers: int) -> RenderableType:
-    """The tree along which weights spread: each node below the one that sent it most, with the rate of each sender."""
+def weights_table(status: Status, width: int, takers: int) -> tuple[RenderableType, int]:
+    """The tree along which weights spread: each node below the one that sent it most, with the rate of each sender; and
+    how many rows it lacks."""
     servers = [node for role in SERVERS for node in status.nodes if node.role == role]
     if not servers:
-        return Text("no origin or relay yet", style="dim")
+        return Text("no origin or relay yet", style="dim"), 0
     names = {node.url: node.name for node in servers if node.url}
     table = _table(width)
     _column(table, "name")
@@ -37,47 +43,58 @@ def weights_table(status: Status, width: int, takers: int) -> RenderableType:
         table.add_row(
             Text("  " * depth).append(_name(node, width)),
             _version(node),
-            Text(clean(senders)) if senders else _doing(node, status),
+            Words(clean(senders)) if senders else _doing(node, status),
             Text(NONE if behind_s is None else f"{number(behind_s, 1)} s"),
             _seen(node, status),
         )
-    return _with_rest(table, hidden)
+    return table, hidden
 
 
-def nodes_table(nodes: list[NodeStatus], status: Status, pace: Pace, width: int, rows: int) -> RenderableType:
-    wide = width >= WIDE
+def nodes_table(nodes: list[NodeStatus], status: Status, pace: Pace, width: int) -> RenderableType:
+    wide, narrow = width >= WIDE, width < NARROW
     table = _table(width)
     _column(table, "name")
-    _column(table, "role")
+    if not narrow:
+        _column(table, "role")
     _column(table, "loaded" if wide else "has", right=True)
     _column(table, "doing", rest=True)
     _column(table, "tokens/s" if wide else "tok/s", right=True)
     _column(table, "accepted" if wide else "acc", right=True)
     _column(table, "rejected" if wide else "rej", right=True)
-    _column(table, "memory" if wide else "mem", right=True)
+    if not narrow:
+        _column(table, "memory" if wide else "mem", right=True)
     _column(table, "seen", right=True)
-    shown = _worth_showing(nodes, status, rows)
-    for node in shown:
+    for node in nodes:
         worker = node.role == "worker"
         table.add_row(
             _name(node, width),
-            node.role,
+            *([] if narrow else [node.role]),
             _version(node),
             _doing(node, status),
             Text(NONE if node.evicted else count(pace.tokens_per_s(node))),
             Text(str(node.accepted) if worker else ""),
             Text(str(node.rejected) if worker else "", style="red" if node.rejected else ""),
-            Text(memory(node.stats.rss_bytes, short=not wide)),
+            *([] if narrow else [Text(memory(node.stats.rss_bytes, short=not wide))]),
             _seen(node, status),
         )
-    return _with_rest(table, len(nodes) - len(shown))
+    return table
 
 
-def _with_rest(table: Table, hidden: int) -> RenderableType:
-    return Group(table, Text(f"and {hidden} more", style="dim")) if hidden else table
+@dataclass(frozen=True)
+class Words:
+    """One line of text that takes the room it is given, and ends with a whole word."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(words_in(self.text, options.max_width), style=self.style, no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(max(len(self.text), 1), options.max_width))
 
 
-def _worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
+def worth_showing(nodes: list[NodeStatus], status: Status, room: int) -> list[NodeStatus]:
     """At most `room` nodes, in their order. Nodes with a problem come before workers without one."""
 
     def calm(node: NodeStatus) -> bool:
@@ -99,24 +116,23 @@ def _column(table: Table, title: str, right: bool = False, rest: bool = False) -
 
 
 def _name(node: NodeStatus, width: int) -> Text:
-    name = Text(clean(node.name), style="strike" if node.evicted else "")
-    name.truncate(min(max(width // 6, 8), 20), overflow="ellipsis")
-    return name
+    most = min(max(width // 6, 8), 20)
+    return Text(middle(clean(node.name), most), style="strike" if node.evicted else "")
 
 
 def _version(node: NodeStatus) -> Text:
     return Text(NONE if node.policy_version is None else f"v{clamp(node.policy_version)}")
 
 
-def _doing(node: NodeStatus, status: Status) -> Text:
+def _doing(node: NodeStatus, status: Status) -> Words:
     if node.name in status.slashed:
-        return Text("slashed", style="bold red")
+        return Words("slashed", style="bold red")
     if node.suspended_s:
-        return Text(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
+        return Words(f"suspended for {duration(node.suspended_s)}: {clean(node.suspension)}", style="yellow")
     if node.state in ("draining", "left", "unfit", "dismissed"):
-        return Text(f"{node.state}: {clean(node.reason)}", style="yellow")
+        return Words(f"{node.state}: {clean(node.reason)}", style="yellow")
     doing = clean(node.stats.doing)
-    return Text(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
+    return Words(f"waiting for {doing}" if node.stats.waiting and doing else doing or NONE)
 
 
 def _seen(node: NodeStatus, status: Status) -> Text:

@@ -86,3 +86,10 @@ def test_what_cannot_be_copied_is_told(
     with pytest.raises(BackupError, match="pg_dump"):
         back_up(tmp_path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_folders_of_nodes_beside_it_are_left_out(coordinator: Coordinator, tmp_path: Path) -> None:
+    """`shoal pool up` starts them there: a learner at work replaces checkpoints while the copy is made."""
+    Identity.load_or_create(tmp_path / "pool" / "learner" / "identity.pem")
+    back_up(tmp_path / "pool", tmp_path / "copy")
+    assert not (tmp_path / "copy" / "learner").exists() and (tmp_path / "copy" / "identity.pem").is_file()

@@ -14,11 +14,19 @@ from shoal.coordinator.state.opening import open_tables
 from shoal.coordinator.tables.connection import Connection
 from shoal.coordinator.tables.evidence import EvidenceTable
 from shoal.coordinator.tables.nodes import Node, Nodes
+from shoal.errors import UserError
 from shoal.protocol.messages import Role
 
 
+class SteeringError(UserError):
+    """No member of this name has the role."""
+
+
 def evict_from(folder: Path, name: str) -> None:
-    """Evicts a relay: nobody asks it from the next heartbeats on, and its key can read no weights. Raises PoolError."""
+    """Evicts a relay: nobody asks it from the next heartbeats on, and its key can read no weights.
+
+    Raises SteeringError, PoolError, AddressError.
+    """
     connection = open_tables(folder)
     _move(connection, _find(connection, name, "relay"), "ban", "evicted by the operator")
 
@@ -26,7 +34,7 @@ def evict_from(folder: Path, name: str) -> None:
 def drain_from(folder: Path, name: str) -> None:
     """No new tasks for a worker. It finishes the one that it holds, and leaves; nothing is held against it.
 
-    Raises PoolError.
+    Raises SteeringError, PoolError, AddressError.
     """
     connection = open_tables(folder)
     _move(connection, _find(connection, name, "worker"), "drain", "drained by the operator")
@@ -35,7 +43,7 @@ def drain_from(folder: Path, name: str) -> None:
 def readmit_from(folder: Path, name: str) -> None:
     """Tasks again for a worker that was dismissed, drains, has left, or was too slow; what was held against it is forgotten.
 
-    A suspension stays, and who was slashed stays banned. Raises PoolError.
+    A suspension stays, and who was slashed stays banned. Raises SteeringError, PoolError, AddressError.
     """
     connection = open_tables(folder)
     node = _find(connection, name, "worker")
@@ -49,7 +57,7 @@ def _find(connection: Connection, name: str, role: Role) -> Node:
     found = next((node for node in every if node.name == name), None)
     if found is None:
         names = ", ".join(node.name for node in every if not node.evicted)
-        raise PoolError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
+        raise SteeringError(f"{name} is not a {role} of this pool; its {role}s are: {names or 'none'}")
     return found
 
 

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from shoal.coordinator.tables.connection import copy_sqlite, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces
-from shoal.errors import ShoalError
+from shoal.errors import UserError
 from shoal.files import discard, fsync
+from shoal.protocol.node import KEY
 
 TABLES, NONCES = "pool.sqlite", "nonces.sqlite"
 BOOT = "a backup"  # no machine's
 
 
-class BackupError(ShoalError):
+class BackupError(UserError):
     """Nothing was copied, or what was copied is broken; the message says what to do."""
 
 
@@ -55,5 +56,6 @@ def _copy_tables(source: Path, target: Path) -> None:
 
 
 def _unwanted(folder: str, names: list[str]) -> set[str]:
-    """Databases, which are copied otherwise, and files that are not complete."""
-    return {name for name in names if ".sqlite" in name or (name.startswith(".") and name.endswith(".tmp"))}
+    """Databases, which are copied otherwise, files that are not complete, and the folders of nodes (`shoal pool up`)."""
+    nodes = {name for name in names if (Path(folder) / name / KEY).is_file()}
+    return nodes | {name for name in names if ".sqlite" in name or (name.startswith(".") and name.endswith(".tmp"))}

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import load
-from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.tables.connection import Connection, open_sqlite
 from shoal.coordinator.tables.nonces import Nonces, this_boot
 from shoal.ledger.interface import Ledger
 from shoal.ledger.sqlite import SqliteLedger
+from shoal.protocol.address import AddressError
 from shoal.protocol.identity import Identity
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def open_state(folder: Path, identity: Identity, lead: "Lead | None") -> State:
 
 
 def open_tables(folder: Path) -> Connection:
-    """The tables of the coordinator that uses this folder, beside it. Raises PoolError, ConfigError, DatabaseLostError."""
+    """The tables of the coordinator that uses this folder. Raises AddressError, ConfigError, DatabaseLostError."""
     if (folder / "pool.sqlite").is_file():
         return open_sqlite(folder / "pool.sqlite")
     if database := named_database(folder):
         from shoal.coordinator.tables.postgres import open_postgres
 
         return open_postgres(database)
-    raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+    raise AddressError(f"{folder} is not the folder of a coordinator that has run; name that folder")
 
 
 def named_database(folder: Path) -> str:

@@ -44,6 +44,17 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)}d ${two((whole % 86400) / 3600)}h`;
 }
 
+// A text in at most `most` characters, without its middle: names begin and end with what tells them apart.
+export function middle(text, most) {
+  const end = Math.floor((most - 1) / 2);
+  return text.length <= most ? text : `${text.slice(0, most - 1 - end)}…${text.slice(text.length - end)}`;
+}
+
+// "12 accepted", or "3 rejected: proof".
+export function verdicts(reason, n) {
+  return reason ? `${count(n)} rejected: ${reason}` : `${count(n)} accepted`;
+}
+
 export function bytes(value) {
   if (!value) return NONE;
   const mebi = value / 1048576;

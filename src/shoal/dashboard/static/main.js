@@ -1,7 +1,7 @@
 // The page: opens the run, follows it, and shows one view at a time.
 
 import { h, icon, replace } from "./dom.js";
-import { duration } from "./figures.js";
+import { duration, middle } from "./figures.js";
 import { Nodes } from "./nodes.js";
 import { Overview } from "./overview.js";
 import { Rollouts } from "./rollouts.js";
@@ -12,6 +12,7 @@ import { Validation } from "./validation.js";
 
 const VIEWS = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["nodes", "Nodes", Nodes], ["sites", "Sites", Sites], ["validation", "Validation", Validation], ["rollouts", "Rollouts", Rollouts]];
 const byId = (id) => document.getElementById(id);
+const LONGEST_NAME = 28; // on the page's head
 let shown = null;
 
 const named = () => byId("theme").setAttribute("aria-label", `Change to the ${document.documentElement.dataset.theme === "dark" ? "light" : "dark"} theme`);
@@ -64,7 +65,8 @@ async function open() {
 
 function head(overview) {
   document.title = `${overview.name} · Shoal`;
-  byId("run").textContent = overview.name;
+  byId("run").textContent = middle(overview.name, LONGEST_NAME);
+  byId("run").title = overview.name;
   const state = byId("state");
   state.textContent = overview.state;
   state.className = `pill ${overview.state}`;

@@ -2,11 +2,12 @@
 
 import { Chart, legend } from "./chart.js";
 import { h, replace } from "./dom.js";
-import { brief, count, last, number, percent, smooth } from "./figures.js";
+import { brief, count, last, middle, number, percent, smooth, verdicts } from "./figures.js";
 import { ask } from "./run.js";
 
 const MANY = 9; // nodes from which on they are cells instead of rows
 const EVERY_MS = 4000;
+const LONGEST_NAME = 18; // of a node or of another run
 const FLOW = [["useful", "useful", "c-soft"], ["filtered", "no signal", "c-idle"], ["stale", "too old", "c-warn"], ["late", "too late", "c-muted"], ["rejected", "rejected", "c-bad"]];
 
 export class Overview {
@@ -73,12 +74,12 @@ export class Overview {
       const known = evaluations.filter((found) => found[kind] !== null);
       return { name: `held-out, ${kind}`, x: known.map((found) => found.x), values: known.map((found) => found[kind]), class: kind === "greedy" ? "dot c-ink" : "ring c-ink" };
     });
-    const entries = [["reward", "", "c-accent"], ["held-out, greedy", "dot", "c-ink"], ["sampled", "ring", ""]];
+    const entries = [["reward", "", "c-accent"], ["held-out, greedy", "dot", "c-ink"], ["held-out, sampled", "ring", ""]];
     for (const other of this.run.others) {
       const known = other.evaluations.filter((found) => found.greedy !== null);
       lines.unshift({ x: other.curves.x, values: smooth(other.curves.values.reward), class: "c-faint thin" });
       dots.unshift({ name: `held-out, ${other.name}`, x: known.map((found) => found.x), values: known.map((found) => found.greedy), class: "ring c-faint" });
-      entries.push([other.name, "", "c-faint"]);
+      entries.push([middle(other.name, LONGEST_NAME), "", "c-faint"]);
     }
     const accuracy = last(evaluations.map((found) => found.greedy ?? found.sampled));
     if (accuracy !== null) this.reward.figure(percent(accuracy), "held out");
@@ -117,16 +118,16 @@ export class Overview {
     const judged = overview.accepted + overview.rejected;
     this.verdicts.figure(percent(judged ? overview.accepted / judged : null), `of ${count(judged)} accepted`);
     if (!flow?.verdicts) {
-      const words = Object.entries(overview.reasons).map(([reason, [n, hard]]) => [`${reason} ${n}`, "box", hard ? "c-bad" : "c-warn"]);
-      this.verdicts.legend([[`accepted ${count(overview.accepted)}`, "box", "c-soft"], ...words]);
+      const words = Object.entries(overview.reasons).map(([reason, [n, hard]]) => [verdicts(reason, n), "box", hard ? "c-bad" : "c-warn"]);
+      this.verdicts.legend([[verdicts("", overview.accepted), "box", "c-soft"], ...words]);
       this.verdicts.chart.set({ x: ["all"], bars: [{ name: "accepted", values: [overview.accepted], class: "c-soft" }, { name: "rejected", values: [overview.rejected], class: "c-bad" }], xName: "steps", write: count });
       return;
     }
     const hard = (reason) => overview.reasons[reason]?.[1];
-    const bars = Object.entries(flow.verdicts).map(([reason, values]) => ({ name: reason || "accepted", values, class: reason ? (hard(reason) ? "c-bad" : "c-warn") : "c-soft" }));
+    const bars = Object.entries(flow.verdicts).map(([reason, values]) => ({ reason, name: reason || "accepted", values, class: reason ? (hard(reason) ? "c-bad" : "c-warn") : "c-soft" }));
     bars.sort((a, b) => (b.class === "c-soft") - (a.class === "c-soft"));
-    this.verdicts.legend(bars.map((bar) => [`${bar.name} ${count(total(bar.values))}`, "box", bar.class]));
-    this.verdicts.chart.set({ x: flow.x, xName: flow.per > 1 ? `${flow.per} steps to` : "step", bars, write: count, summary: bars.map((bar) => `${bar.name} ${total(bar.values)}`).join(", ") });
+    this.verdicts.legend(bars.map((bar) => [verdicts(bar.reason, total(bar.values)), "box", bar.class]));
+    this.verdicts.chart.set({ x: flow.x, xName: flow.per > 1 ? `${flow.per} steps to` : "step", bars, write: count, summary: bars.map((bar) => verdicts(bar.reason, total(bar.values))).join(", ") });
   }
 
   drawNodes(overview) {
@@ -147,7 +148,8 @@ export class Overview {
 function memberRow(node) {
   const busy = node.busy === null ? null : Math.round(100 * node.busy);
   const words = node.tone === "good" || node.tone === "none" ? (node.speed && node.role !== "learner" ? `${count(node.speed)} tok/s` : node.role) : node.condition;
-  return h("div", { class: "member" }, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), h("span", {}, node.name), h("span", { class: "meter", role: "img", "aria-label": `busy ${busy ?? "?"} %`, title: busy === null ? "" : `busy ${busy} % of its time` }, h("i", { "width%": busy ?? 0 })), h("span", { class: "is" }, words));
+  const share = busy === null ? "" : `${busy} % busy`;
+  return h("div", { class: "member" }, h("i", { class: `mark ${node.tone}`, "aria-hidden": "true" }), h("span", { class: "name", title: node.name }, middle(node.name, LONGEST_NAME)), busy === null ? h("span") : h("span", { class: "meter", "aria-hidden": "true" }, h("i", { "width%": busy })), h("span", { class: "is", title: "share of its time" }, share), h("span", { class: "is" }, words));
 }
 
 function answerCard(answer) {

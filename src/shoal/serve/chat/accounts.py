@@ -130,6 +130,10 @@ class Accounts:
             self.db.execute("UPDATE session SET seen_s = ? WHERE token = ?", (now_s, _digest(token)))
         return Session(row["user"], row["name"], row["csrf"])
 
+    def none_yet(self) -> bool:
+        """Whether nobody has registered."""
+        return self.db.execute("SELECT 1 FROM user WHERE name != ? LIMIT 1", (LOCAL,)).fetchone() is None
+
     def local(self) -> Opened:
         """A session of the one user of `--open`."""
         self.db.execute("INSERT OR IGNORE INTO user(name, password, created_s) VALUES(?, '', ?)", (LOCAL, self.clock()))

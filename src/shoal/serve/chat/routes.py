@@ -125,7 +125,8 @@ class Chat:
             from_own_page(request)
             return self._welcome(request, self.accounts.local())
         facts: dict[str, Any] = {"open": self.is_open, "registration": self.registration and not self.is_open}
-        return web.json_response(facts | ({"name": own.name, "csrf": own.csrf} if own else {"name": None}))
+        who = {"name": own.name, "csrf": own.csrf} if own else {"name": None, "first": self.accounts.none_yet()}
+        return web.json_response(facts | who)
 
     # --- accounts ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ async function start() {
   const me = await get("me");
   trust(me.csrf);
   if (!me.name) {
-    page.replaceChildren(entry({ registration: me.registration, onenter: (entered) => { trust(entered.csrf); enter(entered); } }));
+    page.replaceChildren(entry({ registration: me.registration, first: me.first, onenter: (entered) => { trust(entered.csrf); enter(entered); } }));
     document.getElementById("name").focus();
     return;
   }

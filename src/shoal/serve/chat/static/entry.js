@@ -3,7 +3,8 @@
 import { post } from "./api.js";
 import { h } from "./dom.js";
 
-export function entry({ registration, onenter }) {
+// `first`: there is no account yet, so the first one is created.
+export function entry({ registration, first, onenter }) {
   let fresh = false;
   const error = h("p.error", { role: "alert", hidden: true });
   const name = h("input.field", { id: "name", name: "username", autocomplete: "username", required: true, maxlength: "64", autocapitalize: "none", spellcheck: "false" });
@@ -15,7 +16,7 @@ export function entry({ registration, onenter }) {
 
   function swap() {
     fresh = !fresh;
-    title.textContent = fresh ? "Create an account" : "Welcome back";
+    title.textContent = fresh ? (first ? "Create the first account" : "Create an account") : "Welcome back";
     go.textContent = fresh ? "Create account" : "Log in";
     other.textContent = fresh ? "I have an account" : "New here? Create an account";
     password.autocomplete = fresh ? "new-password" : "current-password";
@@ -24,6 +25,7 @@ export function entry({ registration, onenter }) {
     error.hidden = true;
     name.focus();
   }
+  if (first && registration) swap();
 
   async function submit(event) {
     event.preventDefault();
@@ -47,5 +49,5 @@ export function entry({ registration, onenter }) {
       h("label", { for: "name" }, "Name or email"), name,
       h("label", { for: "password" }, "Password"), password, hint,
       error, go,
-      registration ? other : null));
+      registration && !first ? other : null));
 }

@@ -1,7 +1,7 @@
 """The legs of a run: from each start or resumption to its end. What `shoal run` measures itself, kept in `legs.json`.
 
 Invariant: the file holds every leg so far, the running one up to a few seconds ago, so a resumed run's summary covers all.
-Called by `swarm`.
+The time that a run took is theirs, on every screen, page and report. Called by `swarm` and the dashboard.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.files import write_file
 
 FILE = "legs.json"
+ENDED_S = 60.0  # a leg that was kept longer ago than this has ended
 
 
 @dataclass
@@ -28,6 +29,15 @@ def read_legs(folder: Path) -> list[Leg]:
     """The legs of the run in `folder`; none for a new run."""
     path = folder / FILE
     return [Leg(**leg) for leg in json.loads(path.read_text())] if path.exists() else []
+
+
+def wall_s(folder: Path, now_s: float, *, running: bool) -> float | None:
+    """Seconds that the run in `folder` has taken, between its legs none; None where no `shoal run` measured any."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    since_s = now_s - path.stat().st_mtime  # of the running leg, since it was last kept
+    return total(read_legs(folder)).wall_s + (since_s if running and 0 < since_s < ENDED_S else 0.0)
 
 
 def write_legs(folder: Path, legs: list[Leg]) -> None:

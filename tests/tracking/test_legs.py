@@ -1,6 +1,7 @@
 """A resumed run's summary covers all its legs."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 
 from shoal.config import parse
 from shoal.launch import swarm
-from shoal.launch.legs import Leg, read_legs, total, write_legs
 from shoal.protocol.messages import Evaluation
+from shoal.tracking.legs import Leg, read_legs, total, wall_s, write_legs
 from shoal.tracking.record import EVALUATIONS
 from shoal.tracking.report import SUMMARY
 
@@ -49,3 +50,12 @@ def test_the_line_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path: Path) 
     (tmp_path / "my run" / "coordinator" / "coordinator.json").touch()
     stopped = swarm.Swarm(parse({}), "run-0", tmp_path / "my run", "http://127.0.0.1:1")
     assert shlex.split(stopped._how_to_resume())[-3:] == ["run", "--resume", str(tmp_path / "my run")]
+
+
+def test_a_run_took_what_its_legs_took_and_a_running_one_since(tmp_path: Path) -> None:
+    assert wall_s(tmp_path, 0.0, running=True) is None
+    write_legs(tmp_path, [Leg(wall_s=40.0), Leg(wall_s=16.0)])
+    os.utime(tmp_path / "legs.json", (1000.0, 1000.0))
+    assert wall_s(tmp_path, 1007.0, running=True) == 63.0
+    assert wall_s(tmp_path, 1007.0, running=False) == 56.0
+    assert wall_s(tmp_path, 9999.0, running=True) == 56.0, "its coordinator goes on without it"
