@@ -21,8 +21,8 @@ from typing import Any, get_args
 from machine import describe
 
 from shoal.config import Cheat
-from shoal.tracking.legs import read_legs
 from shoal.protocol.messages import Evaluation
+from shoal.tracking.legs import read_legs
 from shoal.tracking.report import draw_curve
 
 HERE = Path(__file__).parent
