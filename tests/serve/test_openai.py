@@ -10,7 +10,9 @@ import pytest
 
 from shoal.engine.torch_engine import TorchEngine
 from shoal.serve import proof
+from shoal.serve.decoding.generation import Likely
 from shoal.serve.decoding.scheduler import Limits
+from shoal.serve.openai.answers import text_logprobs
 
 from .support import DEADLINE_S, KEY, Running, engine, serving, until
 
@@ -72,6 +74,34 @@ def test_logprobs_are_of_the_sampled_tokens_with_the_likeliest_beside_them(api: 
     assert all(len(token["top_logprobs"]) == 3 for token in found)
     assert all(token["top_logprobs"][0]["token"] == token["token"] for token in found)  # greedy takes the likeliest
     assert all(token["logprob"] <= 0 for token in found)
+
+
+def test_a_tokens_own_logprob_has_the_bits_of_its_entry_among_the_likeliest(api: Running) -> None:
+    """lm-eval compares them with == to see whether a continuation is greedy."""
+    body = {
+        "model": api.model,
+        "prompt": [list(range(4, 50))],
+        "max_tokens": 40,
+        "echo": True,
+        "logprobs": 20,
+        "seed": 1,
+    }
+    with api.api() as client:
+        found = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    rows = list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True))[1:]
+    assert len(rows) > 60
+    assert all(top[token] == logprob for token, logprob, top in rows)
+    assert any(logprob == max(top.values()) for _, logprob, top in rows)
+    chatted = chat(api, logprobs=True, top_logprobs=20, max_tokens=40).json()["choices"][0]["logprobs"]["content"]
+    for token in chatted:
+        same = [one["logprob"] for one in token["top_logprobs"] if one["token"] == token["token"]]
+        assert same in ([], [token["logprob"]])
+
+
+def test_of_tokens_with_the_same_text_the_likeliest_has_its_logprob() -> None:
+    tokens = [Likely(7, -3.0, ((5, -0.5), (6, -1.0))), Likely(5, -0.5, ((5, -0.5), (6, -1.0)))]
+    found = text_logprobs(lambda token: "x" if token in (5, 6) else "y", tokens)
+    assert found["top_logprobs"] == [{"x": -0.5, "y": -3.0}, {"x": -0.5}]
 
 
 def test_an_echoed_prompt_has_logprobs_from_its_second_token_on(api: Running) -> None:

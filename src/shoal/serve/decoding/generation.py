@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.engine import batch
 from shoal.model import head
-from shoal.model.logprobs import token_logprobs
+from shoal.model.logprobs import likelihoods, token_logprobs
 from shoal.serve.decoding.text import Finish, Text
 from shoal.serve.versions import Held
 
@@ -122,14 +122,15 @@ class Generation:
 
 
 def scored(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[Likely]:
-    """Each token with its logprob at temperature 1, and the likeliest tokens in its place."""
-    tokens_L = torch.tensor(tokens, device=logits_LV.device)
-    own = token_logprobs(logits_LV, tokens_L).tolist()
-    if not top:
-        return [Likely(token, logprob) for token, logprob in zip(tokens, own, strict=True)]
-    best = torch.log_softmax(logits_LV.float(), -1).topk(min(top, logits_LV.shape[-1]))
-    pairs = [
-        tuple(zip(ids, values, strict=True))
-        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    return [Likely(token, logprob, pair) for token, logprob, pair in zip(tokens, own, pairs, strict=True)]
+    """Each token with its logprob at temperature 1, and the likeliest tokens in its place.
+
+    A token has the same bits in both places: clients compare them to see whether it is the likeliest.
+    """
+    scaled_LV = logits_LV.float()
+    found = likelihoods(scaled_LV)
+    own_L = torch.tensor(tokens, device=logits_LV.device)
+    best_LT = scaled_LV.topk(min(top, scaled_LV.shape[-1])).indices
+    ids_LC = torch.cat([own_L[:, None], best_LT], -1)
+    logprobs_LC = torch.stack([token_logprobs(scaled_LV, ids_L, found) for ids_L in ids_LC.T], -1)
+    rows = zip(ids_LC.tolist(), logprobs_LC.tolist(), strict=True)
+    return [Likely(ids[0], logprobs[0], tuple(zip(ids[1:], logprobs[1:], strict=True))) for ids, logprobs in rows]
