@@ -1,4 +1,4 @@
-"""Replies whose form is forced: JSON, JSON of a schema, and calls of tools, by a random model that would write none of it."""
+"""Replies whose form is forced: JSON, JSON of a schema, calls of tools; by a random model that would write none of it."""
 
 import json
 import sys
