@@ -1,12 +1,12 @@
 """Official and popular clients of OpenAI's API against a live `shoal serve`: what works with which, as a table.
 
-    python benchmarks/sdk_table.py                     makes a throwaway environment for the clients: minutes
-    python benchmarks/sdk_table.py --environment DIR   makes it in DIR, or takes the one that is there
+    python benchmarks/sdk_table.py                      makes throwaway environments for the clients: minutes
+    python benchmarks/sdk_table.py --environments DIR   makes them in DIR, or takes those that are there
 
 The server is a process with the bundled SmolLM2 and a chat template with tools, which that model lacks. Whether its
 words make sense does not matter: a feature works if the client takes the answer and finds in it what it must find. The
-clients run in processes of their own, in an environment that has none of Shoal. Left out: features that a client has no
-way to ask for, marked "-".
+clients run in processes of their own, each in an environment of its own: they need different versions of `openai`.
+Left out: features that a client has no way to ask for, marked "-".
 """
 
 import argparse
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "sdk_table.json"
-PACKAGES = ["openai", "litellm", "langchain-openai", "pydantic-ai-slim[openai]", "inspect-ai", "instructor"]
 FEATURES = ["chat", "stream", "seed", "logprobs", "stop", "tool", "schema", "list", "error"]
 MODEL = "model"
 SAYS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -304,7 +303,7 @@ CLIENTS: dict[str, tuple[str, Callable[[str], Checks]]] = {
     "openai": ("openai", with_openai),
     "litellm": ("litellm", with_litellm),
     "langchain-openai": ("langchain-openai", with_langchain),
-    "pydantic-ai": ("pydantic-ai-slim", with_pydantic_ai),
+    "pydantic-ai": ("pydantic-ai-slim[openai]", with_pydantic_ai),
     "inspect-ai": ("inspect-ai", with_inspect),
     "instructor": ("instructor", with_instructor),
 }
@@ -312,7 +311,7 @@ CLIENTS: dict[str, tuple[str, Callable[[str], Checks]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--environment", type=Path)
+    parser.add_argument("--environments", type=Path)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--client", nargs=2, metavar=("NAME", "URL"), help=argparse.SUPPRESS)  # of this script itself
     arguments = parser.parse_args()
@@ -321,7 +320,7 @@ def main() -> None:
         print(json.dumps({feature: worked(check) for feature, check in CLIENTS[name][1](url).items()}))  # noqa: T201
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.environment or Path(temporary) / "environment").resolve()
+        folder = (arguments.environments or Path(temporary) / "environments").resolve()
         versions = installed(folder)
         process, url = served(Path(temporary))
         try:
@@ -346,16 +345,25 @@ def worked(check: Callable[[], bool]) -> str:
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """The clients' versions in this environment, which is made first if it is not there."""
-    python = folder / "venv" / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    subprocess.run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES], check=True)
-    subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "openai"], check=True)
-    ask = f"from importlib.metadata import version; print(*map(version, {[name for name, _ in CLIENTS.values()]}))"
-    found = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.split()
-    package = json.loads((folder / "node_modules" / "openai" / "package.json").read_text())
-    return dict(zip(CLIENTS, found, strict=True)) | {"openai (npm)": package["version"]}
+    """The clients' versions in these environments, which are made first if they are not there."""
+    found = {}
+    for name, (package, _) in CLIENTS.items():
+        python = folder / name / "bin" / "python"
+        ask = [
+            str(python),
+            "-c",
+            f"from importlib.metadata import version; print(version('{package.partition('[')[0]}'))",
+        ]
+        if not python.exists() or subprocess.run(ask, capture_output=True).returncode:
+            subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+            subprocess.run(
+                [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", package], check=True
+            )
+        found[name] = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+    if not (folder / "node_modules" / "openai").exists():
+        subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "openai"], check=True)
+    own = json.loads((folder / "node_modules" / "openai" / "package.json").read_text())
+    return found | {"openai (npm)": own["version"]}
 
 
 def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
@@ -377,7 +385,7 @@ def served(folder: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def asked_by(folder: Path, name: str, url: str) -> dict[str, str]:
-    command = [str(folder / "venv" / "bin" / "python"), str(Path(__file__).resolve()), "--client", name, url]
+    command = [str(folder / name / "bin" / "python"), str(Path(__file__).resolve()), "--client", name, url]
     return answered(command, folder)
 
 
