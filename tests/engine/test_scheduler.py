@@ -49,6 +49,8 @@ class One:
 
     def began(self, hidden_LH: Any) -> None: ...
 
+    def allowed(self) -> None: ...
+
     def position(self) -> int:
         return self.got
 

@@ -119,6 +119,8 @@ class One:
     ended: bool = False
     left: int = 0  # how often it was told that it was cancelled
 
+    def allowed(self) -> None: ...
+
     def began(self, hidden_LH: Tensor) -> None:
         self.echoed.append(len(hidden_LH))
 

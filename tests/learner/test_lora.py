@@ -175,9 +175,10 @@ def test_peft_reads_the_adapter_and_computes_the_same(tiny_folder: Path, tmp_pat
     policy.update(batches(), N_TOKENS)
     assert policy.config.lora is not None
     for _ in range(2):  # a second one takes the first one's place
-        lora.save(lora.adapters(policy.model, policy.ranks), policy.config.lora, tmp_path / "adapter")
+        lora.save(lora.adapters(policy.model, policy.ranks), policy.config.lora, str(tiny_folder), tmp_path / "adapter")
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-    theirs = peft.PeftModel.from_pretrained(load_model(tiny_folder), str(tmp_path / "adapter")).eval()
+    base = Path(json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"])
+    theirs = peft.PeftModel.from_pretrained(load_model(base), str(tmp_path / "adapter")).eval()
     tokens_1T = torch.arange(4, 24)[None]
     with torch.no_grad():
         ours_1TV, theirs_1TV = policy.model(tokens_1T).logits, theirs(tokens_1T).logits
@@ -217,6 +218,9 @@ def test_recomputed_activations_give_the_same_adapters(tiny_folder: Path) -> Non
 def test_the_adapters_own_config_says_what_it_is(tiny_folder: Path, tmp_path: Path) -> None:
     policy = adapted(tiny_folder)
     assert policy.config.lora is not None
-    lora.save(lora.adapters(policy.model, policy.ranks), policy.config.lora, tmp_path / "adapter")
+    lora.save(lora.adapters(policy.model, policy.ranks), policy.config.lora, str(tiny_folder), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_folder)
+    lora.save({"a": torch.zeros(1)}, policy.config.lora, "org/name", tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "org/name"
     assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 12.0, set(SECTION["targets"]))  # type: ignore[call-overload]

@@ -17,8 +17,9 @@ import pytest
 from shoal.serve import proof
 from shoal.serve.chat import routes as chat_routes
 from shoal.serve.openai import routes, tools
+from shoal.serve.openai.forms import Form
 from shoal.serve.openai.requests import ChatRequest, RequestError, read
-from shoal.serve.openai.tools import Form, Reading
+from shoal.serve.openai.tools import Reading
 from shoal.web import guard
 
 from .people import PASSWORD, Person

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from shoal.model.load import load_model, load_tokenizer
 
-from .support import KEY, Running
+from .support import KEY, Running, serving
 
 pytestmark = pytest.mark.slow
 WHY = "lm_eval is not installed: pip install 'shoal[evals]'"
@@ -28,8 +29,7 @@ metric_list: [{{metric: acc}}]
 QUESTIONS = ["one", "two and", "3 + 4", "so", "why not"]
 
 
-@pytest.fixture
-def completions(api: Running, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(running: Running, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("lm_eval", reason=WHY)
     pytest.importorskip("tenacity", reason=WHY)
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -37,14 +37,19 @@ def completions(api: Running, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return LocalCompletionsAPI(
-        model=api.model,
-        base_url=f"{api.url}/v1/completions",
+        model=running.model,
+        base_url=f"{running.url}/v1/completions",
         tokenizer_backend="huggingface",
-        tokenizer=str(tiny_folder),
+        tokenizer=str(tokenizer),
         batch_size=4,
         max_length=400,
         max_retries=1,
     )
+
+
+@pytest.fixture
+def completions(api: Running, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return client(api, tiny_folder, monkeypatch)
 
 
 def instance(kind: str, arguments: tuple[Any, ...]) -> Any:
@@ -55,7 +60,10 @@ def instance(kind: str, arguments: tuple[Any, ...]) -> Any:
 
 def own_logprob(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
     """Of the continuation, and whether each of its tokens is the likeliest."""
-    tokenizer, model = load_tokenizer(folder), load_model(folder)
+    return scores(load_model(folder), load_tokenizer(folder), context, continuation)
+
+
+def scores(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
     tokens = tokenizer(context + continuation)["input_ids"]
     first = len(tokenizer(context)["input_ids"])
     with torch.inference_mode():
@@ -71,6 +79,82 @@ def test_continuations_get_the_models_own_logprobs(completions: Any, tiny_folder
         expected, likeliest = own_logprob(tiny_folder, *pair)
         assert logprob == pytest.approx(expected, abs=1e-3), pair
         assert greedy == likeliest, pair
+
+
+BEGINNINGS = """The capital of France is
+Water boils at a temperature of
+My favourite book is called
+She opened the door and
+The largest planet of the solar system is
+In the year 1969, people
+To bake bread you need
+The opposite of hot is
+A triangle has three
+He said that he would
+The sun rises in the
+Two plus two is
+Photosynthesis is the process by which
+The dog ran after the
+Once upon a time, there was
+The first president of the United States was
+Music is a form of
+The chemical symbol of gold is
+On Monday we will
+A week has seven
+The heart pumps
+Plants need light and
+The ship sailed across the
+My sister is older than
+The colour of the sky is
+Bees make
+Every morning he drinks
+The Earth moves around the
+In winter it often
+An apple a day keeps the
+Reading helps children to
+The train leaves at
+The Pacific is the largest
+A doctor works in a
+The cat sat on the
+We measure time in
+The speed of light is
+Birds can
+The moon is
+I would like to
+They went to the market to buy
+Computers store information in
+The story begins with
+A year has twelve
+Gravity pulls objects towards
+The teacher asked the students to
+Ice is frozen
+The Amazon is a
+Shakespeare wrote
+An electron has a negative""".splitlines()
+
+
+def test_a_hundred_continuations_are_scored_as_transformers_scores_them(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of them are greedy: what transformers itself writes. The others are the next beginning's."""
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32), load_tokenizer(bundled)
+    pairs = []
+    for number, beginning in enumerate(BEGINNINGS):
+        ids = tokenizer(beginning, return_tensors="pt")
+        written = theirs.generate(**ids, do_sample=False, max_new_tokens=4, min_new_tokens=4)[0]
+        greedy = tokenizer.decode(written)[len(beginning) :]
+        other = BEGINNINGS[number - 1].partition(" ")[2]
+        pairs += [(beginning, greedy), (beginning, f" {other}")]
+    assert len(pairs) == 100
+    expected = [scores(theirs, tokenizer, *pair) for pair in pairs]
+    assert sum(greedy for _, greedy in expected) >= 40
+    with serving(bundled, tmp_path) as running:
+        found = client(running, bundled, monkeypatch).loglikelihood(
+            [instance("loglikelihood", pair) for pair in pairs], disable_tqdm=True
+        )
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    for pair, (logprob, _), (own, _) in zip(pairs, found, expected, strict=True):
+        assert logprob == pytest.approx(own, abs=2e-3), pair
 
 
 def test_generation_is_greedy_and_ends_before_its_stop_string(completions: Any, api: Running) -> None:

@@ -68,6 +68,10 @@ class Drawn(Protocol):
         """Of the token that comes next, in the completion."""
         ...
 
+    def allowed(self) -> Tensor | None:
+        """Which tokens may come next, (V,) bool; None: all."""
+        ...
+
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """What was sampled, its logprob at the sampling temperature, and the hidden state and logits it was sampled from.
 
@@ -150,10 +154,11 @@ class Batch:
         hidden_NH = self.hidden_BH if len(rows) == len(self.live) else self.hidden_BH[torch.tensor(rows)]
         logits_NV = head.logits(self.model, hidden_NH)
         drawn = [self.live[row] for row in rows]
+        scores_NV = _barred(logits_NV, [one.allowed() for one in drawn])
         seeds = [one.ask.seed for one in drawn]
         positions = [noise.position(len(one.ask.prompt), one.position()) for one in drawn]
         parts = [
-            choose(logits_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature, noise)
+            choose(scores_NV[i : i + CACHED], seeds[i : i + CACHED], positions[i : i + CACHED], temperature, noise)
             for i in range(0, len(drawn), CACHED)
         ]
         tokens_N, logprobs_N = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -174,6 +179,17 @@ class Batch:
         assert self.hidden_BH is not None
         self.hidden_BH = self.hidden_BH[torch.tensor(kept)] if kept else None
         return kept
+
+
+def _barred(logits_NV: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
+    """The logits, without those of tokens that may not be drawn."""
+    rows = [row for row, own_V in enumerate(allowed) if own_V is not None]
+    if not rows:
+        return logits_NV
+    scores_NV = logits_NV.clone()
+    for row in rows:
+        scores_NV[row, ~allowed[row].to(scores_NV.device)] = -math.inf  # type: ignore[union-attr]
+    return scores_NV
 
 
 def close_gaps(n_rows: int, staying: Sequence[int]) -> list[int]:

@@ -174,6 +174,9 @@ class _Draft:
     def position(self) -> int:
         return len(self.tokens)
 
+    def allowed(self) -> None:
+        """Nothing is ruled out."""
+
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         if self.given:
             self.tokens.append(self.given.popleft())

@@ -161,7 +161,7 @@ class Learner:
         if self.node is None:
             return {}
         if section is not None:
-            lora.save(adapters, section, self.folder / "adapter")
+            lora.save(adapters, section, self.config.model.name, self.folder / "adapter")
         progress.version_digest = blake3(max_threads=blake3.AUTO).update_mmap(final / WEIGHTS).hexdigest()
         self.node.policy_version = progress.step
         log.info("version %d is written to %s", progress.step, final)

@@ -27,6 +27,7 @@ from shoal.model import numerics
 from shoal.model.adapters import FIELD, Adapters, is_adapter
 from shoal.model.adapters import attach_ as attach_adapters_
 from shoal.model.load import WEIGHTS
+from shoal.model.sources import LOCAL, resolve
 
 
 def attach_(model: Any, section: LoraSection) -> None:
@@ -47,8 +48,8 @@ def adapters(model: Any, ranks: Ranks) -> dict[str, Tensor]:
     }
 
 
-def save(tensors: dict[str, Tensor], section: LoraSection, folder: Path) -> None:
-    """Write `adapters` as a folder that peft reads. It replaces the previous one."""
+def save(tensors: dict[str, Tensor], section: LoraSection, base: str, folder: Path) -> None:
+    """Write `adapters` as a folder that peft reads. It replaces the previous one. `base`: the model's name in the config."""
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -56,6 +57,7 @@ def save(tensors: dict[str, Tensor], section: LoraSection, folder: Path) -> None
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(resolve(base)) if base.startswith(LOCAL) else base,
         "r": section.rank,
         "lora_alpha": section.alpha,
         "lora_dropout": 0.0,

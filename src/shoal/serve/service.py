@@ -29,7 +29,7 @@ from shoal.serve.chat.routes import Chat
 from shoal.serve.decoding.scheduler import Limits, Scheduler
 from shoal.serve.keys import Keys
 from shoal.serve.metrics import Metrics
-from shoal.serve.openai.routes import OpenAI
+from shoal.serve.openai.routes import OpenAI, unknown
 from shoal.serve.sources import Source
 from shoal.serve.threads import Places, Threads
 from shoal.serve.versions import Versions
@@ -90,7 +90,7 @@ class Service:
         settings = self.settings
         application = web.Application(client_max_size=1)  # bodies are read by `guard.json_body` alone
         secure(application, LOOPBACK if settings.open else settings.hosts)
-        application.middlewares.append(_asked)
+        application.middlewares.extend([_asked, unknown])
         application.cleanup_ctx.append(self._running)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics.respond)

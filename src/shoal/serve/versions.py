@@ -52,6 +52,7 @@ class Held:
     token_bytes: int  # of keys and values
     users: int = 0
     used: int = 0  # when it was last taken, as a count
+    guide: Any = None  # its tokenizer as `grammar` needs it, once it was needed
     _texts: dict[int, str] = field(default_factory=dict)
 
     @property

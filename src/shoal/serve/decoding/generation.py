@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.engine import batch
 from shoal.model import head
-from shoal.model.logprobs import token_logprobs
+from shoal.model.logprobs import likelihoods, token_logprobs
+from shoal.serve.decoding.grammar import Grammar
 from shoal.serve.decoding.text import Finish, Text
 from shoal.serve.versions import Held
 
@@ -47,6 +48,8 @@ class Ask(batch.Ask):
     stops: tuple[str, ...] = ()
     top: int | None = None
     proof: bool = False  # hidden states are kept
+    scored: bool = False  # the prompt's logprobs are all that is wanted
+    shown: frozenset[int] = frozenset()  # control tokens that are part of the text
     caller: str = ""  # whose places it takes
 
 
@@ -55,6 +58,7 @@ class Generation:
     ask: Ask
     held: Held
     loop: asyncio.AbstractEventLoop
+    grammar: Grammar | None = None  # that the reply must fit
     text: Text = field(init=False)
     made: Piece | None = None  # by the last step, until it is handed over
     cancelled: bool = False
@@ -66,7 +70,7 @@ class Generation:
     _pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.text = Text(self.held.tokenizer, self.ask.stops, self.held.eos_ids, self.ask.max_tokens)
+        self.text = Text(self.held.tokenizer, self.ask.stops, self.held.eos_ids, self.ask.max_tokens, self.ask.shown)
 
     @property
     def model(self) -> Any:
@@ -82,14 +86,22 @@ class Generation:
     def position(self) -> int:
         return len(self.tokens)
 
+    def allowed(self) -> Tensor | None:
+        return self.grammar.allowed() if self.grammar else None
+
     def take(self, token: int, logprob: float, state_H: Tensor, logits_1V: Tensor) -> int | None:
         """Make the piece of this step."""
         if self.cancelled:
+            return None
+        if self.ask.scored:
+            self.made = Piece("", finish="length")
             return None
         self.tokens.append(token)
         if self.ask.proof:
             self.states.append(state_H.clone())  # it is a view of the whole batch's
         text, finish = self.text.add(token), self.text.finish
+        if self.grammar and not finish and (finish := self.grammar.take(token)):
+            text += self.text.end()
         likely = () if self.ask.top is None else tuple(scored(logits_1V, (token,), self.ask.top))
         self.made = Piece(text, likely, finish)
         return None if finish else token
@@ -122,14 +134,15 @@ class Generation:
 
 
 def scored(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[Likely]:
-    """Each token with its logprob at temperature 1, and the likeliest tokens in its place."""
-    tokens_L = torch.tensor(tokens, device=logits_LV.device)
-    own = token_logprobs(logits_LV, tokens_L).tolist()
-    if not top:
-        return [Likely(token, logprob) for token, logprob in zip(tokens, own, strict=True)]
-    best = torch.log_softmax(logits_LV.float(), -1).topk(min(top, logits_LV.shape[-1]))
-    pairs = [
-        tuple(zip(ids, values, strict=True))
-        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    return [Likely(token, logprob, pair) for token, logprob, pair in zip(tokens, own, pairs, strict=True)]
+    """Each token with its logprob at temperature 1, and the likeliest tokens in its place.
+
+    A token has the same bits in both places: clients compare them to see whether it is the likeliest.
+    """
+    scaled_LV = logits_LV.float()
+    found = likelihoods(scaled_LV)
+    own_L = torch.tensor(tokens, device=logits_LV.device)
+    best_LT = scaled_LV.topk(min(top, scaled_LV.shape[-1])).indices
+    ids_LC = torch.cat([own_L[:, None], best_LT], -1)
+    logprobs_LC = torch.stack([token_logprobs(scaled_LV, ids_L, found) for ids_L in ids_LC.T], -1)
+    rows = zip(ids_LC.tolist(), logprobs_LC.tolist(), strict=True)
+    return [Likely(ids[0], logprobs[0], tuple(zip(ids[1:], logprobs[1:], strict=True))) for ids, logprobs in rows]

@@ -152,11 +152,11 @@ class Scheduler:
             self._new = []
         touched = [one for one in self._engine.step() if isinstance(one, Generation)]
         out = [(one, one.piece()) for one in touched]
-        begun = [one for one, piece in out if len(one.tokens) == 1 and piece.finish != "cancelled"]
+        begun = [one for one, piece in out if not one.last_s and piece.finish != "cancelled"]
         self.counts.started += len(begun)
         self.counts.prompt_tokens += sum(len(one.ask.prompt) for one in begun)
         self.counts.steps += 1
-        self.counts.tokens += sum(piece.finish != "cancelled" for _, piece in out)
+        self.counts.tokens += sum(piece.finish != "cancelled" and not one.ask.scored for one, piece in out)
         self._hand_out(out)
 
     def _cancel_all(self) -> None:

@@ -40,9 +40,18 @@ class Text:
     """`finish` is set when no token may follow: an end token, a stop string, or the limit."""
 
     def __init__(
-        self, tokenizer: Any, stops: Sequence[str] = (), eos_ids: Collection[int] = (), max_tokens: int = NO_LIMIT
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        eos_ids: Collection[int] = (),
+        max_tokens: int = NO_LIMIT,
+        shown: Collection[int] = (),
     ) -> None:
+        """`shown`: control tokens that are text; the others are not."""
         self.tokenizer, self.eos_ids, self.max_tokens = tokenizer, eos_ids, max_tokens
+        self._hidden: set[int] | None = None  # control tokens that are not text; None: none is
+        if shown:
+            self._hidden = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} - set(shown)
         self.stops = [Stop(stop) for stop in stops if stop]
         self.finish: Finish | None = None
         self.count = 0  # tokens
@@ -101,7 +110,9 @@ class Text:
         return text[:sure]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True) if tokens else ""
+        hidden = self._hidden
+        own = list(tokens) if hidden is None else [token for token in tokens if token not in hidden]
+        text: str = self.tokenizer.decode(own, skip_special_tokens=hidden is None) if own else ""
         return text
 
 

@@ -19,8 +19,9 @@ from shoal.serve import proof
 from shoal.serve.decoding.generation import Generation, Piece
 from shoal.serve.decoding.scheduler import Scheduler
 from shoal.serve.openai import answers
-from shoal.serve.openai.requests import Common, CompletionRequest
-from shoal.serve.openai.tools import Call, Form, Reading
+from shoal.serve.openai.forms import Form
+from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest
+from shoal.serve.openai.tools import Call, Reading
 from shoal.serve.threads import Threads
 from shoal.serve.versions import Held
 
@@ -86,7 +87,7 @@ class Answer:
             if not self.chat and not offsets[index]:
                 text = self._prompt_text(generation) + text
             logprobs = None
-            if piece.tokens and generation.ask.echo and not offsets[index]:  # of the whole prompt
+            if generation.ask.echo and not offsets[index]:  # of the whole prompt
                 logprobs = await threads.run(
                     generation.ask.caller, partial(self._logprobs, generation, piece.tokens), generation.held
                 )
@@ -120,7 +121,10 @@ class Answer:
             yield answers.choice(self.chat, index, None, finish, None, chunk=True)
 
     def _reading(self) -> Reading | None:
-        return Reading(self.form, self.tools) if self.form else None
+        if not self.form:
+            return None
+        parallel = not (isinstance(self.asked, ChatRequest) and self.asked.parallel_tool_calls is False)
+        return Reading(self.form, self.tools, parallel=parallel)
 
     def _prompt_text(self, generation: Generation) -> str:
         echoes = isinstance(self.asked, CompletionRequest) and self.asked.echo

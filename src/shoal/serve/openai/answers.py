@@ -100,9 +100,7 @@ def text_logprobs(
     """`first`: an echoed prompt's first token, which has no logprob."""
     words = [text_of(one.token) for one in tokens]
     values: list[float | None] = [one.logprob for one in tokens]
-    tops: list[dict[str, float] | None] = [
-        {text_of(token): value for token, value in one.top} if one.top else None for one in tokens
-    ]
+    tops = [_by_text(text_of, one) if one.top else None for one in tokens]
     if first is not None:
         words, values, tops = [text_of(first), *words], [None, *values], [None, *tops]
     offsets = []
@@ -115,6 +113,14 @@ def text_logprobs(
         "top_logprobs": tops if any(tops) else None,
         "text_offset": offsets,
     }
+
+
+def _by_text(text_of: TextOf, one: Likely) -> dict[str, float]:
+    """The likeliest tokens and the one that stands there. Of tokens with the same text, the likeliest counts."""
+    found: dict[str, float] = {}
+    for token, value in (*one.top, (one.token, one.logprob)):
+        found.setdefault(text_of(token), value)
+    return found
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -1,8 +1,9 @@
 """What a client of the API may ask: OpenAI's parameters, bounded. Anything that would be ignored is refused by name.
 
-Invariant: a request that is accepted is answered as it asks; a parameter without effect on the text may be sent.
-Called by `routes`. Left out: images, `top_p` and penalties (a seed replays only the full distribution),
-`response_format`, schemas that are enforced.
+Invariant: a request that is accepted is answered as it asks. Of a parameter that is not supported, the values that change
+nothing are accepted (`ONLY`).
+Called by `routes`; `document` describes these models to clients. Left out: images, `top_p`, penalties (a seed replays only
+the full distribution).
 """
 
 import json
@@ -17,7 +18,31 @@ Words = Annotated[str, Field(max_length=400_000)]
 StopString = Annotated[str, Field(max_length=STOP_CHARACTERS)]
 # Without `fail_fast` a list of a million wrong values makes a million errors.
 Tokens = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+One = Annotated[float, Field(ge=1, le=1)]
 Kind = TypeVar("Kind", bound=BaseModel)
+
+
+FULL = "replies are sampled from the full distribution, which a seed replays"
+# Parameters of which only the values that change nothing are supported.
+ONLY = {
+    "top_p": f"only 1 is supported: {FULL}",
+    "top_k": f"only -1 and 0, for all tokens, are supported: {FULL}",
+    "min_p": f"only 0 is supported: {FULL}",
+    "frequency_penalty": f"only 0 is supported: {FULL}",
+    "presence_penalty": f"only 0 is supported: {FULL}",
+    "repetition_penalty": f"only 1 is supported: {FULL}",
+    "logit_bias": f"only {{}} is supported: {FULL}",
+    "min_tokens": f"only 0 is supported: {FULL}",
+    "ignore_eos": "only false is supported: a reply ends where the model ends it",
+    "best_of": "only 1 is supported; n asks for several completions",
+    "suffix": "only an empty one is supported: models here continue a text, they fill no gap",
+    "reasoning_effort": 'only "none" is supported; runs with length targets take target_length',
+    "verbosity": 'only "medium" is supported',
+    "modalities": 'only ["text"] is supported: models here read and write text',
+    "functions": "send tools in its place",
+    "function_call": "send tool_choice in its place",
+}
 
 
 class RequestError(ShoalError):
@@ -28,14 +53,18 @@ class RequestError(ShoalError):
         self.status, self.param, self.code = status, param, code
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Fields(BaseModel):
+    """As OpenAPI says: no other fields, and no text in place of a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Part(Fields):
     type: Literal["text"]
     text: Words
 
 
-class Called(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Called(Fields):
     name: Annotated[str, Field(max_length=64)]
     arguments: Words
 
@@ -43,28 +72,40 @@ class Called(BaseModel):
     @classmethod
     def _object(cls, text: str) -> str:
         try:
-            value = json.loads(text)
+            value = json.loads(text or "{}")
         except (ValueError, RecursionError) as error:
             raise ValueError("not JSON") from error
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
-        return text
+        return text or "{}"
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ToolCall(Fields):
     id: Annotated[str, Field(max_length=100)]
     type: Literal["function"]
     function: Called
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Words | Annotated[list[Part], Field(max_length=256, fail_fast=True)] | None = None
     name: str | None = Field(default=None, max_length=100)
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=100)
+    # What clients send back of an answer without these.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind != "text":
+                raise ValueError(f"a part of type {str(kind)[:40]!r}: models here read text alone; leave it out")
+        return content
 
     @model_validator(mode="after")
     def _of_its_role(self) -> "Message":
@@ -94,62 +135,78 @@ def _as_object(called: Called) -> dict[str, Any]:
     return {"name": called.name, "arguments": json.loads(called.arguments)}
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Function(Fields):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: Annotated[str, Field(max_length=10_000)] | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # nothing enforces a schema
+    strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Tool(Fields):
     type: Literal["function"]
     function: Function
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against observers of packet sizes; there is none
 
 
-class Common(BaseModel):
+class Common(Fields):
     """Both routes' parameters. The last ones have no effect here, whatever they are."""
 
-    model_config = ConfigDict(extra="forbid")
     model: Annotated[str, Field(max_length=300)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    top_p: One | None = None
+    top_k: Literal[-1, 0] | None = None
+    min_p: Zero | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    repetition_penalty: One | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    min_tokens: Literal[0] | None = None
+    ignore_eos: Literal[False] | None = None
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-
-    @model_validator(mode="after")
-    def _no_silent_change(self) -> "Common":
-        if self.top_p not in (None, 1, 1.0):
-            raise ValueError("top_p is not supported: replies are sampled from the full distribution")
-        if self.frequency_penalty or self.presence_penalty or self.logit_bias:
-            raise ValueError(
-                "penalties and logit_bias are not supported: replies are sampled from the full distribution"
-            )
-        if self.stream_options and not self.stream:
-            raise ValueError("stream_options goes with stream")
-        return self
+    prompt_cache_key: Any = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in given if stop)
+
+
+class ToolName(Fields):
+    name: Annotated[str, Field(max_length=64)]
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: ToolName
+
+
+class PlainFormat(Fields):
+    type: Literal["text", "json_object"]
+
+
+class Schema(Fields):
+    name: Annotated[str, Field(max_length=100)]
+    description: Annotated[str, Field(max_length=10_000)] | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # it is followed in any case
+
+
+class SchemaFormat(Fields):
+    type: Literal["json_schema"]
+    json_schema: Schema
 
 
 class ChatRequest(Common):
@@ -158,13 +215,37 @@ class ChatRequest(Common):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    functions: None = None
+    function_call: None = None
     # Of Shoal: the run's system prompt and template, a length target, and the reply file in the answer.
     as_trained: bool = False
     target_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     proof: bool = False
+
+    @model_validator(mode="after")
+    def _together(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
+        forces_calls = bool(self.tools) and self.tool_choice not in (None, "auto", "none")
+        if self.schema_of_reply is not None and self.tools and self.tool_choice != "none":
+            raise RequestError("response_format and tools: a reply is one or the other", param="response_format")
+        if self.proof and (forces_calls or self.schema_of_reply is not None):
+            raise RequestError("a reply whose form is forced has no proof: leave proof out", param="proof")
+        return self
+
+    @property
+    def schema_of_reply(self) -> dict[str, Any] | None:
+        """What response_format asks for."""
+        if isinstance(self.response_format, SchemaFormat):
+            return self.response_format.json_schema.schema_
+        return {"type": "object"} if self.response_format and self.response_format.type == "json_object" else None
 
     @property
     def top(self) -> int | None:
@@ -182,11 +263,17 @@ class CompletionRequest(Common):
         | Annotated[list[Words], Field(max_length=64, fail_fast=True)]
         | Annotated[list[Tokens], Field(max_length=64, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None
-    suffix: None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens: 0 goes with echo: true", param="max_tokens")
+        return self
 
 
 def read(kind: type[Kind], data: bytes) -> Kind:
@@ -196,5 +283,9 @@ def read(kind: type[Kind], data: bytes) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
-        message = "this parameter is not supported" if first["type"] == "extra_forbidden" else first["msg"]
-        raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'body'}: {message}", param=param) from error
+        where, message = ".".join(map(str, first["loc"])) or "body", first["msg"].removeprefix("Value error, ")
+        if param in ONLY:
+            where, message = param, ONLY[param]
+        elif first["type"] == "extra_forbidden":
+            message = "this parameter is not supported"
+        raise RequestError(f"{where}: {message}", param=param) from error

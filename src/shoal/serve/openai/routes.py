@@ -1,4 +1,4 @@
-"""GET /v1/models, POST /v1/chat/completions, POST /v1/completions.
+"""GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /openapi.json.
 
     read and check -> take the version -> tokenize in a thread -> submit n completions
     -> JSON at the end, or server-sent events as they come
@@ -9,6 +9,7 @@ Attached by `service`.
 
 import asyncio
 import hashlib
+import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -20,12 +21,14 @@ from aiohttp import web
 from shoal.config import Config
 from shoal.serve.asking import PromptError, TooLongError, as_trained, check_length, encode
 from shoal.serve.decoding.generation import Ask, Generation
+from shoal.serve.decoding.grammar import Grammar, GrammarError, compiled
 from shoal.serve.decoding.scheduler import BusyError, Scheduler, TooLargeError
 from shoal.serve.keys import Keys
 from shoal.serve.openai import answers
 from shoal.serve.openai.answering import Answer
+from shoal.serve.openai.document import document
 from shoal.serve.openai.requests import ChatRequest, Common, CompletionRequest, Kind, RequestError, read
-from shoal.serve.openai.tools import form_of, offered
+from shoal.serve.openai.tools import FORCED, forced, form_of, offered
 from shoal.serve.threads import SMALL_BYTES, Places, Threads, received
 from shoal.serve.versions import Held, NoPlaceError, UnknownVersionError, Versions
 from shoal.web.guard import RefusedError
@@ -34,6 +37,7 @@ BODY_BYTES = 4 << 20
 DEFAULT_TOKENS = 1024  # of a chat reply that states no limit; fewer where the model has no room
 MOST_LOGPROBS = 1 << 17  # in one answer that is not streamed: tens of MiB
 RETRY_S = 2
+SEEDS = 1 << 63  # negative ones count from the end
 CALLER = web.RequestKey("caller", str)
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,11 +55,11 @@ def new_seed() -> int:
 
 def tokens_left(held: Held, prompt: Sequence[int], wanted: int | None) -> int:
     """`max_tokens` for this prompt. Raises RequestError if prompt and reply exceed the model's positions."""
-    room = held.positions - len(prompt)
-    if room < 1 or (wanted or 0) > room:
+    room, least = held.positions - len(prompt), 1 if wanted is None else wanted
+    if room < least:
         raise RequestError(
             f"This model's maximum context length is {held.positions} tokens; the prompt has {len(prompt)} and "
-            f"max_tokens is {wanted or 1}.",
+            f"max_tokens is {least}.",
             param="max_tokens" if room >= 1 else "messages",
             code="context_length_exceeded",
         )
@@ -72,6 +76,12 @@ class OpenAI:
     bodies: Places
 
     def attach(self, application: web.Application) -> None:
+        described = json.dumps(document())
+
+        async def describe(request: web.Request) -> web.Response:
+            return web.Response(text=described, content_type="application/json")
+
+        application.router.add_get("/openapi.json", describe)
         application.router.add_get("/v1/models", self._guarded(self.models))
         application.router.add_get("/v1/models/{id}", self._guarded(self.model))
         application.router.add_post("/v1/chat/completions", self._guarded(self.chat))
@@ -83,24 +93,26 @@ class OpenAI:
         async def respond(request: web.Request) -> web.StreamResponse:
             caller = self.keys.caller(request)
             if caller is None:
-                return _refusal(401, "Incorrect API key provided.", kind="authentication_error", code="invalid_api_key")
+                return refusal(401, "Incorrect API key provided.", kind="authentication_error", code="invalid_api_key")
             request[CALLER] = caller
             try:
                 return await route(request)
             except RequestError as error:
-                return _refusal(error.status, str(error), param=error.param, code=error.code)
+                return refusal(error.status, str(error), param=error.param, code=error.code)
             except RefusedError as error:
-                return _refusal(error.status, str(error))
+                return refusal(error.status, str(error))
             except UnknownVersionError as error:
-                return _refusal(404, str(error), param="model", code="model_not_found")
+                return refusal(404, str(error), param="model", code="model_not_found")
             except TooLongError as error:
-                return _refusal(400, str(error), code="context_length_exceeded")
+                return refusal(400, str(error), code="context_length_exceeded")
+            except GrammarError as error:
+                return refusal(400, str(error), param="response_format")
             except (PromptError, TooLargeError) as error:
-                return _refusal(400, str(error))
+                return refusal(400, str(error))
             except BusyError as error:
-                return _refusal(429, str(error), kind="rate_limit_error", code="busy", retry_s=error.retry_s)
+                return refusal(429, str(error), kind="rate_limit_error", code="busy", retry_s=error.retry_s)
             except NoPlaceError as error:
-                return _refusal(503, str(error), kind="server_error", retry_s=RETRY_S)
+                return refusal(503, str(error), kind="server_error", retry_s=RETRY_S)
 
         return respond
 
@@ -126,12 +138,22 @@ class OpenAI:
                 asked = await self._read(request, ChatRequest, data)
                 held = await stack.enter_async_context(self.versions.take(asked.model))
                 tools, messages = offered(asked), self._messages(asked)
-                form, prompt = await self.threads.run(
+                schema = forced(asked) or asked.schema_of_reply
+                form, prompt, grammars = await self.threads.run(
                     request[CALLER],
-                    lambda: (form_of(held.tokenizer) if tools else None, encode(held, messages, tools)),
+                    lambda: (
+                        form_of(held.tokenizer) if tools else None,
+                        encode(held, messages, tools),
+                        compiled(schema, held, asked.n or 1) if schema is not None else [],
+                    ),
                     held,
                 )
-            generations = self._generations(request, held, asked, [prompt], asked.top, asked.most, proof=asked.proof)
+            shown = form.shown if form else frozenset()
+            if form and grammars:
+                form, shown = FORCED, frozenset()
+            generations = self._generations(
+                request, held, asked, [prompt], asked.top, asked.most, proof=asked.proof, shown=shown, grammars=grammars
+            )
             answer = Answer(asked, held, generations, chat=True, messages=messages, tools=tools, form=form)
             return await answer.respond(request, self.scheduler, self.threads)
 
@@ -173,6 +195,8 @@ class OpenAI:
         *,
         echo: bool = False,
         proof: bool = False,
+        shown: frozenset[int] = frozenset(),
+        grammars: Sequence[Grammar] = (),
     ) -> list[Generation]:
         loop = asyncio.get_running_loop()
         n = asked.n or 1
@@ -188,20 +212,22 @@ class OpenAI:
                 )
         found = []
         for prompt, limit in zip(prompts, most_tokens, strict=True):
-            seed = new_seed() if asked.seed is None else asked.seed
+            seed = new_seed() if asked.seed is None else asked.seed % SEEDS
             for index in range(n):
                 ask = Ask(
                     prompt=prompt,
                     seed=seed_of(seed, index),
                     temperature=1.0 if asked.temperature is None else asked.temperature,
-                    max_tokens=limit,
+                    max_tokens=max(1, limit),
                     stops=asked.stops,
                     top=top,
                     echo=echo and top is not None,
                     proof=proof,
                     caller=request[CALLER],
+                    scored=limit == 0,
+                    shown=shown,
                 )
-                found.append(Generation(ask, held, loop))
+                found.append(Generation(ask, held, loop, grammars[index] if grammars else None))
         return found
 
 
@@ -222,7 +248,29 @@ def _prompts(asked: CompletionRequest, held: Held) -> list[tuple[int, ...]]:
     return found
 
 
-def _refusal(
+@web.middleware
+async def unknown(request: web.Request, handler: Route) -> web.StreamResponse:
+    """Paths and methods that there are not, in OpenAI's shape."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        return refusal(
+            404,
+            f"Unknown request URL: {_asked_for(request)}; GET /openapi.json lists what there is",
+            code="unknown_url",
+        )
+    except web.HTTPMethodNotAllowed as error:
+        allowed = error.headers["Allow"]
+        answer = refusal(405, f"{_asked_for(request)} is not allowed; use {allowed}", code="method_not_allowed")
+        answer.headers["Allow"] = allowed
+        return answer
+
+
+def _asked_for(request: web.Request) -> str:
+    return f"{request.method[:20]} {request.path[:200]}"
+
+
+def refusal(
     status: int,
     message: str,
     *,

@@ -1,74 +1,90 @@
-"""Tools, as far as the model's chat template has them: how it writes a call is read from the template itself.
+"""Tools, as far as the model's chat template has them: how it writes a call is read from what it renders.
 
-    form_of    a conversation of sentinels that the template renders -> what stands around a call, and its JSON keys
+    form_of    a conversation of sentinels that the template renders -> the form (`forms`) that reads its call back
     Reading    the text of a reply, piece by piece -> text and calls
 
 Invariant: nothing that the model wrote is lost. Text that is not a complete call of an offered function stays text.
 A streamed reply gives the same result as one that is not streamed. Of a call, each
 character is read once.
-Called by `routes` (form_of) and `answering` (Reading). Left out: choosing for the model (`required`, or one function), which
-would not be the full distribution; templates that write calls as anything but JSON, or mark them with control tokens.
+Called by `routes` (form_of), `answering` (Reading) and `proof`. Left out: reasoning apart from the text.
 """
 
 import json
+import os
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.serve.asking import written
-from shoal.serve.openai.requests import ChatRequest, RequestError
+from shoal.serve.asking import PromptError, written
+from shoal.serve.openai.forms import DECODER, FORMS, Form, read
+from shoal.serve.openai.requests import ChatRequest, NamedTool, RequestError
 
 SPACES = 1000  # that are held because a call may follow
+HEAD = 200  # characters between a mark and the arguments
+FORCED = Form("", "")  # how calls are written that the reply has to be
 NAME, ARGUMENTS = "probefunction", {"probekey": "probevalue"}
-ASKED, SAID = {"role": "user", "content": "probequestion"}, "probeanswer"
+ASKED, SAID = {"role": "user", "content": "probequestion"}, "answerprobed"
 PROBE = {
     "type": "function",
     "function": {
         "name": NAME,
         "description": "probe",
-        "parameters": {"type": "object", "properties": {"probekey": {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"probekey": {"type": "string", "description": "probe"}},
+            "required": ["probekey"],
+        },
     },
 }
 CALLED = {"type": "function", "id": "probe0000", "function": {"name": NAME, "arguments": ARGUMENTS}}
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a template writes a call: `before`, a JSON object with these two keys, `after`. Spaces around it do not count."""
-
-    before: str
-    after: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
 class Call:
     name: str
     arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = field(
+        default_factory=lambda: secrets.token_hex(5)[:9]
+    )  # nine characters, which Mistral's templates demand
 
 
 def offered(asked: ChatRequest) -> list[dict[str, Any]]:
     """The tools as the template gets them; none if the model is not to call any. Raises RequestError."""
     if not asked.tools:
-        if asked.tool_choice not in (None, "none"):
+        if asked.tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice goes with tools", param="tool_choice")
         return []
-    if asked.tool_choice not in (None, "auto", "none"):
-        raise RequestError(
-            "tool_choice is auto or none here: replies are sampled from the full distribution, so no call can be forced",
-            param="tool_choice",
-        )
-    if asked.parallel_tool_calls is False:
-        raise RequestError(
-            "parallel_tool_calls: the model decides how many calls it writes; leave it out", param="parallel_tool_calls"
-        )
     if asked.tool_choice == "none":
         return []
+    if asked.tool_choice in (None, "auto") and any(tool.function.strict for tool in asked.tools):
+        raise RequestError(
+            "tools: strict goes with a tool_choice that forces a call; leave it out where the model chooses",
+            param="tools",
+        )
     return [tool.model_dump(exclude_none=True) for tool in asked.tools]
+
+
+def forced(asked: ChatRequest) -> dict[str, Any] | None:
+    """The schema of the calls that the reply has to be, as a list in JSON (`FORCED`). Raises RequestError."""
+    if not asked.tools or asked.tool_choice in (None, "auto", "none"):
+        return None
+    named = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
+    functions = [tool.function for tool in asked.tools if named in (None, tool.function.name)]
+    if not functions:
+        raise RequestError(f"tool_choice: no tool is called {named!r}", param="tool_choice")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": one.name}, "arguments": one.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for one in functions
+    ]
+    many = {} if named is None and asked.parallel_tool_calls is not False else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **many}
 
 
 def form_of(tokenizer: Any) -> Form:
@@ -77,19 +93,36 @@ def form_of(tokenizer: Any) -> Form:
         raise RequestError("tools: this model's chat template has none", param="tools")
     said = written(tokenizer, [ASKED, {"role": "assistant", "content": SAID}], [PROBE])
     called = written(tokenizer, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}], [PROBE])
-    start, _, end = said.rpartition(SAID)
-    form = _found(called[len(start) : len(called) - len(end)])
-    if not (called.startswith(start) and called.endswith(end)) or form is None:
+    call = called[len(os.path.commonprefix([said, called])) :].removesuffix(said.rpartition(SAID)[2])
+    own = _in_json(call)
+    form = next((one for one in ([own] if own else []) + list(FORMS) if _reads(one, call)), None)
+    if form is None and NAME not in call:  # it shows no call, so the vocabulary has to tell
+        known = tokenizer.get_vocab()
+        form = next((one for one in FORMS if one.before in known), None)
+    if form is None:
         raise RequestError("tools: this model's template writes calls in a form that is not read here", param="tools")
-    marks = form.before + form.after
-    if "".join(_shown(tokenizer, marks).split()) != "".join(marks.split()):
-        raise RequestError(
-            "tools: this model marks its calls with control tokens, which are not read here", param="tools"
-        )
-    return form
+    marks = call[: call.rfind(form.after) + len(form.after)] + form.before + form.after + "".join(form.dropped)
+    control = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return replace(form, shown=frozenset(id for id, text in control.items() if text in marks))
 
 
-def _found(text: str) -> Form | None:
+def shown_with(tokenizer: Any, tools: Sequence[Any]) -> frozenset[int]:
+    """The control tokens that are part of a reply's text where these tools were offered."""
+    try:
+        return form_of(tokenizer).shown if tools else frozenset()
+    except (RequestError, PromptError):  # they cannot have been
+        return frozenset()
+
+
+def _reads(form: Form, call: str) -> bool:
+    reading = Reading(form, [PROBE])
+    reading.add(call)
+    reading.end()
+    return [(one.name, json.loads(one.arguments)) for one in reading.calls] == [(NAME, ARGUMENTS)]
+
+
+def _in_json(text: str) -> Form | None:
+    """The form of a JSON object that has name and arguments, whatever stands around it."""
     for brace in re.finditer("{", text):
         at = brace.start()
         value, end = _decoded(text[at:])
@@ -104,23 +137,25 @@ def _found(text: str) -> Form | None:
     return None
 
 
-def _shown(tokenizer: Any, text: str) -> str:
-    shown: str = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
-    return shown
-
-
 class Reading:
     """One reply. Everything that `add` and `end` give, in order, is the reply's text and its calls."""
 
-    def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]]) -> None:
-        self.form = form
-        self.names: Collection[str] = {tool["function"]["name"] for tool in tools}
+    def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
+        """`parallel`: more than one call; otherwise those behind the first are left out."""
+        self.form, self.parallel = form, parallel
+        self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self.calls: list[Call] = []
         self._rest = ""  # not read yet
-        self._bounds = Bounds()  # of the call that `_rest` begins with
-        self._value: tuple[Any, int] | None = None  # that call and where it ends, once it is whole
         self._inside = False  # behind `form.before`
         self._begun = False  # something was given
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is known of the call that `_rest` begins with."""
+        self._head: re.Match[str] | None = None  # of one that is JSON: what stood before it
+        self._bounds = Bounds()
+        self._value: tuple[Any, int] | None = None  # the JSON and where it ends, once it is whole
+        self._seen = 0  # of one that is not JSON: characters that hold no end
 
     def add(self, text: str) -> list[str | Call]:
         """What is certain now."""
@@ -140,14 +175,15 @@ class Reading:
                     yield text
                 if not self._inside:
                     return
-            found = self._call(last)
+            found = self._in_json(last) if self.form.kind == "json" else self._in_marks(last)
             if found is None:
                 return
             self._inside, self._begun = False, True
-            self._bounds, self._value = Bounds(), None
+            self._forget()
             if isinstance(found, str) and found:
                 yield found
             elif not isinstance(found, str):
+                found = found if self.parallel else found[: 1 - len(self.calls)]
                 self.calls += found
                 yield from found
 
@@ -157,48 +193,89 @@ class Reading:
         if mark:
             at, begins = rest.find(mark), mark in rest
         else:  # such a template has calls only in place of text
-            at, begins = 0, not self._begun and rest.lstrip()[:1] in ("{", "[")
+            opens = ("[",) if self.form.kind == "python" else ("{", "[")
+            at, begins = 0, not self._begun and rest.lstrip()[:1] in opens
         if begins:
             self._rest = rest[at + len(mark) :]
-            return rest[:at].rstrip(), True
+            return self._without_marks(rest[:at]).rstrip(), True
+        rest = self._without_marks(rest)
         if last:
             self._rest = ""
             return ("" if self.calls and not rest.strip() else rest), False
-        held = overlap(rest, mark)
+        held = max(overlap(rest, one) for one in (mark, *self.form.dropped))
         sure = rest[: len(rest) - held].rstrip()
         if len(rest) - held - len(sure) > SPACES:
             sure = rest[: len(rest) - held]
         self._rest = rest[len(sure) :]
         return sure, False
 
-    def _call(self, last: bool) -> list[Call] | str | None:
+    def _without_marks(self, text: str) -> str:
+        for mark in self.form.dropped:
+            text = text.replace(mark, "")
+        return text
+
+    def _in_json(self, last: bool) -> list[Call] | str | None:
         """The calls behind the mark, the mark itself as text if there are none, None if more has to come."""
+        if self._head is None:
+            opening = re.search("{" if self.form.head else r"[{\[]", self._rest)
+            start = self._rest[: opening.start()] if opening else self._rest
+            hopeless = len(start) > HEAD or (not self.form.head and start.strip())
+            if opening and not hopeless:
+                self._head = re.fullmatch(self.form.head or r"\s*", start)
+            if self._head is None:
+                return self.form.before if opening or hopeless or last else None
+            self._rest = self._rest[len(start) :]
         if self._value is None:
             if not last and not self._bounds.whole(self._rest):
                 return None
             self._value = _decoded(self._rest)
         value, end = self._value
         if value is None:
-            return self.form.before
-        tail = self._rest[end:].lstrip()
-        closed = tail.startswith(self.form.after)
-        if not closed and not last and self.form.after.startswith(tail):
+            return self.form.before + self._head[0]
+        tail, after = self._rest[end:].lstrip(), self.form.after
+        closed = tail.startswith(after)
+        if not closed and not last and after.startswith(tail):
             return None
-        calls = self._made(value)
-        if calls is None or not (closed or self.form.after.startswith(tail)):
-            return self.form.before
-        self._rest = tail[len(self.form.after) :] if closed else ""
+        calls = self._made(self._given(value))
+        if calls is None or not (closed or after.startswith(tail)):
+            return self.form.before + self._head[0]
+        self._rest = tail[len(after) :] if closed else ""
         return calls
 
-    def _made(self, value: Any) -> list[Call] | None:
-        """None if anything in it is not a call of an offered function."""
+    def _given(self, value: Any) -> list[tuple[Any, Any]]:
+        """Names and arguments in a JSON value, of whatever types they are."""
+        if self._head and self.form.head:
+            return [(self._head["name"], value)]
+        of = (self.form.name, self.form.arguments)
+        many = value if isinstance(value, list) else [value]
+        return [(one.get(of[0]), one.get(of[1])) if isinstance(one, dict) else ("", {}) for one in many]
+
+    def _in_marks(self, last: bool) -> list[Call] | str | None:
+        """As `_in_json`, of forms that end at their first end mark. No call holds the mark of another."""
+        rest, before, after = self._rest, self.form.before, self.form.after
+        ends = [rest.find(mark, self._seen) if mark else -1 for mark in (after, before)]
+        end, next_one = (len(rest) if at < 0 else at for at in ends)
+        if next_one < end:
+            return before
+        if ends[0] < 0 and not last:
+            self._seen = max(0, len(rest) - max(len(before), len(after)))
+            return None
+        calls = self._made(read(self.form, rest[:end], self.schemas))
+        if calls is None:
+            return before
+        self._rest = rest[end + len(after) :]
+        return calls
+
+    def _made(self, given: Sequence[tuple[Any, Any]] | None) -> list[Call] | None:
+        """None if anything of it is not a call of an offered function."""
         found = []
-        for one in value if isinstance(value, list) else [value]:
-            name = one.get(self.form.name) if isinstance(one, dict) else None
-            arguments = one.get(self.form.arguments) if isinstance(one, dict) else None
-            if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
+        for name, arguments in given or ():
+            if not isinstance(name, str) or name not in self.schemas or not isinstance(arguments, dict):
                 return None
-            found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+            try:
+                found.append(Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+            except (TypeError, ValueError):  # sets and bytes of Python, numbers that JSON lacks
+                return None
         return found or None
 
 
@@ -233,13 +310,6 @@ def overlap(text: str, mark: str) -> int:
     (3, 0)
     """
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _decoded(text: str) -> tuple[Any, int]:
