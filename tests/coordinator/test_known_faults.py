@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from pydantic import BaseModel
-
 from shoal.coordinator.http.admission import Admission
 from shoal.coordinator.http.pace import Pace
+
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity

@@ -23,8 +23,6 @@ from shoal.coordinator import served
 from shoal.coordinator.founding import CONFIG, Members, PoolFolderError, close_pool, found_pool, open_pool, reopen_pool
 from shoal.coordinator.http import pace
 from shoal.coordinator.http.board import OPEN_INVITE
-from shoal.coordinator.http.front import Front
-from shoal.coordinator.http.pace import Strangers
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.service import invite_from
 from shoal.coordinator.sharing import BY_FAULT, BY_OPERATOR, Place, SharingError, serve_shared, shared_application
@@ -45,6 +43,8 @@ from shoal.protocol.messages import (
     RunOffer,
 )
 from shoal.protocol.node import Node
+from shoal.protocol.pace import Strangers
+from shoal.protocol.server import Front
 from shoal.protocol.signing import SignedAuth, sign_request
 from shoal.shardcast.serve.rates import BURST_S
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import Config
-from shoal.coordinator.http.front import Front
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.state.seal import seal, start
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Status
+from shoal.protocol.server import Front
 from shoal.tracking.record import Record
 from shoal.tracking.report import CURVE, SUMMARY, write_report
 from shoal.tracking.trackers import open_tracker

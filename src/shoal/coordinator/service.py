@@ -23,13 +23,9 @@ from shoal.protocol.address import Address, AddressError
 from shoal.protocol.identity import Identity, IdentityError
 from shoal.protocol.invite import Invite, InviteError, make_invite
 from shoal.protocol.messages import Role
-from shoal.shardcast.serve.connections import PATIENCE, Listener, started
-from shoal.shardcast.serve.log import LOG
+from shoal.protocol.server import listen
 from shoal.shardcast.serve.server import url_of
 
-MAX_CONNECTIONS = 4096  # fewer if the process may not open twice as many files
-BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many before it does anything else
-READ_BUFFER_BYTES = 64 << 10  # of each connection; up to twice as much is held
 __all__ = ["ADDRESS", "KEY", "invite_from", "listening", "serve_forever"]
 
 log = logging.getLogger(__name__)
@@ -88,18 +84,9 @@ async def listening(application: web.Application, host: str, port: int, per_addr
 
     Raises OSError if the port is taken.
     """
-    listener = Listener(host, port, PATIENCE, per_address=per_address, total=MAX_CONNECTIONS)
-    runner = await started(
-        application,
-        listener,
-        backlog=BACKLOG,
-        logger=LOG,
-        lingering_time=0,  # `Front` reads what is left of a refused body
-        read_bufsize=READ_BUFFER_BYTES,
-        auto_decompress=False,
-    )
+    runner, bound = await listen(application, host, port, per_address=per_address)
     try:
-        yield url_of(host, int(listener.getsockname()[1]))
+        yield url_of(host, bound)
     finally:
         await runner.cleanup()
 

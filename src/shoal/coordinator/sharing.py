@@ -26,7 +26,6 @@ from aiohttp.typedefs import Handler
 
 from shoal.config import Config
 from shoal.coordinator.http.board import attach_board, offer
-from shoal.coordinator.http.front import IDENTITY, Front, refusal
 from shoal.coordinator.served import KEY, POLL_S, ServedRun
 from shoal.coordinator.service import listening
 from shoal.errors import ShoalError
@@ -34,6 +33,7 @@ from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.address import PLACE, Address, split_url
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import MOST_RUNS, VERSION, ClosedRun, RunOffer
+from shoal.protocol.server import IDENTITY, Front, refusal
 
 CLOSED = "closed"  # in a run's folder
 BY_OPERATOR = "its operator closed it"  # what strangers hear; the log has the reason

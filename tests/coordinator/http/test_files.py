@@ -11,17 +11,14 @@ import httpx
 import pytest
 from blake3 import blake3
 
-from shoal.coordinator.http.pace import LARGE_BYTES, MEMBER_BYTES, Pace
 from shoal.coordinator.http.transfers import Transfers
 from shoal.coordinator.state.database import PoolError
 from shoal.coordinator.tables.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
-from shoal.shardcast.serve.rates import BURST_S
 from shoal.store.folder import IncomingFile, StoreError
 
 from .test_admission import coordinator, pieces, upload, worker_with_task
-from .test_front import Clock
 from .test_routes import Site, refused, served, task_of
 
 __all__ = ["coordinator"]  # a fixture
@@ -154,24 +151,10 @@ def test_one_grant_holds_two_unfinished_files_at_most(coordinator: Any) -> None:
     assert unfinished == 2 and len(busy) == 3, "429: its node sends it again"
 
 
-def test_uploads_that_are_not_kept_count_against_their_sender() -> None:
-    pace = Pace(clock := Clock())
-    wasted = 0
-    with pytest.raises(PoolError) as caught:
-        while True:
-            pace.member("ann")
-            pace.moved("ann", LARGE_BYTES)
-            wasted += LARGE_BYTES
-    assert caught.value.status == 429 and wasted <= 4 * MEMBER_BYTES * (BURST_S + 1)
-    pace.member("bob")
-    clock.now_s = BURST_S
-    pace.member("ann")
-
-
 def test_an_upload_that_breaks_off_is_counted(coordinator: Any) -> None:
     worker, task = worker_with_task(coordinator)
     wasted: list[int] = []
-    coordinator.files.pace.moved = lambda key, size_bytes: wasted.append(size_bytes)
+    coordinator.admission.pace.moved = lambda key, size_bytes: wasted.append(size_bytes)
 
     left = [bytes(1_000)]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from aiohttp import web
 
 from shoal.coordinator.http.costly import Costly
-from shoal.coordinator.http.front import Front
 from shoal.coordinator.http.routes import Coordinator
 from shoal.protocol.discovery import DOMAIN
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import Invite, InviteError, open_payload
 from shoal.protocol.messages import VERSION, ClosedRun, RunList, RunOffer
+from shoal.protocol.server import Front
 
 OPEN_INVITE = "open.invite"  # in a coordinator's folder: what `shoal invite --open --publish` wrote
 

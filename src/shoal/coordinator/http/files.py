@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from shoal.config import Config
-from shoal.coordinator.http.admission import body_pieces
-from shoal.coordinator.http.answering import Answer, Answering, Request, answering
 from shoal.coordinator.http.transfers import FileKind, Transfers
 from shoal.coordinator.pool import Pool
 from shoal.coordinator.state.database import PoolError
 from shoal.protocol import messages
+from shoal.protocol.server import Admission, Answer, Request, body_pieces
 from shoal.store.folder import Folder
 
 UPLOADS = 2  # for one grant at once: the newest, and one whose client lost its connection
@@ -25,13 +24,13 @@ UPLOADS = 2  # for one grant at once: the newest, and one whose client lost its 
 
 class FileRoutes:
     def __init__(
-        self, config: Config, pool: Pool, store: Folder, transfers: Transfers | None, answering: Answering
+        self, config: Config, pool: Pool, store: Folder, transfers: Transfers | None, admission: Admission
     ) -> None:
         """`transfers`: None: this process takes and gives the files itself."""
         self.config = config
         self.store = store
         self.transfers = transfers
-        self.admission, self.pace, self._signed = answering.admission, answering.pace, answering.signed
+        self.admission, self._signed = admission, admission.signed
         self._uploads: dict[tuple[str, str], list[asyncio.Event]] = {}  # by kind and submission: set once replaced
         self._storing = asyncio.Lock()  # one upload at a time gets its name and its place in the database
         pooled = pool.submissions
@@ -66,7 +65,6 @@ class FileRoutes:
         head = self.admission.admit(request, [kind.sender], limit_bytes)
         kind.may_store(head.key, id, "")
         with (
-            self.pace.under_way(head.key),
             self._upload(kind, id) as check_newest,
             self._counted(head.key) as received,
             self.store.receive(kind.name) as file,
@@ -114,7 +112,7 @@ class FileRoutes:
         try:
             yield received
         except BaseException:
-            self.pace.moved(key, sum(received))
+            self.admission.pace.moved(key, sum(received))
             raise
 
     def _file_routes(self, kind: FileKind) -> list[web.RouteDef]:
@@ -127,7 +125,7 @@ class FileRoutes:
             return await self.receive(request, kind)
 
         path = f"/v1/{kind.name}/{{id}}"
-        return [web.put(path, answering(put)), web.get(path, self._signed(get, [kind.reader]))]
+        return [web.put(path, self.admission.answering(put)), web.get(path, self._signed(get, [kind.reader]))]
 
     def _transfer_routes(self, transfers: Transfers, kind: FileKind) -> list[web.RouteDef]:
         """Where files are in a bucket: what stands in the place of sending and fetching them here."""

@@ -25,8 +25,8 @@ from shoal.coordinator.tables import (
     transfers,
 )
 from shoal.coordinator.tables.connection import Connection
-from shoal.errors import ShoalError
 from shoal.ledger.interface import Ledger
+from shoal.protocol.answers import Refusal
 
 FORMAT = 10  # of a run's tables, manifests and submissions; a run in another format is not resumed
 TABLES = (nodes, submissions, groups, curricula, policies, history, runs, fingerprints, replays, evidence)
@@ -34,12 +34,8 @@ SCHEMA = [statement for table in TABLES for statement in table.SCHEMA]
 TABLE_NAMES = digests.table_names(SCHEMA)  # that are sealed
 
 
-class PoolError(ShoalError):
-    """A request that the pool's state does not allow; `status` is its HTTP code."""
-
-    def __init__(self, message: str, status: int = 409) -> None:
-        super().__init__(message)
-        self.status = status
+class PoolError(Refusal):
+    """A request that the pool's state does not allow."""
 
 
 class Database:

@@ -4,8 +4,7 @@ Requests are counted, and the bytes of their answers, which stand for what makin
 Invariant: what a member may ask does not depend on what others ask, nor on its address: several nodes may share one with an
 attacker. Only requests that nobody registered signed are counted by address, for all runs of a listener together. Answers
 that their readers do not take hold a bounded part of the memory.
-Called by `admission`, `answering` and `files` (members) and `front` (strangers, refused bodies, answers). Left out: the
-bandwidth of rollout files, and a crowd of addresses; a proxy in front has limits for them, see docs/deploy.md.
+Left out: the bandwidth of rollout files, and a crowd of addresses; a proxy in front has limits for them, see docs/deploy.md.
 """
 
 import time
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shoal.coordinator.state.database import PoolError
+from shoal.protocol.answers import Refusal
 from shoal.shardcast.serve.rates import Rates
 
 # Requests a second, each with a burst of 10 s (`rates.BURST_S`). A node beats once a second, and a validator that waits for
@@ -21,7 +20,9 @@ from shoal.shardcast.serve.rates import Rates
 MEMBER_RATE = 40.0
 OPEN_RATE = 50.0  # from one address, for what anyone may read: a view asks seven times a second
 REFUSED_RATE = 20.0  # from one address, before its refusals are held back
+RARE_RATE = 1.0  # of one member, for what it asks when it comes, goes or lost its state
 AT_ONCE = 16  # requests of one member: each may hold a body of its route's limit
+LARGE_AT_ONCE = 2  # of them, those whose body or answer is a large file in memory
 # Bytes a second, likewise with a burst of 10 s.
 MEMBER_BYTES = 4 << 20  # of answers to one member
 OPEN_BYTES = 4 << 20  # of answers to one address: a view that opens late reads a long run's history at once
@@ -39,17 +40,21 @@ class Pace:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._members, self._bytes = Rates(MEMBER_RATE), Rates(MEMBER_BYTES)
-        self._under_way: Counter[str] = Counter()  # requests by member
+        self._members, self._rare, self._bytes = Rates(MEMBER_RATE), Rates(RARE_RATE), Rates(MEMBER_BYTES)
+        self._under_way: Counter[tuple[str, bool]] = Counter()  # requests by member, and whether they are large
 
-    def member(self, key: str) -> None:
-        """Count a request that this member signed. Raises PoolError with status 429 if it is over one of its rates."""
+    def member(self, key: str, *, rare: bool = False) -> None:
+        """Count a request that this member signed. Raises Refusal with status 429 if it is over one of its rates."""
         now_s = self._monotonic()
+        if rare and self._rare.wait_s(key, now_s) > 0:
+            raise Refusal(f"more than {RARE_RATE:g} such request a second by this node; wait", 429)
         if self._members.wait_s(key, now_s) > 0:
-            raise PoolError(f"more than {MEMBER_RATE:g} requests a second by this node; wait", 429)
+            raise Refusal(f"more than {MEMBER_RATE:g} requests a second by this node; wait", 429)
         if self._bytes.wait_s(key, now_s) > 0:
-            raise PoolError(f"more than {MEMBER_BYTES >> 20} MiB a second of answers to this node; wait", 429)
+            raise Refusal(f"more than {MEMBER_BYTES >> 20} MiB a second of answers to this node; wait", 429)
         self._members.charge(key, 1, now_s)
+        if rare:
+            self._rare.charge(key, 1, now_s)
 
     def answered(self, key: str, size_bytes: int) -> None:
         """Count an answer that was made for this member."""
@@ -60,17 +65,21 @@ class Pace:
         self.answered(key, int(size_bytes * FILE_WEIGHT))
 
     @contextmanager
-    def under_way(self, key: str) -> Iterator[None]:
-        """Around a request of this key. Raises PoolError with status 429 if it has too many at once."""
-        if self._under_way[key] >= AT_ONCE:
-            raise PoolError(f"{AT_ONCE} requests by this node are under way; wait for their answers", 429)
-        self._under_way[key] += 1
+    def under_way(self, key: str, *, large: bool = False) -> Iterator[None]:
+        """Around a request of this key. Raises Refusal with status 429 if it has too many at once."""
+        places = [(key, False), (key, True)] if large else [(key, False)]
+        for place in places:
+            most, what = (LARGE_AT_ONCE, "large requests") if place[1] else (AT_ONCE, "requests")
+            if self._under_way[place] >= most:
+                raise Refusal(f"{most} {what} by this node are under way; wait for their answers", 429)
+        self._under_way.update(places)
         try:
             yield
         finally:
-            self._under_way[key] -= 1
-            if not self._under_way[key]:
-                del self._under_way[key]
+            for place in places:
+                self._under_way[place] -= 1
+                if not self._under_way[place]:
+                    del self._under_way[place]
 
 
 class Strangers:
@@ -82,12 +91,12 @@ class Strangers:
         self._discarded = Rates(DISCARD_RATE, clients=1)
 
     def reader(self, address: str) -> None:
-        """Count a request for what anyone may read. Raises PoolError with status 429 if the address is over a rate."""
+        """Count a request for what anyone may read. Raises Refusal with status 429 if the address is over a rate."""
         now_s = self._monotonic()
         if self._open.wait_s(address, now_s) > 0:
-            raise PoolError(f"more than {OPEN_RATE:g} unsigned requests a second from {address}; wait", 429)
+            raise Refusal(f"more than {OPEN_RATE:g} unsigned requests a second from {address}; wait", 429)
         if self._bytes.wait_s(address, now_s) > 0:
-            raise PoolError(f"more than {OPEN_BYTES >> 20} MiB a second of answers to {address}; wait", 429)
+            raise Refusal(f"more than {OPEN_BYTES >> 20} MiB a second of answers to {address}; wait", 429)
         self._open.charge(address, 1, now_s)
 
     def answered(self, address: str, size_bytes: int) -> None:
@@ -110,21 +119,22 @@ class Strangers:
 class Untaken:
     """Answers of one listener that were made and that their readers have not taken yet. Each is in memory until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, member_bytes: int = MEMBER_UNTAKEN) -> None:
+        self.member_bytes = member_bytes
         self._bytes: Counter[str] = Counter()  # by reader: a member's key, or an address
         self._strangers_bytes = 0
 
     @contextmanager
     def answer(self, reader: str, size_bytes: int, *, member: bool) -> Iterator[None]:
-        """Around the sending of an answer. Raises PoolError with status 429 if too much is held for this reader already."""
+        """Around the sending of an answer. Raises Refusal with status 429 if too much is held for this reader already."""
         if size_bytes <= LARGE_BYTES:
             yield
             return
-        most_bytes = MEMBER_UNTAKEN if member else ADDRESS_UNTAKEN
+        most_bytes = self.member_bytes if member else ADDRESS_UNTAKEN
         if self._bytes[reader] and self._bytes[reader] + size_bytes > most_bytes:
-            raise PoolError("earlier answers have not been taken yet; read them first", 429)
+            raise Refusal("earlier answers have not been taken yet; read them first", 429)
         if not member and self._strangers_bytes and self._strangers_bytes + size_bytes > STRANGERS_UNTAKEN:
-            raise PoolError("too many unsigned requests have not taken their answers; try again in a moment", 429)
+            raise Refusal("too many unsigned requests have not taken their answers; try again in a moment", 429)
         self._count(reader, size_bytes, member)
         try:
             yield
