@@ -46,7 +46,7 @@ from machine import describe
 from shoal import config, toploc
 from shoal.adversary.attacks import ATTACKS, TOOL_ATTACKS, Attack, Lab, attacks_on
 from shoal.config import Config
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.trust import bets
 from shoal.engine.torch_engine import TorchEngine
 from shoal.evidence.process import Process
 from shoal.launch.calibrate import RUN

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal import config
-from shoal.coordinator.trust.spending import bets
+from shoal.coordinator.trust import bets
 from shoal.evidence.bets import allocation
 from shoal.evidence.process import Process
 from shoal.protocol.messages import BEYOND, Spent

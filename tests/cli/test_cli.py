@@ -284,7 +284,7 @@ HELP = "import contextlib, shoal.cli\nwith contextlib.suppress(SystemExit):\n   
         HELP.format(["worker", "--join", "missing.file", "--dir", "w"]),
         "import shoal.cli, shoal.launch.swarm, shoal.tracking.report, shoal.view",
         "import shoal.roles.origin, shoal.roles.relay, shoal.protocol.node",
-        "import shoal.coordinator.http.routes, shoal.coordinator.service",
+        "import shoal.coordinator.http.routes, shoal.coordinator.http.serving",
         "from shoal import tasks\ntasks.load(tasks.TaskSection()).train[0]",
     ],
     ids=["help", "coordinator-help", "dry-run", "status", "no-invite", "swarm", "broadcast", "coordinator", "tasks"],

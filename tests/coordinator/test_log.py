@@ -56,7 +56,7 @@ def test_a_detail_that_quotes_a_workers_file_stays_one_line(caplog: pytest.LogCa
     quoted = verdict(task.id, Reason.TASKS, (), None).model_copy(
         update={"detail": "task\n\x1b[2Jworker-b slashed" + "x" * 999}
     )
-    harness.pool.submissions.judge(VALIDATOR, quoted)
+    harness.pool.judgement.judge(VALIDATOR, quoted)
     (line,) = [message for record in caplog.records if " rejected: " in (message := record.getMessage())]
     assert line.isprintable() and len(line) < 300
 

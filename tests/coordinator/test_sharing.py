@@ -19,13 +19,21 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from shoal.cli.main import DONE, FAILED, main
 from shoal.config import Config, load
-from shoal.coordinator import served
-from shoal.coordinator.founding import CONFIG, Members, PoolFolderError, close_pool, found_pool, open_pool, reopen_pool
-from shoal.coordinator.http import pace
-from shoal.coordinator.http.board import OPEN_INVITE
+from shoal.coordinator.http import serving
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.service import invite_from
-from shoal.coordinator.sharing import BY_FAULT, BY_OPERATOR, Place, SharingError, serve_shared, shared_application
+from shoal.coordinator.http.serving import OPEN_INVITE
+from shoal.coordinator.http.sharing import BY_FAULT, BY_OPERATOR, Place, SharingError, serve_shared, shared_application
+from shoal.coordinator.members import Members
+from shoal.coordinator.operating import (
+    CONFIG,
+    PoolFolderError,
+    close_pool,
+    found_pool,
+    invite_from,
+    open_pool,
+    reopen_pool,
+)
+from shoal.protocol import pace
 from shoal.protocol.address import Address
 from shoal.protocol.calling import NodeError, RefusedError
 from shoal.protocol.discovery import DiscoveryError, FoundRuns, find_runs
@@ -463,7 +471,7 @@ def test_only_a_published_invite_that_is_open_and_valid_is_listed(tmp_path: Path
 
 
 def test_a_full_disk_ends_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "RECORD_S", 0.01)
+    monkeypatch.setattr(serving, "RECORD_S", 0.01)
     full, sound = places(tmp_path, "full", "sound")
     stop = threading.Event()
 

@@ -25,6 +25,7 @@ from ssl import SSLContext
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from shoal.errors import ShoalError
 from shoal.protocol.answers import Refusal, sign_answer
 from shoal.protocol.identity import Identity
 from shoal.protocol.pace import LARGE_BYTES, Pace, Strangers, Untaken
@@ -139,7 +140,7 @@ class Admission:
     role_of: Callable[[str], str | None]
     clock: Callable[[], float]
     pace: Pace
-    statuses: Mapping[type[Exception], int] = field(default_factory=dict)  # of errors that their message explains
+    statuses: Mapping[type[ShoalError], int] = field(default_factory=dict)  # of errors that their message explains
 
     def admit(
         self,

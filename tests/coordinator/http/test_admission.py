@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.state.database import PoolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Assignment, Heartbeat, Policy, Stored
 from shoal.protocol.server import SLOT
@@ -161,7 +161,7 @@ def test_a_task_that_expires_during_its_upload_keeps_no_file(coordinator: Coordi
     worker, task = worker_with_task(coordinator)
 
     async def read() -> bytes:
-        coordinator.pool.db.submissions.expire_open_of(worker.public)
+        coordinator.pool.db.submissions.drop_of(worker.public)
         return b""
 
     with pytest.raises(PoolError, match="expired, not open"):
@@ -178,7 +178,7 @@ def test_a_slow_upload_ends_with_its_grant(coordinator: Coordinator) -> None:
         nonlocal read_pieces
         read_pieces += 1
         if read_pieces == 3:
-            coordinator.pool.db.submissions.expire_open_of(worker.public)
+            coordinator.pool.db.submissions.drop_of(worker.public)
         assert read_pieces < 5, "the upload continues without a grant"
         return b"x"
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from blake3 import blake3
 
-from shoal.coordinator.http.transfers import Transfers
-from shoal.coordinator.state.database import PoolError
-from shoal.coordinator.tables.connection import DatabaseFullError
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.http.files import BucketFiles
+from shoal.coordinator.state.connection import DatabaseFullError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Announced, Finished, Heartbeat, Policy
 from shoal.store.folder import IncomingFile, StoreError
@@ -113,14 +113,14 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
         raise DatabaseFullError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(coordinator.pool.db.submissions, "set_uploaded", full)
+        patched.setattr(coordinator.pool.db.submissions, "move", full)
         with pytest.raises(DatabaseFullError):
             asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
     assert list((coordinator.store.root / "submissions").iterdir()) == []
     asyncio.run(upload(coordinator, worker, task, b"rollouts", pieces(b"rollouts")))
     other, its_task = worker_with_task(coordinator, "other")
     with monkeypatch.context() as patched:
-        patched.setattr(coordinator.pool.db.submissions, "set_uploaded", full)
+        patched.setattr(coordinator.pool.db.submissions, "move", full)
         with pytest.raises(DatabaseFullError):
             asyncio.run(upload(coordinator, other, its_task, b"rollouts", pieces(b"rollouts")))
     assert len(list((coordinator.store.root / "submissions").iterdir())) == 1, "another submission has the same file"
@@ -204,7 +204,7 @@ class FakeBucket:
 def test_in_a_bucket_too_only_the_announced_file_gets_a_name(coordinator: Any) -> None:
     coordinator.pool.learning.published(Policy(version=0, digest="d" * 64, size_bytes=1))
     bucket = FakeBucket()
-    transfers, kind = Transfers(bucket, 1 << 20), coordinator.files.submissions  # type: ignore[arg-type]
+    transfers, kind = BucketFiles(bucket, 1 << 20), coordinator.files.submissions  # type: ignore[arg-type]
     worker, task = worker_with_task(coordinator)
     announced = Finished(submission=task.id, hash=blake3(b"rollouts").hexdigest())
     coordinator.pool.members.heartbeat(worker.public, Heartbeat(policy_version=0, finished=announced))

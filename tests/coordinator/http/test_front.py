@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.coordinator.database import PoolError
 from shoal.coordinator.http.files import UPLOADS
-from shoal.coordinator.membership.beats import RECORDS_PER_S
-from shoal.coordinator.state.database import PoolError
+from shoal.coordinator.members import RECORDS_PER_S
 from shoal.protocol import pace
 from shoal.protocol.answers import UnsignedAnswerError, check_answer
 from shoal.protocol.identity import Identity

@@ -17,7 +17,9 @@ import pytest
 
 from shoal.config import parse
 from shoal.coordinator.http.routes import Coordinator
-from shoal.coordinator.service import ADDRESS, invite_from, serve_forever
+from shoal.coordinator.http.serving import serve_forever
+from shoal.coordinator.operating import invite_from
+from shoal.protocol.address import FILE as ADDRESS
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import make_invite
 from shoal.protocol.messages import LARGEST, VERSION, HeartbeatAnswer, Role, RunDescriptor, Status

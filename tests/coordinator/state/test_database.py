@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.state import database as database_module
-from shoal.coordinator.state.database import FORMAT, Database, PoolError
-from shoal.coordinator.tables.connection import DatabaseFullError, SqliteConnection
+from shoal.coordinator import database as database_module
+from shoal.coordinator.database import FORMAT, Database, PoolError
+from shoal.coordinator.state.connection import DatabaseFullError, SqliteConnection
 from shoal.ledger import sqlite as sqlite_module
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
@@ -47,11 +47,11 @@ def test_a_full_disk_is_named_and_leaves_no_part_of_a_transaction(tmp_path: Path
     with pytest.raises(DatabaseFullError, match=r"the disk of .*pool.sqlite is full: free space there"):
         for number in range(100):
             harness.join(f"{number:032x}" * 2, name=f"w-{number}")
-    joined = len(harness.pool.status().nodes)
+    joined = len(harness.status().nodes)
     assert harness.kinds() == ["registered"] * joined
     sqlite.execute("PRAGMA max_page_count = 100000")
     harness.join(ALICE)
-    assert len(harness.pool.status().nodes) == joined + 1
+    assert len(harness.status().nodes) == joined + 1
 
 
 SQL = re.compile(r"\b(SELECT|INSERT|UPDATE|DELETE FROM|CREATE|PRAGMA|BEGIN|COMMIT|ROLLBACK)\b")

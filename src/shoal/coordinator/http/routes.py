@@ -17,16 +17,14 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
 
 from shoal.config import Config
-from shoal.coordinator.credit.settlement import Settlement
-from shoal.coordinator.credit.stakes import BookedStakes, ChainStakes
-from shoal.coordinator.http.costly import Costly
-from shoal.coordinator.http.files import FileRoutes
-from shoal.coordinator.http.transfers import open_transfers
-from shoal.coordinator.jobs.nonces import nonce_secret
+from shoal.coordinator.assignment import nonce_secret
+from shoal.coordinator.credit import BookedStakes, ChainStakes, Settlement
+from shoal.coordinator.database import PoolError
+from shoal.coordinator.http.files import FileRoutes, open_bucket
+from shoal.coordinator.http.reports import Costly, read_metrics, read_status
 from shoal.coordinator.pool import Pool
-from shoal.coordinator.state.database import PoolError
-from shoal.coordinator.state.opening import open_state
-from shoal.coordinator.tables.connection import DatabaseFullError, DatabaseLostError
+from shoal.coordinator.state.connection import DatabaseFullError, DatabaseLostError
+from shoal.coordinator.state.folder import TASKS, open_state
 from shoal.protocol import messages
 from shoal.protocol.identity import Identity, Signed
 from shoal.protocol.invite import InviteError, open_payload
@@ -37,7 +35,7 @@ from shoal.shardcast.serve.passes import issue
 from shoal.store.folder import Folder, StoreError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.state.lead import Lead
+    from shoal.coordinator.state.postgres import Lead
 
 READER_GRANT_S = 600.0  # of a new one
 MAX_REPORT_BYTES = 1 << 20  # of the learner, whose report lists a batch's submissions; and of a verdict's evidence
@@ -46,7 +44,6 @@ MAX_SAMPLE_BYTES = 40 << 10  # of one group in a verdict: two texts of 4,000 cha
 STEP = CURSOR = re.compile("[0-9]{1,15}")
 SHA256 = re.compile("[0-9a-f]{64}")
 STATUSES = {InviteError: 403, StoreError: 507, DatabaseFullError: 507, DatabaseLostError: 503}
-TASKS = "tasks"  # the task set in the coordinator's folder: files by their hash
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -78,11 +75,14 @@ class Coordinator:
         )
         self.store = Folder(folder / "store")
         self.store.clean()
-        self.files = FileRoutes(config, self.pool, self.store, open_transfers(config), self.admission)
+        self.files = FileRoutes(config, self.pool, self.store, open_bucket(config), self.admission)
         self.tasks = folder / TASKS
-        self.status = Costly(lambda: self.pool.status().model_dump_json())
-        self.metrics = Costly(self.pool.metrics)
+        self._status_text = Costly(lambda: self.status().model_dump_json())
+        self._metrics_text = Costly(lambda: read_metrics(self.pool.db))
         self._grants: dict[str, tuple[float, str]] = {}  # by key: until when, and the grant
+
+    def status(self) -> messages.Status:
+        return read_status(self.pool.db, self.config, self.run, self.pool.notices)
 
     def app(self) -> web.Application:
         """The run behind a front, as it has a listener for itself."""
@@ -140,16 +140,16 @@ class Coordinator:
         return web.json_response(text=signed.model_dump_json())
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.status.get(), content_type="application/json", charset="utf-8")
+        return web.Response(body=self._status_text.get(), content_type="application/json", charset="utf-8")
 
     async def _history(self, request: web.Request) -> web.Response:
         after = request.query.get("after", "0")
         if not CURSOR.fullmatch(after):
             return refusal(400, f"after={after[:40]!r} is not a cursor; start with 0")
-        return web.Response(body=self.pool.history.page(int(after)), content_type="application/json")
+        return web.Response(body=self.pool.db.history.page(int(after)), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return web.Response(body=self._metrics_text.get(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -215,30 +215,30 @@ class Coordinator:
 
     async def _claim(self, request: Request) -> Answer:
         asked = messages.ClaimRequest.model_validate_json(request.body)
-        return self.pool.submissions.claim(request.key, asked.most)
+        return self.pool.judgement.claim(request.key, asked.most)
 
     async def _content(self, request: Request) -> Answer:
-        return self.pool.submissions.content_owner(request.match["digest"])
+        return self.pool.judgement.content_owner(request.match["digest"])
 
     async def _missed(self, request: Request) -> Answer:
         if not SHA256.fullmatch(request.match["key"]):
             raise PoolError(f"{request.match['key'][:64]!r} is not a key", 400)
-        return self.pool.submissions.missed(request.match["key"])
+        return self.pool.assignments.missed(request.match["key"])
 
     async def _curriculum(self, request: Request) -> Answer:
         return self.pool.curriculum.page(request.match["digest"])
 
     async def _judge(self, request: Request) -> Answer:
-        self.pool.submissions.judge(request.key, messages.Verdict.model_validate_json(request.body))
+        self.pool.judgement.judge(request.key, messages.Verdict.model_validate_json(request.body))
         return Ok()
 
     async def _ledger(self, request: Request) -> Answer:
         if not CURSOR.fullmatch(request.match["after"]):
             raise PoolError(f"{request.match['after'][:40]!r} is not the number of an entry", 400)
-        return web.Response(body=self.pool.witnesses.entries(int(request.match["after"])))
+        return web.Response(body=self.pool.ledger_page(int(request.match["after"])))
 
     async def _head(self, request: Request) -> Answer:
-        self.pool.witnesses.witnessed(request.key, Signed.model_validate_json(request.body))
+        self.pool.witnessed(request.key, Signed.model_validate_json(request.body))
         return Ok()
 
     async def _batch(self, request: Request) -> Answer:
