@@ -23,9 +23,9 @@ from shoal.coordinator.http import serving
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.http.serving import OPEN_INVITE
 from shoal.coordinator.http.sharing import BY_FAULT, BY_OPERATOR, Place, SharingError, serve_shared, shared_application
-from shoal.coordinator.members import Members
 from shoal.coordinator.operating import (
     CONFIG,
+    Invited,
     PoolFolderError,
     close_pool,
     found_pool,
@@ -61,7 +61,7 @@ from .support import config, payload
 
 PATIENCE_S = 60.0
 ANYONE = httpx.Client(timeout=PATIENCE_S)
-MEMBERS = Members(workers=2, relays=0, validators=0, evaluator=False)
+MEMBERS = Invited(workers=2, relays=0, validators=0, evaluator=False)
 MACHINE = Capability(memory_bytes=8 << 30, device="cpu", engine="torch")
 
 

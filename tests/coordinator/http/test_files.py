@@ -109,7 +109,7 @@ def test_a_file_that_is_refused_after_it_was_written_is_removed(
 ) -> None:
     worker, task = worker_with_task(coordinator)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise DatabaseFullError("the disk is full")
 
     with monkeypatch.context() as patched:
