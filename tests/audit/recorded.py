@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from shoal import config as config_module
 from shoal.config import Config, parse
+from shoal.coordinator.database import record_start, seal
 from shoal.coordinator.pool import TABLE_NAMES, Pool
 from shoal.coordinator.state.connection import open_sqlite
-from shoal.coordinator.state.folder import record_start, seal
 from shoal.files import copy_tree, digests
 from shoal.launch.task_data import build_tasks
 from shoal.learner.groups import gather

@@ -5,7 +5,7 @@ import pytest
 
 from shoal.audit.audit import Asked, audit
 from shoal.audit.opened import BrokenError
-from shoal.coordinator.state.folder import record_start
+from shoal.coordinator.database import record_start
 
 from .recorded import ALICE, BOB, COORDINATOR, NEED, RUN, Recorded, copy_of, record_run
 from .tampering import tamperings

@@ -22,8 +22,7 @@ from blake3 import blake3
 from shoal.audit.found import Found
 from shoal.audit.opened import BrokenError, Opened, naming, read_config
 from shoal.coordinator.database import HistoryTable as History
-from shoal.coordinator.database import Kind
-from shoal.coordinator.state.folder import config_text
+from shoal.coordinator.database import Kind, config_text
 from shoal.coordinator.submissions import Submissions
 from shoal.learner.record import CHECKPOINT, SIGNED
 from shoal.protocol.identity import Signed

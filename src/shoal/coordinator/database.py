@@ -4,20 +4,28 @@ Invariants: what happens inside `transaction()`, ledger entries included, happen
 moment leaves consistent state. A version has one digest. Every entry of the history, including a replacement, gets a higher
 sequence number than all before it, so a reader that asks with the last cursor it got misses nothing and gets nothing twice;
 a page of it is bounded in bytes, because anyone may ask for one, and only the newest samples are kept.
+
+    started   in the ledger: run, config, formats; at each start
+    sealed    the digest of every table; at each stop that is not a kill; the next start ends its validity
+
+While a ledger ends with `sealed`, its database holds what it held when the coordinator stopped, or somebody else changed it.
+A ledger that ends otherwise is of a coordinator that runs or was killed, or its end was cut off.
 Tables that one part alone needs stand in its file. One thread uses the database; the clock is an argument.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
+from shoal import config as config_module
+from shoal.config import Config
 from shoal.coordinator import groups, nodes, submissions
-from shoal.coordinator.state.connection import SERIAL, Connection
-from shoal.ledger.interface import Ledger
+from shoal.coordinator.state.connection import SERIAL, Connection, table_digest
+from shoal.ledger.interface import JSON, Ledger
 from shoal.protocol.answers import Refusal
 from shoal.protocol.history import MAX_SAMPLES
-from shoal.protocol.messages import Evaluation, History, WorkerSample
+from shoal.protocol.messages import VERSION, Evaluation, History, WorkerSample
 
 FORMAT = 10  # of a run's tables, manifests and submissions; a run in another format is not resumed
 POLICIES = """CREATE TABLE IF NOT EXISTS policies (
@@ -180,3 +188,26 @@ class Database:
     def is_finished(self, steps: int) -> bool:
         """Whether the last version, after `steps` steps, was evaluated, which ends the run."""
         return self.history.has("evaluation", f"{steps} final")
+
+
+def record_start(db: Database, run: str, key: str, config: Config) -> None:
+    body: dict[str, JSON] = {
+        "run": run,
+        "key": key,
+        "config": config_text(config),
+        "format": FORMAT,
+        "protocol": VERSION,
+    }
+    db.ledger.append("started", body)
+
+
+def config_text(config: Config) -> str:
+    """The config as TOML, without what is nobody else's matter: members read the ledger."""
+    section = config.coordinator.model_copy(update={"database": ""})
+    ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
+    return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))
+
+
+def seal(db: Database, tables: Sequence[str]) -> None:
+    with db.transaction():
+        db.ledger.append("sealed", {"tables": {name: table_digest(db.connection, name) for name in tables}})

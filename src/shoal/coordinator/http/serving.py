@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from shoal.config import Config
+from shoal.coordinator.database import record_start, seal
 from shoal.coordinator.http.reports import Costly
 from shoal.coordinator.http.routes import Coordinator
 from shoal.coordinator.pool import TABLE_NAMES
-from shoal.coordinator.state.folder import KEY, record_start, seal
+from shoal.coordinator.state.folder import KEY
 from shoal.protocol.address import Address
 from shoal.protocol.discovery import DOMAIN
 from shoal.protocol.identity import Identity, Signed

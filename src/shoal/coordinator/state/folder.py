@@ -1,4 +1,4 @@
-"""What a coordinator keeps in its folder, or in the PostgreSQL that it leads: opened at its start, sealed, copied.
+"""What a coordinator keeps in its folder, or in the PostgreSQL that it leads, opened.
 
     pool.sqlite     tables and ledger, which change together
     nonces.sqlite   used nonces, so that no signed request is served twice
@@ -9,29 +9,21 @@ served that was signed, by our clock, before the database was opened again. Post
 empties it after a crash of its own: then the same holds. A coordinator that takes over finds what the one before it has
 spent.
 
-    started   in the ledger: run, config, formats; at each start
-    sealed    the digest of every table; at each stop that is not a kill; the next start ends its validity
-
-Invariants: a spent nonce stays refused, also after a restart and when the clock jumps back. While a ledger ends with
-`sealed`, its database holds what it held when the coordinator stopped, or somebody else changed it. A ledger that ends
-otherwise is of a coordinator that runs or was killed, or its end was cut off.
+Invariant: a spent nonce stays refused, also after a restart and when the clock jumps back.
 """
 
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal import config as config_module
-from shoal.config import Config, load
-from shoal.coordinator.database import FORMAT, Database, PoolError
-from shoal.coordinator.state.connection import Connection, open_sqlite, table_digest
-from shoal.ledger.interface import JSON, Ledger
+from shoal.config import load
+from shoal.coordinator.state.connection import Connection, open_sqlite
+from shoal.errors import ShoalError
+from shoal.ledger.interface import Ledger
 from shoal.ledger.sqlite import SqliteLedger
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import VERSION
 from shoal.protocol.signing import MAX_AGE_S
 
 if TYPE_CHECKING:
@@ -48,6 +40,10 @@ NONCES_SCHEMA = [
     "CREATE INDEX IF NOT EXISTS nonces_by_age ON nonces (created_s)",
 ]
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class FolderError(ShoalError):
+    """A folder without a coordinator's state; the message says what to do."""
 
 
 class Nonces:
@@ -141,14 +137,14 @@ def _in_postgres(lead: "Lead", identity: Identity) -> State:
 
 
 def open_tables(folder: Path) -> Connection:
-    """The tables of the coordinator that uses this folder, beside it. Raises PoolError, ConfigError, DatabaseLostError."""
+    """The tables of the coordinator that uses this folder, beside it. Raises FolderError, ConfigError, DatabaseLostError."""
     if (folder / "pool.sqlite").is_file():
         return open_sqlite(folder / "pool.sqlite")
     if database := named_database(folder):
         from shoal.coordinator.state.postgres import open_postgres
 
         return open_postgres(database)
-    raise PoolError(f"{folder} is not the folder of a coordinator that has run; name that folder")
+    raise FolderError(f"{folder} is not the folder of a coordinator that has run; name that folder")
 
 
 def named_database(folder: Path) -> str:
@@ -162,26 +158,3 @@ def named_database(folder: Path) -> str:
 def this_boot() -> str:
     """A name for the machine's present start; a new one each time where the system has none, which is safe."""
     return BOOT.read_text().strip() if BOOT.exists() else secrets.token_hex(16)
-
-
-def record_start(db: Database, run: str, key: str, config: Config) -> None:
-    body: dict[str, JSON] = {
-        "run": run,
-        "key": key,
-        "config": config_text(config),
-        "format": FORMAT,
-        "protocol": VERSION,
-    }
-    db.ledger.append("started", body)
-
-
-def config_text(config: Config) -> str:
-    """The config as TOML, without what is nobody else's matter: members read the ledger."""
-    section = config.coordinator.model_copy(update={"database": ""})
-    ledger = config.ledger.model_copy(update={"rpc": "", "key_file": ""})
-    return config_module.dumps(config.model_copy(update={"coordinator": section, "ledger": ledger}))
-
-
-def seal(db: Database, tables: Sequence[str]) -> None:
-    with db.transaction():
-        db.ledger.append("sealed", {"tables": {name: table_digest(db.connection, name) for name in tables}})
