@@ -214,8 +214,8 @@ class Assignments:
 
     # --- what the worker delivers ------------------------------------------------------------------------------------
 
-    def may_upload(self, worker: str, id: str, content_hash: str = "") -> None:
-        """Raise PoolError unless this worker's grant for this submission, and for the file with this hash, is valid.
+    def may_upload(self, worker: str, id: str, content_hash: str = "") -> Submission:
+        """The submission. Raise PoolError unless this worker's grant for it, and for the file with this hash, is valid.
 
         It is valid while it is the worker's oldest, until no batch can take the version, or the worker takes another task.
         A late upload is not penalised: its task becomes stale here. Another file than the announced one ends the task as
@@ -238,13 +238,12 @@ class Assignments:
                 self.arrivals.missed([found])
             log.info("%s: %s sent another file than it had announced", id, self.db.nodes.name(worker))
             raise PoolError(f"{id} is not the file that was announced, {found.announced[:16]}; take a new task")
+        return found
 
     def uploaded(self, worker: str, id: str, content_hash: str) -> None:
-        self.may_upload(worker, id, content_hash)  # in no transaction: an error would undo what it records
-        found = self.db.submissions.get(id)
-        if found is not None:
-            self.db.submissions.move(found, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
-            log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
+        found = self.may_upload(worker, id, content_hash)  # in no transaction: an error would undo what it records
+        self.db.submissions.move(found, "upload", file_hash=content_hash, uploaded_s=self.db.clock())
+        log.info("%s uploaded by %s", id, self.db.nodes.name(worker))
 
     def missed(self, worker: str) -> MissedTasks:
         """The tasks that a worker was given and never uploaded, or too late: whoever has the task set can derive what it

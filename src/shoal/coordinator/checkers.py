@@ -94,8 +94,10 @@ class Fingerprints:
         return dict(rows)
 
     def put(self, key: str, version: int, value: str) -> None:
-        self.connection.change("DELETE FROM fingerprints WHERE key = ? AND version = ?", key, version)
-        self.connection.change("INSERT INTO fingerprints VALUES (?, ?, ?)", key, version, value)
+        self.connection.change(
+            "INSERT INTO fingerprints VALUES (?, ?, ?) ON CONFLICT (key, version) DO UPDATE SET value = excluded.value",
+            *(key, version, value),
+        )
         oldest = sorted(self.of(key), reverse=True)[:KEPT][-1]
         self.connection.change("DELETE FROM fingerprints WHERE key = ? AND version < ?", key, oldest)
 
@@ -111,9 +113,10 @@ class Fingerprints:
     def ask(self, key: str) -> None:
         """Ask this node for a new fingerprint."""
         self.connection.change(
-            "INSERT INTO renewals (key) SELECT ? WHERE NOT EXISTS (SELECT 1 FROM renewals WHERE key = ?)", key, key
+            "INSERT INTO renewals (key, asked) VALUES (?, 1)"
+            " ON CONFLICT (key) DO UPDATE SET asked = renewals.asked + 1",
+            key,
         )
-        self.connection.change("UPDATE renewals SET asked = asked + 1 WHERE key = ?", key)
 
     def set_done(self, key: str, done: int, now_s: float) -> None:
         self.connection.change("UPDATE renewals SET done = ?, done_s = ? WHERE key = ?", done, now_s, key)
@@ -130,13 +133,8 @@ class Fingerprints:
         self.connection.change("INSERT INTO mismatches VALUES (?, ?, ?)", key, at_s, int(confirmed))
 
     def mismatches(self, key: str, since_s: float, *, confirmed: bool) -> int:
-        row = self.connection.row(
-            "SELECT COUNT(*) FROM mismatches WHERE key = ? AND confirmed = ? AND at_s >= ?",
-            key,
-            int(confirmed),
-            since_s,
-        )
-        return int(row[0]) if row else 0
+        count = "SELECT count(*) FROM mismatches WHERE key = ? AND confirmed = ? AND at_s >= ?"
+        return int(self.connection.value(count, key, int(confirmed), since_s))
 
     def forgive(self, key: str) -> None:
         self.connection.change("DELETE FROM mismatches WHERE key = ?", key)

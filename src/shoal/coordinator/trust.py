@@ -70,24 +70,17 @@ class EvidenceTable:
 
     def put(self, worker: str, process: Process) -> None:
         self.connection.change(
-            "INSERT INTO evidence (worker, observations, money) SELECT ?, 0, '{}'"
-            " WHERE NOT EXISTS (SELECT 1 FROM evidence WHERE worker = ?)",
-            worker,
-            worker,
-        )
-        self.connection.change(
-            "UPDATE evidence SET observations = ?, money = ? WHERE worker = ?",
-            process.observations,
-            json.dumps(dict(process.money)),
-            worker,
+            "INSERT INTO evidence (worker, observations, money) VALUES (?, ?, ?)"
+            " ON CONFLICT (worker) DO UPDATE SET observations = excluded.observations, money = excluded.money",
+            *(worker, process.observations, json.dumps(dict(process.money))),
         )
 
     def dismiss(self, worker: str) -> bool:
         """False if it was dismissed before."""
-        return (
-            self.connection.change("UPDATE evidence SET dismissed = TRUE WHERE worker = ? AND NOT dismissed", worker)
-            == 1
+        changed = self.connection.change(
+            "UPDATE evidence SET dismissed = TRUE WHERE worker = ? AND NOT dismissed", worker
         )
+        return changed == 1
 
     def forget(self, worker: str) -> None:
         """The worker starts again, as if nothing had been submitted."""

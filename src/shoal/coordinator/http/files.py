@@ -38,7 +38,7 @@ class FileKind:
     sender: Role
     reader: Role
     # Of key, submission, and the file's hash or "" before it is known. Raises PoolError.
-    may_store: Callable[[str, str, str], None]
+    may_store: Callable[[str, str, str], object]
     stored: Callable[[str, str, str], None]  # likewise, and records it
     hash_of: Callable[[str], str]  # of a submission's file, "" if it has none
     is_used: Callable[[str], bool]  # whether a submission has the file with this hash
