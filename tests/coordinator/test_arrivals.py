@@ -130,14 +130,14 @@ def test_work_is_given_out_again_when_it_is_late_by_its_own_workers_time(pool: H
 
 def test_a_slower_workers_task_is_waited_for_longer_up_to_a_limit(pool: Harness) -> None:
     node = pool.pool.db.nodes
-    node.set_record(BOB, took_s=12.0, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
+    node.set(BOB, took_s=12.0, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
     pool.task(ALICE)
     pool.task(BOB)
     pool.clock.now_s += 23.0
     pool.beat(BOB, 0, wants=False)
     assert pool.pool.assignments.arrivals.groups_open(pool.clock.now_s - 1) == (2, 0)
-    node.set_record(BOB, took_s=1e6, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
-    node.set_record(CAROL, took_s=4.0, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
+    node.set(BOB, took_s=1e6, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
+    node.set(CAROL, took_s=4.0, missed=0.0, missed_in_a_row=0, rests_until_s=0.0)
     pool.clock.now_s += arrivals.LATE * arrivals.SLOWEST * 4.0
     pool.beat(BOB, 0, wants=False)
     assert pool.pool.assignments.arrivals.groups_open(pool.clock.now_s - 1) == (0, 0)

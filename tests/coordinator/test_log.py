@@ -42,7 +42,7 @@ def test_each_event_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         "run finished: all 6 steps trained, last version evaluated",
     ]
     assert {record.name for record in caplog.records} == {
-        f"shoal.coordinator.{module}" for module in ("membership.members", "jobs.learning", "jobs.submissions")
+        f"shoal.coordinator.{module}" for module in ("assignment", "batches", "judgement", "members")
     }
 
 

@@ -125,7 +125,7 @@ def test_a_stake_is_written_when_it_changes_and_not_at_every_look(
 ) -> None:
     settling, nodes = scene.settlement(), scene.harness.pool.db.nodes
     written: list[int] = []
-    monkeypatch.setattr(nodes, "set_staked", lambda key, amount: written.append(amount))
+    monkeypatch.setattr(nodes, "set", lambda key, staked: written.append(staked))
     for before, now in (({}, 150), ({ALICE: 150}, 150), ({ALICE: 150}, 0)):
         scene.stakes.members = {ALICE: now}
         settling._keep(before)

@@ -37,7 +37,7 @@ def test_a_look_fetches_the_state_and_only_new_history() -> None:
 
     pool = watching(answer)
     assert pool.look() == STATE
-    assert (pool.db.history.metrics, cursors) == (STEPS, [0, 2, 4, 5])
+    assert (pool.history.metrics, cursors) == (STEPS, [0, 2, 4, 5])
     pool.look()
     assert cursors[4:] == [5], "what is known is not fetched again"
 
