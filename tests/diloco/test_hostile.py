@@ -14,6 +14,7 @@ import torch
 
 from shoal.diloco import serve
 from shoal.diloco.codec import encode
+from shoal.diloco.invites import JoinRequest
 from shoal.diloco.meeting import Meeting
 from shoal.diloco.messages import BadOfferError, Figures, Greeting, MeetingError
 from shoal.diloco.remote import Remote
@@ -165,6 +166,21 @@ def test_an_answer_that_is_not_read_keeps_its_place(tmp_path: Path, monkeypatch:
             answer = httpx.get(url, auth=SignedAuth(site.remote.node.identity, RUN))
             assert answer.status_code == 429 and "1 requests by this node are under way" in answer.text
         site.remote.take()  # asks until its place is free
+
+
+def test_a_request_to_join_that_was_overheard_is_not_served_again(tmp_path: Path) -> None:
+    """Again, as by a site without a checkpoint, it would cost the site its share of the data."""
+    with served(tmp_path / "meet", terms()) as host:
+        remote = Remote(host.invite("site-a"), tmp_path / "a", host.terms, patience_s=5.0)
+        asks = JoinRequest(invite=remote.invite.signed, greeting=Greeting(about=ABOUT, round=None, digests=[]))
+        url = f"http://127.0.0.1:{host.port}/v1/join"
+        request = httpx.Request("POST", url, content=asks.model_dump_json().encode())
+        signed = next(SignedAuth(remote.node.identity, RUN).auth_flow(request))
+        with httpx.Client(verify=False) as client:
+            assert client.send(signed).status_code == 200
+            share = remote.take()
+            assert client.send(signed).status_code == 425
+        assert host.meeting.members["site-a"].share == share
 
 
 def test_two_keys_that_bring_one_invite_at_once_do_not_both_get_in(
